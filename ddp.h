@@ -130,16 +130,16 @@ extern "C" {
 /* One list defines the enum, the names and the descriptions. */
 #define DDP_RESULTS(X)                                                           \
     X(DDP_OK, 0, "success")                                                      \
-    X(DDP_ERR_INVALID, -1, "an argument is wrong")                               \
+    X(DDP_ERR_INVALID, -1, "an argument is invalid")                             \
     X(DDP_ERR_NO_MEMORY, -2, "memory could not be allocated")                    \
     X(DDP_ERR_SYSTEM, -3, "a system call failed")                                \
-    X(DDP_ERR_TIMEOUT, -4, "a rank did not arrive in time")                      \
-    X(DDP_ERR_PEER_LOST, -5, "a rank died or left")                              \
+    X(DDP_ERR_TIMEOUT, -4, "a rank did not arrive within the timeout")           \
+    X(DDP_ERR_PEER_LOST, -5, "a rank exited, died or destroyed the group")       \
     X(DDP_ERR_MISMATCH, -6, "ranks made different calls")                        \
     X(DDP_ERR_POISONED, -7, "the group failed earlier")                          \
     X(DDP_ERR_UNSUPPORTED, -8, "not available in this build or on this backend") \
     X(DDP_ERR_CORRUPT, -9, "stored data is damaged")                             \
-    X(DDP_ERR_ENGINE, -10, "a library underneath (MPI, NCCL, CUDA) failed")
+    X(DDP_ERR_ENGINE, -10, "a call of MPI, NCCL or CUDA failed")
 
 /* The result of a call: DDP_OK, or an error, which is negative. ddp_last_error() describes the error. */
 typedef enum ddp_result {
@@ -3009,14 +3009,13 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
     if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
     if (version)
         return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group,
-                           "device %s has kernels for version %d of %s, which is version %d here; take all "
-                           "headers from one release",
+                           "device %s has kernels for version %d of %s, but that header has version %d; use "
+                           "all headers of one release",
                            device->name, *version, header, DDP_VERSION);
-    return ddp_fail_in(
-        DDP_ERR_UNSUPPORTED, who, group,
-        "device %s has no kernels for %s; compile ddp_cuda.cuh where %s is beside it, or fill in the "
-        "device's table",
-        device->name, header, header);
+    return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group,
+                       "device %s has no kernels for %s; put %s into the folder of ddp_cuda.cuh, or fill in "
+                       "the device's function table",
+                       device->name, header, header);
 }
 
 //== shared memory =============================================================================== >>impl-heap
@@ -3227,21 +3226,22 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     int error = fd < 0 ? errno : 0;
     int reserves = ddp__heap_needs_reserve(place);
     if (fd < 0)
-        return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s",
+        return ddp_fail(DDP_ERR_SYSTEM, "shared memory: an anonymous file could not be created: %s",
                         strerror(error));
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur)
         size = limit.rlim_cur;
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
         close(fd);
-        return ddp_fail(DDP_ERR_NO_MEMORY,
-                        "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
-                        (unsigned long long)limit.rlim_cur);
+        return ddp_fail(
+            DDP_ERR_NO_MEMORY,
+            "shared memory: the file size limit of %llu bytes is too small; raise it with `ulimit -f`",
+            (unsigned long long)limit.rlim_cur);
     }
     if (reserves) error = ddp__reserve_pages(fd, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
     if (error) {
         close(fd);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the job's header: %s",
+        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no space in %s for the job's header: %s",
                         ddp__heap_limit_name(ddp__heap_folders[place]), strerror(error));
     }
     ddp__heap *heap = ddp__heap_wrap(fd, threads);
@@ -3281,7 +3281,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
             break;
         }
     }
-    if (!strstr(reasons, "no room in")) return ddp_fail(result, "%s", reasons);
+    if (!strstr(reasons, "no space in")) return ddp_fail(result, "%s", reasons);
     return ddp_fail(result, "%.300s; %s", reasons, remedy);
 }
 
@@ -3350,12 +3350,13 @@ static int ddp__rank_is_gone(ddp__heap *heap, int rank, int number, char *text, 
         snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid,
                  ddp_result_name((ddp_result)r->result));
     else if (state == DDP__RANK_LEFT)
-        snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
+        snprintf(text, size, "rank %d (pid %d) has returned from its function without this call", number,
+                 r->pid);
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
         if (r->pid == 0 /* of another pid namespace */) return 0;
         if (!ddp__process_has_ended(r->pid, r->start_time)) return 0;
-        snprintf(text, size, "rank %d: pid %d is gone", number, r->pid);
+        snprintf(text, size, "rank %d (pid %d) no longer exists", number, r->pid);
     }
     return 1;
 }
@@ -3799,9 +3800,10 @@ static void ddp__check_missed_signal(const ddp_group *group, ddp__local *l, cons
             || ddp__load_word(words, stride, r) >= target)
             continue;
         ddp_call_describe(call, sizeof call, post->what);
-        DDP__POISON(l, DDP_ERR_MISMATCH,
-                    "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank",
-                    l->number[r], call, l->number[l->rank]);
+        DDP__POISON(
+            l, DDP_ERR_MISMATCH,
+            "rank %d called %s before the signal that rank %d waits for; make the same calls on every rank",
+            l->number[r], call, l->number[l->rank]);
     }
 }
 
@@ -4027,7 +4029,8 @@ static int ddp__read_peer(ddp__local *l, int peer, void *dst, uint64_t address, 
         if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST)
             ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
     if (error == ESRCH)
-        DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
+        DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d (pid %d) no longer exists", l->number[peer],
+                    ddp__pid_of(l, peer));
     else
         DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank],
                     l->number[peer], strerror(error));
@@ -4814,7 +4817,7 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
     if (ddp__load_relaxed(&l->refused) == 1 && __atomic_exchange_n(&l->refused, 2, __ATOMIC_RELAXED) == 1)
         ddp_group_log(
             group,
-            "process_vm_readv is refused here: large messages between private buffers are copied twice");
+            "process_vm_readv is not permitted: large messages between private buffers are copied twice");
 }
 
 /* Called while this thread waits for a request: publishes the wait; poisons the group after the timeout. */
@@ -4943,13 +4946,13 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     if (offset) {
         ddp__heap_free(heap, offset, size);
         ddp_fail(DDP_ERR_NO_MEMORY,
-                 "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
+                 "shared memory: no space in %s for %zu bytes, for a group of %d ranks: %s",
                  ddp__heap_limit_name(heap->job->folder), size, world_size, strerror(error));
     } else {
-        ddp_fail(
-            DDP_ERR_NO_MEMORY,
-            "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes",
-            world_size, (unsigned long long)heap->job->limit);
+        ddp_fail(DDP_ERR_NO_MEMORY,
+                 "shared memory: no space for a group of %d ranks: the file size limit is %llu bytes; raise "
+                 "it with `ulimit -f`",
+                 world_size, (unsigned long long)heap->job->limit);
     }
     return 0;
 }
@@ -5038,7 +5041,8 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     ddp_host_free(group, region);
     if (result != DDP_OK) return result;
     return ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_group_alloc", group,
-                       "%d ranks x %zu bytes of shared memory are not to be had", l->world_size, size_bytes);
+                       "%d ranks x %zu bytes of shared memory could not be allocated", l->world_size,
+                       size_bytes);
 }
 
 static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
@@ -5175,7 +5179,9 @@ static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *c
     (void)group;
     if (((ddp_saved_error *)state)->result != DDP_OK) return DDP_ERR_POISONED;
     if (from.size != to.size)
-        return ddp_fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
+        return ddp_fail(
+            DDP_ERR_MISMATCH,
+            "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ; set both to the same count");
     if (to.size && m.send + from.begin != m.recv + to.begin)
         memmove(m.recv + to.begin, m.send + from.begin, to.size);
     if (m.shape & DDP__ADDS && call->op == DDP_OP_AVG && call->divisor > 1)
@@ -5786,7 +5792,7 @@ static ddp_result ddp__p2p_issue_failed(ddp_group *group, const ddp_call *call, 
     if (result == DDP_ERR_NO_MEMORY) {
         char begin[96], text[128];
         ddp__cause_begin(begin, sizeof begin, group->rank, call);
-        snprintf(text, sizeof text, "%sout of memory", begin);
+        snprintf(text, sizeof text, "%smemory could not be allocated", begin);
         group->backend->poison(group, group->state, result, text);
     }
     return ddp__deliver(group, ddp__call_failed(group, call, result));
@@ -5799,8 +5805,10 @@ static ddp_result ddp__p2p_issue(ddp_group *group, ddp_call *call, ddp_work *wor
     DDP__NOT_FORKED(group, ddp_call_name(call->kind));
     int enqueues = group->backend->enqueues;
     if (!enqueues && !group->backend->p2p_start)
-        return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages",
-                              ddp_call_name(call->kind), group->name, group->backend->name);
+        return DDP__RANK_FAIL(
+            group, DDP_ERR_UNSUPPORTED,
+            "%s group=%s: the %s backend has no point-to-point calls; use a group with another backend",
+            ddp_call_name(call->kind), group->name, group->backend->name);
     if (work)
         memset(work, 0, sizeof *work);
     else
@@ -5842,7 +5850,7 @@ static ddp__op *ddp__op_of_work(ddp_group *group, const ddp_work *work, const ch
     int is_current = op->ticket == work->ticket;
     pthread_mutex_unlock(&group->lock);
     if (is_current) return op;
-    ddp__bad(who, group, "this work has been waited for already");
+    ddp__bad(who, group, "work was already waited for; wait once for each ddp_work");
     return NULL;
 }
 
@@ -5882,7 +5890,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group) {
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
-    DDP_CHECK(__func__, group, !group->in_batch, "a batch is open already; end it first");
+    DDP_CHECK(__func__, group, !group->in_batch, "a batch is already open; call ddp_p2p_end first");
     group->in_batch = 1;
     return DDP_OK;
 }
@@ -5903,7 +5911,7 @@ DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
     first.result = DDP_OK;
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
-    DDP_CHECK(__func__, group, group->in_batch, "no batch is open");
+    DDP_CHECK(__func__, group, group->in_batch, "no batch is open; call ddp_p2p_begin first");
     group->in_batch = 0;
     if (group->batch && group->backend->enqueues) {
         ddp_error_save(&first, ddp_group_enqueue(group, ddp__run_batch, NULL, NULL));
@@ -6067,7 +6075,7 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     *out = *text ? (int)value : fallback;
     DDP__CREATE_CHECK(
         !*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
-        "%s=%.60s in the environment is not a whole number; unset it or start through a launcher", name,
+        "%s=%.60s in the environment is not an integer; unset it, or use a launcher that sets it", name,
         text);
     return DDP_OK;
 }
@@ -6081,13 +6089,14 @@ static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__laun
                       from->rank, from->size);
     DDP_TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
     DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
-    DDP__CREATE_CHECK(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank,
+    DDP__CREATE_CHECK(id->rank < id->world_size, "%s=%d with %s=%d; use ranks 0 to %d", from->rank, id->rank,
                       from->size, id->world_size, id->world_size - 1);
     DDP__CREATE_CHECK(id->local_world_size >= 1 && id->local_world_size <= id->world_size
                           && id->local_rank < id->local_world_size,
-                      "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank,
-                      *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size,
-                      id->world_size);
+                      "%s=%d and %s=%d contradict %s=%d in the environment; unset them, or use a launcher "
+                      "that sets all of them",
+                      from->local_rank, id->local_rank, *from->local_size ? from->local_size : "local ranks",
+                      id->local_world_size, from->size, id->world_size);
     int length = snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++)
         length += snprintf(id->token + length, sizeof id->token - (size_t)length, ":%.100s",
@@ -6466,7 +6475,9 @@ static ddp_result ddp__buffer_reserve(ddp_group *group, ddp__buffer *buffer, siz
     ddp_host_free(group, buffer->bytes);
     buffer->bytes = (unsigned char *)ddp_host_alloc(group, size);
     buffer->capacity = buffer->bytes ? size : 0;
-    return buffer->bytes ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for messages of %zu bytes", size);
+    return buffer->bytes ? DDP_OK
+                         : ddp_fail(DDP_ERR_NO_MEMORY,
+                                    "%zu bytes for rendezvous messages could not be allocated", size);
 }
 
 /* Text from a peer goes into error lines and logs. Bytes other than printable ASCII become \xNN, such as
@@ -6580,7 +6591,7 @@ static ddp_result ddp__secret_file_read(const char *path, char *out, size_t capa
     DDP__CREATE_CHECK(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path,
                       strerror(error));
     if (fd < 0)
-        reason = "is a symbolic link; give the path of the file itself";
+        reason = "is a symbolic link; use the path of the file itself";
     else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
         reason = "is not a regular file";
     else if (s.st_uid != geteuid())
@@ -6608,7 +6619,8 @@ static ddp_result ddp__rendezvous_set_key(ddp__rendezvous *rv, const char *secre
     static const char purpose[] = "ddp.h key 1";
     char content[4001];
     size_t size = 0;
-    DDP__CREATE_CHECK(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
+    DDP__CREATE_CHECK(!secret || *secret,
+                      "desc.secret is empty; use NULL for the secret of DDP_SECRET, or for none");
     if (!secret && *variable) secret = variable;
     if (secret)
         size = strlen(secret);
@@ -6678,7 +6690,7 @@ static ddp_result ddp__hello_check(const ddp__rendezvous *rv, const ddp__peer *p
     unsigned release = h->version % 1000000;
     if (h->version != DDP__HELLO_VERSION)
         return ddp_fail(DDP_ERR_MISMATCH,
-                        "the rank at %s uses ddp %u.%u.%u (protocol %u), rank 0 uses %d.%d.%d (protocol %d); "
+                        "the rank at %s has ddp.h %u.%u.%u (protocol %u), rank 0 has %d.%d.%d (protocol %d); "
                         "build all ranks with the same header",
                         p->name, release / 10000, release / 100 % 100, release % 100, h->version / 1000000,
                         DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH, DDP__PROTOCOL);
@@ -6693,7 +6705,10 @@ static ddp_result ddp__hello_check(const ddp__rendezvous *rv, const ddp__peer *p
                         "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
                         h->rank, h->name);
     if (*p->expected_proof && !ddp__proof_matches(p->text, p->expected_proof))
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", h->rank, h->name);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "rank %d (%.71s) and rank 0 have different secrets; give every rank the same "
+                        "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
+                        h->rank, h->name);
     return DDP_OK;
 }
 
@@ -6741,14 +6756,13 @@ static ddp_result ddp__rendezvous_from_env(ddp__rendezvous *rv, const ddp__ident
     snprintf(rv->hosts, sizeof rv->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*rv->hosts && is_slurm) ddp__slurm_first_host(rv->hosts, sizeof rv->hosts, nodes);
     if (!*rv->hosts || !rv->port)
-        return ddp_fail(
-            DDP_ERR_UNSUPPORTED,
-            "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and "
-            "MASTER_PORT to where "
-            "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here",
-            id->world_size, id->local_world_size);
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "ddp_group_create: world_size=%d, but only %d ranks are on this machine; set "
+                        "MASTER_ADDR and MASTER_PORT to the address of rank 0, set desc.backend to a backend "
+                        "for several machines, or start all ranks here",
+                        id->world_size, id->local_world_size);
     DDP__CREATE_CHECK(rv->port + rv->port_count - 1 <= 65535,
-                      "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535",
+                      "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535; use a lower port",
                       rv->port + rv->port_count - 1);
     return DDP_OK;
 }
@@ -6764,7 +6778,7 @@ static ddp_result ddp__rendezvous_from_url(ddp__rendezvous *rv, const ddp__ident
     if (desc->init_method[0] == 'f') {
         rv->file_path = host;
         snprintf(rv->token, sizeof rv->token, "file:%.30s:%.299s", desc->name, launcher_token);
-        DDP__CREATE_CHECK(host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
+        DDP__CREATE_CHECK(host[0] == '/', "init_method \"%.60s\" does not have the form \"file:///path\"",
                           desc->init_method);
         return DDP_OK;
     }
@@ -6776,7 +6790,7 @@ static ddp_result ddp__rendezvous_from_url(ddp__rendezvous *rv, const ddp__ident
     rv->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
     DDP__CREATE_CHECK(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && rv->port > 0
                           && rv->port <= 65535 && !*end,
-                      "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
+                      "init_method \"%.60s\" does not have the form \"tcp://host:port\"", desc->init_method);
     snprintf(rv->hosts, sizeof rv->hosts, "%.*s", length, host);
     return DDP_OK;
 }
@@ -6909,18 +6923,18 @@ static ddp_result ddp__fail_socket_in_use(const ddp__rendezvous *rv, ddp__ucred 
     if (strncmp(rv->token, "torch:", 6) == 0 || strncmp(rv->token, "desc:", 5) == 0)
         remedy = "set another MASTER_PORT, or desc.init_method to \"file:///path\", on all ranks";
     if (owner.pid && owner.uid == geteuid())
-        return ddp_fail(DDP_ERR_MISMATCH,
-                        "another process (pid %d) is rank 0 of this job already (%.200s); give each job its "
-                        "own MASTER_PORT",
-                        (int)owner.pid, rv->token);
+        return ddp_fail(
+            DDP_ERR_MISMATCH,
+            "another process (pid %d) is already rank 0 of job %.200s; give each job its own MASTER_PORT",
+            (int)owner.pid, rv->token);
     if (owner.pid)
         return ddp_fail(
             DDP_ERR_SYSTEM,
-            "socket @%s, where the ranks of this job meet, is held by pid %d of another user (uid %ld); %s",
-            name, (int)owner.pid, (long)owner.uid, remedy);
+            "socket @%s, the rendezvous of this job, is in use by pid %d of another user (uid %ld); %s", name,
+            (int)owner.pid, (long)owner.uid, remedy);
     return ddp_fail(DDP_ERR_SYSTEM,
-                    "socket @%s, where the ranks of this job meet, is held by a process that does not listen "
-                    "there (`ss -xap` shows it); %s",
+                    "socket @%s, the rendezvous of this job, is in use by a process that does not listen "
+                    "(`ss -xap` shows it); %s",
                     name, remedy);
 }
 
@@ -6936,11 +6950,10 @@ static ddp_result ddp__rendezvous_listen(const ddp__rendezvous *rv) {
     while (fd < 0 && !rv->is_local) {
         fd = ddp__tcp_listen(host, rv->port, rv->port_count);
         if (fd == -EADDRNOTAVAIL && *host) {
-            snprintf(
-                text, sizeof text,
-                "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
-                "all interfaces",
-                host);
+            snprintf(text, sizeof text,
+                     "host \"%.200s\" has no address of this machine that other machines can reach: rank 0 "
+                     "listens on all interfaces",
+                     host);
             ddp_group_log(rv->group, text);
             host = "";
         } else if (fd != -EADDRINUSE || ddp_now() > retry_until) {
@@ -6952,13 +6965,14 @@ static ddp_result ddp__rendezvous_listen(const ddp__rendezvous *rv) {
     *ddp__rendezvous_listener(rv) = fd;
     if (fd >= 0) return DDP_OK;
     if (rv->is_local && fd == -EADDRINUSE) return ddp__fail_socket_in_use(rv, ddp__socket_owner(rv));
-    if (rv->is_local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
+    if (rv->is_local)
+        return ddp_fail(DDP_ERR_SYSTEM, "the rendezvous socket could not be created: %s", strerror(-fd));
     if (fd != -EADDRINUSE)
-        return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", rv->port, strerror(-fd));
+        return ddp_fail(DDP_ERR_SYSTEM, "rank 0 cannot listen on port %d: %s", rv->port, strerror(-fd));
     ddp__port_owner(rv->port, owner, sizeof owner);
     return ddp_fail(
         DDP_ERR_SYSTEM,
-        "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
+        "port %d is in use by %s; set another port on all ranks, with DDP_MASTER_PORT or init_method",
         rv->port, owner);
 }
 
@@ -7039,15 +7053,15 @@ static int ddp__rendezvous_file_check(const char *path, const struct stat *file)
     else if (!S_ISREG(file->st_mode))
         snprintf(reason, sizeof reason, "is not a regular file");
     else if (file->st_uid != geteuid())
-        snprintf(reason, sizeof reason, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid,
-                 (long)geteuid());
+        snprintf(reason, sizeof reason, "belongs to uid %ld, but this rank runs as uid %ld",
+                 (long)file->st_uid, (long)geteuid());
     else if (file->st_mode & (S_IWGRP | S_IWOTH))
         snprintf(reason, sizeof reason, "can be written by other users (mode %03o)",
                  (unsigned)(file->st_mode & 0777));
     if (!reason[0]) return 1;
     ddp_fail(
         DDP_ERR_SYSTEM,
-        "init_method file://%.200s %s; remove it, or name a path in a folder where only this user can write",
+        "init_method file://%.200s %s; remove it, or use a path in a folder where only this user can write",
         path, reason);
     return 0;
 }
@@ -7069,7 +7083,7 @@ static ddp_result ddp__rendezvous_file_read(ddp__rendezvous *rv, size_t token_si
     }
     if (!is_trusted) return DDP_ERR_SYSTEM;
     if (fd < 0 && (error == ENOENT || error == ESTALE))
-        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", rv->file_path);
+        return ddp_fail(DDP_ERR_INVALID, "%.200s does not exist yet", rv->file_path);
     if (fd < 0)
         return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", rv->file_path,
                         strerror(error));
@@ -7130,11 +7144,11 @@ __attribute__((format(printf, 2, 3))) static void ddp__report_waiting(ddp__rende
    with the reason; 0 = sends nothing. */
 static void ddp__refuse_peer(ddp__rendezvous *rv, ddp__peer *p, const char *reason, int result) {
     char text[440]; /* ddp_group_log puts the rank and the group's name before it */
-    snprintf(text, sizeof text, "hung up on %s: %.320s", p->name, reason);
+    snprintf(text, sizeof text, "refused %s: %.320s", p->name, reason);
     if (result) ddp__send_text_frame(p->fd, DDP__FRAME_STATUS, result, NULL, reason, -1);
     if (result < 0) snprintf(rv->last_refusal, sizeof rv->last_refusal, "%.199s", reason);
     if (rv->refusal_count == DDP__REFUSAL_REPORTS_MAX)
-        snprintf(text, sizeof text, "more connections were closed than are reported here");
+        snprintf(text, sizeof text, "refused more connections; the rest is not reported");
     if (rv->refusal_count <= DDP__REFUSAL_REPORTS_MAX) ddp_group_log(rv->group, text);
     rv->refusal_count++;
     ddp__peer_close(p);
@@ -7153,19 +7167,22 @@ static ddp_result ddp__admit_rank(ddp__rendezvous *rv, ddp__peer *p, const ddp__
     double deadline = ddp_now() + h->remaining_ms * 1e-3;
     ddp__peer *slot = &rv->peer[in_range ? h->rank : 0];
     if (h->world_size != world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) says the world has %d ranks, rank 0 says %d",
-                        h->rank, h->name, h->world_size, world_size);
+        return ddp_fail(
+            DDP_ERR_MISMATCH,
+            "rank %d (%.71s) has world_size=%d, rank 0 has world_size=%d; give every rank the same", h->rank,
+            h->name, h->world_size, world_size);
     if (h->order != (int)rv->group->desc.order)
         return ddp_fail(DDP_ERR_MISMATCH,
-                        "rank %d (%.71s) has another desc.order than rank 0; give every rank the same",
+                        "rank %d (%.71s) and rank 0 have different desc.order; give every rank the same",
                         h->rank, h->name);
     if (!in_range || ddp__peer_is_connected(slot))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %.71s", h->rank, slot->name,
-                        h->name);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "two processes have rank %d: %s and %.71s; give each process its own rank", h->rank,
+                        slot->name, h->name);
     if (rv->is_local && pid != (int)ddp__peer_credentials(p->fd).pid)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
-                        "rank %d (pid %d) is in another pid namespace than rank 0; start the containers "
-                        "of one machine in a common one (such as --pid=host)",
+                        "rank %d (pid %d) and rank 0 are in different pid namespaces; start the containers "
+                        "of one machine in one (docker: --pid=host)",
                         h->rank, pid);
     *slot = *p;
     slot->arrived = 1;
@@ -7180,7 +7197,7 @@ static ddp_result ddp__admit_rank(ddp__rendezvous *rv, ddp__peer *p, const ddp__
 static ddp_result ddp__send_challenge(const ddp__rendezvous *rv, ddp__peer *p) {
     uint64_t nonce[2];
     if (!ddp__random_bytes(nonce, sizeof nonce))
-        return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
+        return ddp_fail(DDP_ERR_SYSTEM, "getrandom failed: %s", strerror(errno));
     ddp__proof_write(p->expected_proof, rv->key, 'r', p->head.words, nonce, p->hello);
     ddp__proof_write(p->rank0_proof, rv->key, '0', p->head.words, nonce, p->hello);
     /* If this fails, the connection ends, and the next read reports it. */
@@ -7200,15 +7217,15 @@ static void ddp__authenticate_peer(ddp__rendezvous *rv, ddp__peer *p) {
     if (!error && !*p->expected_proof) memcpy(p->hello, p->text, sizeof p->hello);
     int is_rank = !error && ddp__hello_parse(&hello, p->hello);
     if (error == EAGAIN)
-        reason = "it did not say who it is";
+        reason = "it did not send its rank in time";
     else if (error == EPROTO && ddp__has_other_byte_order(p))
-        reason = "it has another byte order; all machines must have the same";
+        reason = "its byte order differs; use machines with the same byte order";
     else if (error && error != EPROTO)
-        reason = "it left without saying who it is";
+        reason = "it closed the connection before it sent its rank";
     else if (!is_rank)
-        reason = "it is no rank of ddp";
+        reason = "it does not use the ddp protocol";
     else if (hello.token != ddp__hash_text(rv->token))
-        reason = "it is a rank of another job, by its job token";
+        reason = "it has the token of another job";
     if (reason) {
         ddp__refuse_peer(rv, p, reason, is_rank ? DDP__OTHER_JOB : 0);
         return;
@@ -7264,7 +7281,8 @@ static void ddp__accept_connections(ddp__rendezvous *rv) {
             close(fd);
             continue;
         }
-        if (slot->fd >= 0) ddp__refuse_peer(rv, slot, "it did not say who it is, and others are waiting", 0);
+        if (slot->fd >= 0)
+            ddp__refuse_peer(rv, slot, "it did not send its rank, and other connections are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
         ddp__peer_init(slot, fd);
@@ -7275,10 +7293,13 @@ static void ddp__accept_connections(ddp__rendezvous *rv) {
         if (p->fd >= 0) silent = p;
     }
     if (out_of_files && silent)
-        ddp__refuse_peer(rv, silent, "no more files may be open, and others are waiting", 0);
+        ddp__refuse_peer(
+            rv, silent,
+            "it did not send its rank, and the limit of open files is reached; raise `ulimit -n` of rank 0",
+            0);
     else if (out_of_files && !rv->result)
         rv->result = ddp_fail(DDP_ERR_SYSTEM,
-                              "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`",
+                              "the limit of open files is too low for %d ranks; raise `ulimit -n` of rank 0",
                               world_size);
 }
 
@@ -7308,8 +7329,8 @@ static ddp_result ddp__check_processes_alive(const ddp__rendezvous *rv) {
         int pid = (int)process[DDP__PROCESS_PID];
         if (ddp__process_has_ended(pid, process[DDP__PROCESS_START_TIME]))
             return ddp_fail(DDP_ERR_PEER_LOST,
-                            "rank %d (pid %d) ended before the ranks of its machine had met in shared memory",
-                            r, pid);
+                            "rank %d (pid %d) exited before it connected to the ranks of its machine", r,
+                            pid);
     }
     return DDP_OK;
 }
@@ -7332,7 +7353,8 @@ static int ddp__ranks_are_missing(ddp__rendezvous *rv) {
     if (rv->result == DDP_OK) rv->result = ddp__check_processes_alive(rv);
     if (rv->result != DDP_OK) return 0;
     if (!some_not_arrived) {
-        rv->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete",
+        rv->result = ddp_fail(DDP_ERR_PEER_LOST,
+                              "rank %d (%s) closed the connection before all ranks had connected",
                               departed_rank, rv->peer[departed_rank].name);
         return 0;
     }
@@ -7340,7 +7362,7 @@ static int ddp__ranks_are_missing(ddp__rendezvous *rv) {
         ddp__report_missing_ranks(rv, list);
         return 1;
     }
-    rv->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s",
+    rv->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing: rank %s%s%s",
                           rv->group->desc.timeout_ms, list, *rv->last_refusal ? "; refused: " : "",
                           rv->last_refusal);
     for (int r = 1; r < rv->group->world_size; r++)
@@ -7399,7 +7421,7 @@ static const char *ddp__not_rank0_reason(const ddp__peer *p, int error) {
     if (error == ETIMEDOUT) return "the process that listens there does not answer";
     if (error == EPROTO && ddp__has_other_byte_order(p))
         return "the process that listens there has another byte order";
-    return error == EPROTO ? "the process that listens there is no rank of ddp" : strerror(error);
+    return error == EPROTO ? "the process that listens there does not use the ddp protocol" : strerror(error);
 }
 
 /* Sends a hello on a new connection, proves the secret if there is one, and waits for the reply. DDP_OK: rank
@@ -7412,7 +7434,7 @@ static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p, d
     unsigned allowed = rv->has_secret ? DDP__ALLOW_STATUS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_STATUS;
     if (outcome_by < reply_by) reply_by = outcome_by;
     if (rv->has_secret && !ddp__random_bytes(nonce, sizeof nonce))
-        return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
+        return ddp_fail(DDP_ERR_SYSTEM, "getrandom failed: %s", strerror(errno));
     ddp__hello_write(hello, rv, DDP__HELLO_VERSION);
     /* If this fails, the next read reports why. */
     ddp__send_text_frame(p->fd, DDP__FRAME_HELLO, 0, nonce, hello, -1);
@@ -7430,7 +7452,7 @@ static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p, d
     if (p->head.result < 0) return ddp_fail((ddp_result)p->head.result, "%.400s", p->text);
     if (rv->has_secret && (!*rank0_proof || !ddp__proof_matches(p->text, rank0_proof)))
         return ddp_fail(DDP_ERR_INVALID,
-                        "the process that listens there did not prove that it has the secret");
+                        "the process that listens there does not have the secret of this rank");
     return DDP_OK;
 }
 
@@ -7441,17 +7463,18 @@ static ddp_result ddp__wait_for_outcome(ddp__rendezvous *rv, ddp__peer *p, doubl
         double wait_until = rv->next_report < outcome_by ? rv->next_report : outcome_by;
         error = ddp__wait_for_frame(p, wait_until, DDP__ALLOW_STATUS);
         if (error == ETIMEDOUT)
-            ddp__report_waiting(rv, "still waiting for other ranks to reach rank 0 (%s)", p->name);
+            ddp__report_waiting(rv, "still waiting for other ranks to connect to rank 0 (%s)", p->name);
     } while (error == ETIMEDOUT && ddp_now() < outcome_by);
     if (error == ETIMEDOUT) {
-        ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->name);
+        ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer within the timeout: a rank is missing",
+                 p->name);
         ddp_group_mark_lost(rv->group, 0, DDP_ERR_TIMEOUT, ddp_last_error());
         return DDP_ERR_TIMEOUT;
     }
     if (error == EPROTO || (!error && p->head.result > 0))
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->name);
-    if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->name);
+    if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) closed the connection", p->name);
     if (p->head.result == 0) return DDP_OK;
     ddp_group_add_lost(rv->group, p->head.words, (ddp_result)p->head.result, p->text);
     return ddp_fail((ddp_result)p->head.result, "%.400s", p->text);
@@ -7567,7 +7590,8 @@ static ddp_result ddp__local_open_world(ddp_group *group, ddp__heap *heap, void 
     *state = l;
     if (!l) return DDP_ERR_NO_MEMORY;
     l->owns_rank = 1;
-    snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s",
+    snprintf(text, sizeof text,
+             "memfd_create is missing on this kernel: shared memory is an unlinked file in %s",
              heap->job->folder);
     if (heap->job->folder[0]) ddp_group_log(group, text);
     return DDP_OK;
@@ -7594,8 +7618,7 @@ static ddp_result ddp__local_connect(ddp_group *group, ddp__rendezvous *rv, void
         return ddp__self_open(group, state);
     }
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED,
-                        "ddp_group_create: %d ranks on one machine; shared memory serves up to %d",
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; use at most %d",
                         group->world_size, DDP_MAX_LOCAL_RANKS);
     if (!rv->peer) DDP_TRY(ddp__rendezvous_alloc(rv, group));
     rv->is_local = 1;
@@ -7609,7 +7632,8 @@ static ddp_result ddp__local_connect(ddp_group *group, ddp__rendezvous *rv, void
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_create: %s",
                               "the job's shared memory could not be mapped");
     if (!heap)
-        return DDP__RANK_FAIL(group, DDP_ERR_SYSTEM, "ddp_group_create: %s", "rank 0 sent no shared memory");
+        return DDP__RANK_FAIL(group, DDP_ERR_SYSTEM, "ddp_group_create: %s",
+                              "rank 0 did not send the job's shared memory");
     ddp_result result = ddp__local_open_world(group, heap, state);
     if (result != DDP_OK) { /* the other ranks are connected, and would wait for this one */
         heap->job->rank[group->rank].result = (int32_t)result;
@@ -7701,10 +7725,11 @@ static void ddp__tcp_handle_status(ddp_group *group, ddp__tcp *t, ddp__peer *p) 
 
 /* Sets the error line for a connection that ended. */
 static ddp_result ddp__tcp_fail_connection(int rank, const ddp__peer *p, int error) {
-    if (error == ECONNRESET) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", rank, p->name);
+    if (error == ECONNRESET)
+        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) closed the connection", rank, p->name);
     if (error == ENOMEM) return DDP_ERR_NO_MEMORY; /* of this rank; ddp__buffer_reserve has set the line */
     if (error != EPROTO)
-        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", rank, p->name,
+        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection failed: %s", rank, p->name,
                         strerror(error));
     return ddp_fail(DDP_ERR_MISMATCH,
                     "rank %d (%s) sent an invalid frame (kind %u, result %d, %llu bytes); build all "
@@ -7910,10 +7935,9 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
         if (!ddp__send_all(p[r].fd, t->to_send.bytes, sizeof frame + frame.size, deadline))
             shutdown(p[r].fd, SHUT_RDWR);
     if (frame.result)
-        return ddp_fail(
-            DDP_ERR_UNSUPPORTED,
-            "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
-            "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "the tcp backend has at most 64 KiB per rank and no calls with counts; build with "
+                        "DDP_USE_MPI, or use ddp_cuda.cuh for GPU memory");
     ddp__tcp_unpack_answer(group, call, is_rank0 ? t->to_send.bytes + sizeof frame : t->received->bytes);
     return DDP_OK;
 }
@@ -8054,14 +8078,14 @@ static ddp_result ddp__tcp_exchange_addresses(ddp_group *parent, const ddp__tcp 
     DDP_TRY(ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL));
     if (size <= strlen(own_list) || size > sizeof own_list)
         return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent,
-                           "a rank announces %llu bytes, allowed are %zu", (unsigned long long)size,
+                           "a rank sent an address of %llu bytes; use at most %zu", (unsigned long long)size,
                            sizeof own_list);
     DDP_TRY(ddp_all_gather(parent, own_list, t->addresses, size, DDP_U8, NULL));
     if (!venue) return DDP_OK;
     list = t->addresses + size * (uint64_t)leader;
     list[size - 1] = 0;
     if (ddp__addresses_parse(venue, 0, list) && (local || venue->port)) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port",
+    return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen on any port",
                        leader);
 }
 
@@ -8141,7 +8165,7 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
               out->timeout_ms);
     DDP_CHECK(who, NULL,
               out->world_size == 0 || (out->world_size > 0 && out->rank >= 0 && out->rank < out->world_size),
-              "rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
+              "rank=%d with world_size=%d; use ranks 0 to world_size - 1", out->rank, out->world_size);
     DDP_CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order",
               (int)out->order);
     DDP_CHECK(who, NULL, !out->alloc_fn == !out->free_fn, "set both alloc_fn and free_fn, or neither");
@@ -8191,7 +8215,7 @@ static ddp_result ddp__group_alloc(ddp_group **out, const ddp_group_desc *desc, 
                                        -1, 0);
     if (in_rank_process == MAP_FAILED) {
         ddp__aligned_free(desc->free_fn, desc->user, group);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: a page could not be mapped: %s",
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: a page of memory could not be mapped: %s",
                         strerror(errno));
     }
     madvise(in_rank_process, DDP__PAGE, 18 /* MADV_WIPEONFORK; Linux before 4.14 does without */);
@@ -8274,7 +8298,7 @@ DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, cons
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
     DDP_PUBLIC_CALL(ddp_group_create_on);
     if (out) *out = NULL;
-    DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
+    DDP__NEED(out && control && desc && desc->backend, "out, control, desc or desc->backend is NULL");
     ddp_group_desc d = control->desc;
     ddp_group *group = NULL;
     d.backend = desc->backend;
@@ -8310,10 +8334,12 @@ static ddp_result ddp__create_world(ddp_group **out, const ddp_group_desc *desc,
         is_self = scheme == DDP__SCHEME_SELF;
     ddp__rendezvous rv = DDP_ZERO;
     snprintf(rv.token, sizeof rv.token, "%s", id->token);
-    DDP__CREATE_CHECK(!is_self || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d",
+    DDP__CREATE_CHECK(!is_self || id->world_size <= 1,
+                      "init_method \"self://\" has one rank, but world_size=%d; use world_size 0 or 1",
                       id->world_size);
     DDP__CREATE_CHECK(!is_url || desc->world_size > 0 || id->size_variable,
-                      "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+                      "init_method \"%.60s\" needs rank and world_size; set them in desc, or use a launcher "
+                      "that sets its variables",
                       desc->init_method);
     if (!is_self && desc->backend) return ddp__group_open(out, desc, desc->backend, id, NULL);
     if (!mpi && id->heap) return ddp__group_open(out, desc, &ddp__backend_local, id, NULL);
@@ -8330,7 +8356,7 @@ static ddp_result ddp__create_world(ddp_group **out, const ddp_group_desc *desc,
     if (mpi)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
-            "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
+            "ddp_group_create: init_method \"mpi://\" needs the mpi backend; build with DDP_USE_MPI");
     /* MASTER_ADDR names a machine, and the number of ranks on this machine is unknown. */
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host)
                     && !*ddp__env_text("LOCAL_WORLD_SIZE")
@@ -8517,7 +8543,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
     if (!group->backend->split)
-        return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend makes no groups",
+        return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend cannot split a group",
                                ddp_public_call_name("ddp_group_split"), group->backend->name);
     int32_t mine[2] = {color < 0 ? -1 : color, key};
     int32_t *table = (int32_t *)(void *)group->agree_entries;
@@ -8717,7 +8743,7 @@ DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **ou
     const ddp_backend *backend = group->backend;
     ddp__allocation *a = (ddp__allocation *)ddp_host_alloc(group, sizeof *a);
     ddp_result result = a ? DDP_OK : DDP_ERR_NO_MEMORY;
-    if (!size_bytes) result = ddp__bad(__func__, group, "size_bytes is 0");
+    if (!size_bytes) result = ddp__bad(__func__, group, "size_bytes is 0; use 1 or more");
     int length = snprintf(what, sizeof what, "ddp_group_alloc size_bytes=%zu", size_bytes);
     result = ddp_agree(group, __func__, result, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
     if (result == DDP_OK) {
@@ -8748,7 +8774,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     ddp__allocation **link = &group->allocations, *a;
     while (*link && (*link)->memory != memory) link = &(*link)->next;
     a = *link;
-    DDP_CHECK(__func__, group, a, "%p did not come from ddp_group_alloc of this group", memory);
+    DDP_CHECK(__func__, group, a, "memory=%p is not from ddp_group_alloc of this group", memory);
     int length = snprintf(what, sizeof what, "ddp_group_free block=%llu", (unsigned long long)a->number);
     ddp_result result = ddp_agree(group, __func__, DDP_OK, ddp_hash(DDP_HASH_SEED, what, (size_t)length),
                                   what);
@@ -9218,7 +9244,7 @@ static ddp_result ddp__mpi_compare_calls(ddp_group *group, ddp__mpi *s, const dd
         DDP__MPI_RUN(group, s, MPI_Iallgather, own_call, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
         while (other < s->world_size - 1 && all[2] == all[3 * other + 2]) other++;
         DDP_TRY(ddp_call_compare(0, all, other, all + 3 * other));
-        return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
+        return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and rank %d differ", other);
     }
     if (!call->send_counts) return DDP_OK;
     size_t w = (size_t)s->world_size, rank = 0, *peer_counts = (size_t *)(void *)s->scratch,
@@ -9382,7 +9408,7 @@ static ddp_result ddp__mpi_connect(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
     for (int r = 1; r < s->world_size; r++)
         if (ids[r][2] != ids[0][2])
             return ddp_fail(DDP_ERR_MISMATCH,
-                            "rank %d has another desc.order than rank 0; give every rank the same", r);
+                            "rank %d and rank 0 have different desc.order; give every rank the same", r);
     count = ddp__mpi_group_by_machine(s, ids, ranks);
     snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
     /* 3 s more: a rank that waits in MPI times out first, and names the missing one */
@@ -9397,8 +9423,9 @@ static ddp_result ddp__mpi_connect(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
     DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->words, 1, MPI_UINT64_T, MPI_MIN);
     DDP_TRY(ddp_error_restore(&outcome));
     if (!s->words[0])
-        return ddp_fail(DDP_ERR_SYSTEM,
-                        "the ranks of another machine could not share memory; see their error");
+        return ddp_fail(
+            DDP_ERR_SYSTEM,
+            "the ranks of another machine could not allocate shared memory; see the error of those ranks");
     ddp_group_set_local(group, ddp_rank(s->local), count);
     return DDP_OK;
 }
@@ -9535,8 +9562,8 @@ static ddp_result ddp__mpi_create_world(const char *who, ddp_group **out, const 
     MPI_Initialized(&is_initialized);
     MPI_Finalized(&is_finalized);
     DDP_CHECK(who, NULL, !is_finalized,
-              "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
-    DDP_CHECK(who, NULL, is_initialized || may_initialize, "MPI is not initialised; call MPI_Init first");
+              "MPI is finalized and cannot be initialized again; call MPI_Finalize after the last group");
+    DDP_CHECK(who, NULL, is_initialized || may_initialize, "MPI is not initialized; call MPI_Init first");
     if (!is_initialized) {
         DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -9544,14 +9571,13 @@ static ddp_result ddp__mpi_create_world(const char *who, ddp_group **out, const 
     }
     DDP__MPI(MPI_Comm_test_inter, comm, &is_intercommunicator);
     DDP_CHECK(who, NULL, !is_intercommunicator,
-              "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
+              "comm is an intercommunicator; call MPI_Intercomm_merge first");
     DDP__MPI(MPI_Comm_rank, comm, &d.rank);
     DDP__MPI(MPI_Comm_size, comm, &d.world_size);
-    DDP_CHECK(
-        who, NULL, desc->world_size <= 0 || (desc->rank == d.rank && desc->world_size == d.world_size),
-        "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d of %d; start with "
-        "the mpirun of the MPI that the program was built with",
-        desc->rank, desc->world_size, d.rank, d.world_size);
+    DDP_CHECK(who, NULL, desc->world_size <= 0 || (desc->rank == d.rank && desc->world_size == d.world_size),
+              "rank=%d world_size=%d by the launcher or desc, but rank=%d world_size=%d in MPI; start with "
+              "the mpirun of the MPI that the program was built with",
+              desc->rank, desc->world_size, d.rank, d.world_size);
     d.init_method = "mpi://";
     d.backend = &ddp__backend_mpi;
     d.backend_user = &comm;
@@ -9609,12 +9635,12 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *call_name, const
     for (int i = 0; i < desc->ndim; i++) {
         const char *name = desc->names[i] ? desc->names[i] : "";
         DDP_CHECK(call_name, mesh->world, *name && strlen(name) < DDP__MESH_NAME_MAX && !strpbrk(name, " ="),
-                  "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =",
-                  i, name, DDP__MESH_NAME_MAX - 1);
+                  "names[%d] is \"%.32s\"; use names of 1 to %d bytes without blanks or =", i, name,
+                  DDP__MESH_NAME_MAX - 1);
         DDP_CHECK(call_name, mesh->world, ddp__mesh_dim(mesh, name) == mesh->ndim,
-                  "two dimensions have the name \"%s\"", name);
+                  "two dimensions have the name \"%s\"; give each its own name", name);
         DDP_CHECK(call_name, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && inferred < 0),
-                  "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i,
+                  "shape[%d]=%d; use 1 or more, or 0 in at most one dimension for the remaining ranks", i,
                   desc->shape[i]);
         if (desc->shape[i] == 0)
             inferred = i;
@@ -9634,9 +9660,8 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *call_name, const
                  mesh->shape[i]);
     }
     DDP_CHECK(call_name, mesh->world, inferred < 0 || ranks == world_size,
-              "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks,
-              world_size);
-    DDP_CHECK(call_name, mesh->world, ranks == world_size, "%s makes %lld ranks, and the world has %lld",
+              "mesh %s is invalid: %lld ranks do not divide world_size=%lld", mesh->text, ranks, world_size);
+    DDP_CHECK(call_name, mesh->world, ranks == world_size, "mesh %s has %lld ranks, but the world has %lld",
               mesh->text, ranks, world_size);
     return DDP_OK;
 }
@@ -9675,7 +9700,7 @@ DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
     if (i < 0)
         ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
     else
-        ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: there is no dimension \"%.32s\"; the mesh is %s", name,
+        ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: name \"%.32s\" is not a dimension of mesh %s", name,
                  mesh->text);
     return NULL;
 }
@@ -10026,9 +10051,9 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     DDP__NEED(d->world_size >= 0 && d->world_size <= DDP_MAX_LOCAL_RANKS,
               "world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
     DDP__NEED((unsigned)d->mode <= DDP_LAUNCH_THREADS, "mode=%d is not a ddp_launch_mode", (int)d->mode);
-    DDP__NEED(d->max_restarts >= 0, "max_restarts=%d is negative", d->max_restarts);
-    DDP__NEED(d->device_count == 0 || (d->device_count > 0 && d->devices), "device_count=%d without devices",
-              d->device_count);
+    DDP__NEED(d->max_restarts >= 0, "max_restarts=%d is negative; use 0 or more", d->max_restarts);
+    DDP__NEED(d->device_count == 0 || (d->device_count > 0 && d->devices),
+              "device_count=%d, but devices is NULL; set both, or neither", d->device_count);
     if (d->world_size == 0) d->world_size = cores < DDP_MAX_LOCAL_RANKS ? cores : DDP_MAX_LOCAL_RANKS;
     d->group.init_method = NULL;
     d->group.rank = d->group.world_size = 0;
@@ -10037,7 +10062,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     DDP_TRY(ddp__check_world_size(__func__, &id, wanted));
     if (id.heap || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size,
-              "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
+              "device_count=%d with world_size=%d; list one device for each rank", d->device_count,
+              d->world_size);
     for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
         result = ddp__launch_attempt(&launch);
         if (result == DDP_OK || launch.interrupted || d->mode == DDP_LAUNCH_THREADS) break;
@@ -10378,8 +10404,8 @@ static ddp_result ddp__bucket_reduce(ddp_group *group, void *argument) {
     /* The same on every rank: all ranks have the group memory, or none has. */
     if (bucket->flat_count && !reducer->flat)
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s",
-                              "reducer: no room was found for the packed gradients of the rebuilt buckets; "
-                              "free group memory and make a new reducer");
+                              "reducer: group memory for the rebuilt buckets could not be allocated; free "
+                              "group memory and create a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->order[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
@@ -10487,22 +10513,20 @@ static ddp_result ddp__reducer_add_param(ddp_reducer *reducer, int index) {
     int64_t count = ddp_tensor_count(value), grad_count = ddp_tensor_count(&grad);
     ddp__param_text description = ddp__describe_param(reducer->desc.params, index);
     size_t size = ddp_dtype_size(grad.dtype);
-    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype",
+    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype=%d is invalid; use DDP_F32 to DDP_U64",
                      description.text, (int)value->dtype);
     DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16,
-                     "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are "
-                     "not negative",
+                     "%s: value.ndim=%d or value.shape is invalid; use ndim 0 to %d and sizes of 0 or more",
                      description.text, value->ndim, DDP_MAX_NDIM);
-    DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter",
+    DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; set it to the parameter's memory",
                      description.text);
     DDP__CREATE_NEED(ddp_is_float(grad.dtype),
-                     "%s: a gradient of dtype %s has no average; use f32, f64, f16 or "
-                     "bf16",
+                     "%s: a gradient of dtype %s cannot be averaged; use f32, f64, f16 or bf16",
                      description.text, ddp_dtype_name(grad.dtype));
     DDP__CREATE_NEED(grad_count == count,
-                     "%s: the gradient has %lld elements, the value %lld; give both the same shape",
+                     "%s: the gradient has %lld elements, but the value has %lld; give both the same shape",
                      description.text, (long long)grad_count, (long long)count);
-    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s",
+    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to the size of %s",
                      description.text, grad.data, ddp_dtype_name(grad.dtype));
     grad_info->data = (unsigned char *)grad.data;
     grad_info->dtype = grad.dtype;
@@ -10542,11 +10566,10 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     for (int k = 1; k < count; k++) {
         int i = places[k].index, first = grads[places[k - 1].index].first_use;
         if (places[k].address != places[k - 1].address) continue;
-        DDP__CREATE_NEED(
-            grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
-            "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter "
-            "have both equal",
-            ddp__describe_param(params, first).text, ddp__describe_param(params, i).text);
+        DDP__CREATE_NEED(grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
+                         "%s and %s share value.data but differ in shape or gradient dtype; give both uses "
+                         "of a tied parameter the same",
+                         ddp__describe_param(params, first).text, ddp__describe_param(params, i).text);
         grads[i].first_use = first;
     }
     count = ddp__params_by_address(reducer, 0);
@@ -10554,7 +10577,7 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
         int previous = places[k - 1].index;
         DDP__CREATE_NEED(
             places[k].address - places[k - 1].address >= grads[previous].size_bytes,
-            "the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
+            "the gradients of %s and %s overlap; give each its own memory, also uses of a tied parameter",
             ddp__describe_param(params, previous).text, ddp__describe_param(params, places[k].index).text);
     }
     return DDP_OK;
@@ -10564,20 +10587,19 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
     DDP__CREATE_NEED(desc, "desc is NULL");
     DDP__CREATE_NEED(desc->params && desc->param_count > 0,
-                     "param_count=%d or params is NULL; pass the array of trained parameters",
+                     "param_count=%d or params is NULL; set both, to the array of trained parameters",
                      desc->param_count);
-    DDP__CREATE_NEED(desc->micro_batch_count >= 0,
-                     "micro_batch_count=%d; set how many a gradient sums, or 0 for one",
+    DDP__CREATE_NEED(desc->micro_batch_count >= 0, "micro_batch_count=%d; use 1 or more, or 0 for 1",
                      desc->micro_batch_count);
     DDP__CREATE_NEED(desc->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(desc->comm_dtype),
-                     "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(desc->comm_dtype));
+                     "comm_dtype=%s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(desc->comm_dtype));
     DDP__CREATE_NEED(desc->buffer_count == 0 || (desc->buffer_count > 0 && desc->buffers),
-                     "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", desc->buffer_count);
+                     "buffer_count=%d or buffers is NULL; set both, or neither", desc->buffer_count);
     for (int i = 0; i < desc->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&desc->buffers[i]);
         DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype)
                              && (count == 0 || desc->buffers[i].data),
-                         "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
+                         "buffer %d: data, dtype or shape is invalid; fill in its ddp_tensor", i);
     }
     size_t n = (size_t)desc->param_count,
            bytes_per_param = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
@@ -10748,23 +10770,22 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     DDP_PUBLIC_CALL(ddp_reducer_ready);
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count,
-                      "param_index=%d, there are %d parameters, numbered from 0", param_index,
+                      "param_index=%d with %d parameters; use 0 to param_count - 1", param_index,
                       reducer->desc.param_count);
     ddp__grad *grad = &reducer->grads[param_index];
     ddp_grad_sum *sum = &reducer->desc.params[param_index].sum;
     int has_sum = sum->is_set && sum->data && sum->reader == reducer;
     sum->is_set = 0;
     if (reducer->no_sync) return DDP_OK;
-    DDP__REDUCER_NEED(
-        reducer, !grad->ready,
-        "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
-        ddp__describe_param(reducer->desc.params, param_index).text,
-        (unsigned long long)reducer->stats.steps);
-    DDP__REDUCER_NEED(
-        reducer, grad->expected,
-        "%s was not used in the first step, and static_graph promises the same for every step; leave "
-        "static_graph 0 and set find_unused",
-        ddp__describe_param(reducer->desc.params, param_index).text);
+    DDP__REDUCER_NEED(reducer, !grad->ready,
+                      "%s is ready twice in step %llu; call ddp_reducer_ready once per parameter and step, "
+                      "and ddp_reducer_wait after the last",
+                      ddp__describe_param(reducer->desc.params, param_index).text,
+                      (unsigned long long)reducer->stats.steps);
+    DDP__REDUCER_NEED(reducer, grad->expected,
+                      "%s was not used in the first step, but static_graph=1 requires the same parameters in "
+                      "every step; set static_graph=0 and find_unused=1",
+                      ddp__describe_param(reducer->desc.params, param_index).text);
     grad->ready = 1;
     grad->has_f32_sum = (unsigned char)has_sum;
     reducer->averaged = 0;
@@ -10902,7 +10923,7 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &total, &total, sizeof total / sizeof(int64_t),
                                 DDP_I64, DDP_OP_SUM, -1));
     DDP_CHECK("ddp_mean_reduce", group, !total.negative,
-              "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
+              "mean->count is negative on %lld ranks, and %lld on this rank; use 0 or more",
               (long long)total.negative, (long long)mean->count);
     *mean = total.mean;
     return DDP_OK;
@@ -10917,8 +10938,7 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
     DDP__NEED(reducer && loss, "reducer or loss is NULL");
     DDP__REDUCER_NEED(
         reducer, reducer->desc.per_token,
-        "per_token is 0 in the desc, so that gradients are averages over ranks; set it, or call "
-        "ddp_reducer_wait");
+        "desc.per_token=0, so gradients are averages over ranks; set per_token=1, or call ddp_reducer_wait");
     if (reducer->no_sync) return DDP_OK;
     DDP_TRY(ddp_reducer_wait(reducer));
     reducer->averaged = 0; /* still sums */
@@ -10935,11 +10955,10 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
 
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     DDP__NEED(reducer, "reducer is NULL");
-    DDP__REDUCER_NEED(
-        reducer, reducer->ready_count == 0,
-        "%d parameters of this step are ready already; call it between ddp_reducer_wait and the next "
-        "backward",
-        reducer->ready_count);
+    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0,
+                      "%d parameters of this step are already ready; call ddp_reducer_no_sync between "
+                      "ddp_reducer_wait and the next backward",
+                      reducer->ready_count);
     reducer->no_sync = on != 0;
     if (on) reducer->averaged = 0; /* gradients will accumulate on this rank only */
     return DDP_OK;
@@ -10949,15 +10968,16 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     ddp_exact_sum sum;
     float unused;
     DDP__NEED(reducer, "reducer is NULL");
-    DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; use a positive number", (double)max_norm);
     DDP__REDUCER_NEED(reducer, !reducer->no_sync,
-                      "no_sync is on, so that gradients are those of this rank only; switch it off and "
-                      "call it after %s",
+                      "no_sync is on, so gradients are not reduced over ranks; turn it off, and call "
+                      "ddp_reducer_clip_grad_norm after %s",
                       "ddp_reducer_wait");
-    DDP__REDUCER_NEED(reducer, reducer->averaged,
-                      "the gradients of step %llu are not reduced over ranks; call it after %s",
-                      (unsigned long long)reducer->stats.steps,
-                      reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
+    DDP__REDUCER_NEED(
+        reducer, reducer->averaged,
+        "the gradients of step %llu are not reduced over ranks; call ddp_reducer_clip_grad_norm after %s",
+        (unsigned long long)reducer->stats.steps,
+        reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
     DDP_TRY(ddp__use_compute_stream(reducer->group));
     reducer->device->fill_zero(reducer->sum_squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++)
@@ -11068,23 +11088,23 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     DDP__NEED(out && group, "out or group is NULL");
     DDP__NEED(desc, "desc is NULL");
     DDP__NEED(desc->params && desc->param_count > 0,
-              "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
-    DDP__NEED(desc->micro_batch_count > 0, "micro_batch_count=%d; set how many make a step, at least 1",
-              desc->micro_batch_count);
+              "param_count=%d or params is NULL; set both, to the array of trained parameters",
+              desc->param_count);
+    DDP__NEED(desc->micro_batch_count > 0, "micro_batch_count=%d; use 1 or more", desc->micro_batch_count);
     DDP__NEED(!reducer_desc
                   || (desc->params == reducer_desc->params && desc->param_count == reducer_desc->param_count),
-              "params are not those of the reducer; pass the same array and count to both");
+              "params and param_count differ from those of the reducer; give both the same");
     DDP__NEED(!reducer_desc || reducer_desc->micro_batch_count == 1
                   || reducer_desc->micro_batch_count == desc->micro_batch_count,
-              "micro_batch_count=%d, but the reducer divides for %d; give both the same",
+              "micro_batch_count=%d, but the reducer has micro_batch_count=%d; give both the same",
               desc->micro_batch_count, reducer_desc->micro_batch_count);
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor grad = ddp_param_grad(&desc->params[i]);
         DDP__NEED(ddp_tensor_count(&grad) >= 0 && ddp_dtype_size(grad.dtype),
-                  "%s has no dtype or an impossible shape; fill in its ddp_tensor",
+                  "%s: value.dtype or value.shape is invalid; fill in its ddp_tensor",
                   ddp__describe_param(desc->params, i).text);
         DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data,
-                  "%s: grad.data is NULL; create the reducer first, or point it at memory",
+                  "%s: grad.data is NULL; create the reducer first, or set grad.data",
                   ddp__describe_param(desc->params, i).text);
     }
     size_t count = (size_t)desc->param_count, entry = sizeof(ddp_grad_place) + sizeof(size_t) + 1;
@@ -11168,16 +11188,16 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     const ddp_accumulator_desc *desc = accumulator ? &accumulator->desc : NULL;
     DDP__NEED(desc, "accumulator is NULL");
     DDP__NEED(param_index >= 0 && param_index < desc->param_count,
-              "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
+              "param_index=%d with %d parameters; use 0 to param_count - 1", param_index, desc->param_count);
     DDP__NEED(!accumulator->announced[param_index],
-              "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
+              "%s is ready twice in micro-batch %d; call ddp_accumulator_next after each micro-batch",
               ddp__describe_param(desc->params, param_index).text, accumulator->micro_batch);
     int last = accumulator->micro_batch + 1 == desc->micro_batch_count;
     /* Gradients must not change while the reducer sends those of the last step. */
     if (desc->reducer) {
         const ddp_reducer *reducer = desc->reducer;
         DDP__NEED(last ? !reducer->grads[param_index].ready : reducer->ready_count == 0,
-                  "%s: the reducer has not ended step %llu; call ddp_reducer_wait after the last micro-batch",
+                  "%s: the reducer is still in step %llu; call ddp_reducer_wait after the last micro-batch",
                   ddp__describe_param(desc->params, param_index).text,
                   (unsigned long long)reducer->stats.steps);
         desc->reducer->averaged = 0;
@@ -11196,7 +11216,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
     DDP__NEED(accumulator, "accumulator is NULL");
     for (int i = 0; i < accumulator->desc.param_count; i++)
         DDP__NEED(accumulator->announced[i],
-                  "%s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
+                  "%s is not ready in micro-batch %d; call ddp_accumulator_ready for it first",
                   ddp__describe_param(accumulator->desc.params, i).text, accumulator->micro_batch);
     memset(accumulator->announced, 0, (size_t)accumulator->desc.param_count);
     accumulator->micro_batch = (accumulator->micro_batch + 1) % accumulator->desc.micro_batch_count;
@@ -11230,9 +11250,9 @@ struct ddp_join {
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
     if (out) *out = NULL;
     DDP__NEED(out && group, "out or group is NULL");
-    DDP__NEED(desc && desc->reducer, "desc or its reducer is NULL; create the reducer first");
+    DDP__NEED(desc && desc->reducer, "desc or desc->reducer is NULL; create the reducer first");
     DDP__NEED(desc->reducer->group == group,
-              "the reducer belongs to another group; pass the group it was created with");
+              "desc->reducer belongs to another group; pass the group it was created with");
     DDP__NEED((unsigned)desc->mode <= DDP_JOIN_STOP, "mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP",
               (int)desc->mode);
     *out = (ddp_join *)ddp_host_alloc(group, sizeof **out);
@@ -11248,8 +11268,9 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     DDP__NEED(reducer && active, "join or active is NULL");
     have = (const unsigned char *)reducer->scratch;
     *active = 0;
-    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0,
-                      "a step is under way; call it before backward, after ddp_reducer_wait");
+    DDP__REDUCER_NEED(
+        reducer, reducer->ready_count == 0,
+        "a step is pending; call ddp_join_step after ddp_reducer_wait and before the next backward");
     for (;;) {
         int world_size = reducer->group->world_size, count = 0;
         DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_GATHER, &own, reducer->scratch, 1, DDP_U8,
@@ -11701,19 +11722,19 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     long long n = (long long)d->dataset_size;
     long long batch = (long long)d->global_batch, window = (long long)d->window;
     int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
-    DDP__SAMPLER_NEED(n >= 1, "dataset_size=%lld; set it to the number of samples, at least 1", n);
-    DDP__SAMPLER_NEED(replicas > 0, "num_replicas=%d is negative", replicas);
-    DDP__SAMPLER_NEED(d->rank >= 0 && d->rank < replicas, "rank=%d, allowed are 0 to %d with num_replicas=%d",
+    DDP__SAMPLER_NEED(n >= 1, "dataset_size=%lld; use 1 or more", n);
+    DDP__SAMPLER_NEED(replicas > 0, "num_replicas=%d; use 1 or more, or 0 for 1", replicas);
+    DDP__SAMPLER_NEED(d->rank >= 0 && d->rank < replicas, "rank=%d; use 0 to %d with num_replicas=%d",
                       d->rank, replicas - 1, replicas);
-    DDP__SAMPLER_NEED((unsigned)d->shuffle <= DDP_SHUFFLE_HASHED,
-                      "shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
-    DDP__SAMPLER_NEED(batch >= 0, "global_batch=%lld is negative", batch);
-    DDP__SAMPLER_NEED(batch % replicas == 0, "global_batch=%lld is not divisible by num_replicas=%d", batch,
+    DDP__SAMPLER_NEED((unsigned)d->shuffle <= DDP_SHUFFLE_HASHED, "shuffle=%d is not a ddp_shuffle",
+                      (int)d->shuffle);
+    DDP__SAMPLER_NEED(batch >= 0, "global_batch=%lld is negative; use 0 or more", batch);
+    DDP__SAMPLER_NEED(batch % replicas == 0, "global_batch=%lld is not a multiple of num_replicas=%d", batch,
                       replicas);
     if (!batch) batch = replicas;
     DDP__SAMPLER_NEED(n <= INT64_MAX - (d->global_batch ? batch : batch - 1),
-                      "dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch);
-    DDP__SAMPLER_NEED(window >= 0, "window=%lld is negative", window);
+                      "dataset_size=%lld is too large to pad to a multiple of %lld", n, batch);
+    DDP__SAMPLER_NEED(window >= 0, "window=%lld is negative; use 0 or more", window);
     DDP__SAMPLER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
     if (!d->alloc_fn) {
         d->alloc_fn = ddp__malloc_default;
@@ -11728,8 +11749,8 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     if (window == 0) window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
     if (window > s->length) window = s->length > 0 ? (long long)s->length : 1;
     DDP__SAMPLER_NEED(window > 0 && window <= window_max,
-                      "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
-                      "use a smaller window or DDP_SHUFFLE_HASHED",
+                      "window=%lld of dataset_size=%lld is too large for the TORCH orders; use a smaller "
+                      "window or DDP_SHUFFLE_HASHED",
                       window, n);
     d->window = window;
     int64_t head_words = (ddp__locations_chain_count(window) + 1) / 2;
@@ -11737,7 +11758,8 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     size_t size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->table = (uint64_t *)d->alloc_fn(size_bytes, d->user);
     if (!s->table)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples",
+        return ddp_fail(DDP_ERR_NO_MEMORY,
+                        "ddp_sampler_init: %zu bytes for a window of %lld samples could not be allocated",
                         size_bytes, window);
     s->mt = (uint32_t *)(void *)(s->table + table_words);
     return DDP_OK;
@@ -11783,8 +11805,9 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
 
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
     long long length = (long long)ddp_sampler_length(sampler);
-    DDP__NEED(sampler && sampler->desc.dataset_size > 0, "sampler is NULL or was not initialised");
-    DDP__NEED(position >= 0 && position <= length, "position=%lld, allowed are 0 to %lld on rank %d",
+    DDP__NEED(sampler && sampler->desc.dataset_size > 0,
+              "sampler is NULL or not initialized; call ddp_sampler_init first");
+    DDP__NEED(position >= 0 && position <= length, "position=%lld; use 0 to %lld on rank %d",
               (long long)position, length, sampler->desc.rank);
     sampler->cursor = sampler->first_index + position;
     sampler->ended = 0;
@@ -11793,17 +11816,16 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
 
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *state) {
     DDP__NEED(s && state && s->desc.dataset_size > 0,
-              "sampler or state is NULL, or the sampler was not initialised");
+              "sampler or state is NULL, or sampler is not initialized; call ddp_sampler_init first");
     uint64_t in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
     /* used: entries that all ranks together have drawn. */
     uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;
     uint64_t in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (used > s->remaining) used = s->remaining;
     if (in_gap > s->remaining) in_gap = s->remaining;
-    DDP__NEED(
-        used >= in_gap || s->cursor == 0,
-        "the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
-        (unsigned long long)(in_gap - used));
+    DDP__NEED(used >= in_gap || s->cursor == 0,
+              "the sampler was loaded inside a global batch with %llu samples left; save after those samples",
+              (unsigned long long)(in_gap - used));
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
     state->dataset_size = s->desc.dataset_size;
@@ -11826,12 +11848,13 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state) {
     const ddp_sampler_desc *d = sampler ? &sampler->desc : NULL;
     DDP__NEED(d && state && d->dataset_size > 0,
-              "sampler or state is NULL, or the sampler was not initialised");
+              "sampler or state is NULL, or sampler is not initialized; call ddp_sampler_init first");
     long long n = (long long)state->dataset_size;
     long long position = (long long)state->position, offset = (long long)state->block_offset;
     long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
-#define DDP__SAME(name, saved, here, format, type)                                               \
-    DDP__NEED((saved) == (here), "the state is of " name "=" format ", the sampler has " format, \
+#define DDP__SAME(name, saved, here, format, type)                                                           \
+    DDP__NEED((saved) == (here),                                                                             \
+              "state has " name "=" format ", but sampler has " format "; use a sampler with the same desc", \
               (type)(saved), (type)(here))
     DDP__SAME("dataset_size", n, d->dataset_size, "%lld", long long);
     DDP__SAME("shuffle", state->shuffle, (int32_t)d->shuffle, "%d", int);
@@ -11840,12 +11863,10 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 #undef DDP__SAME
     if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0
         || (offset > 0 && (offset >= batch / replicas || position == n)))
-        return ddp_fail(
-            DDP_ERR_CORRUPT,
-            "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no "
-            "place in an "
-            "epoch of %lld samples",
-            position, offset, replicas, batch, n);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld "
+                        "global_batch=%lld is invalid in an epoch of %lld samples",
+                        position, offset, replicas, batch, n);
     int other_blocks = replicas != d->num_replicas || batch != d->global_batch;
     ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
@@ -12088,10 +12109,10 @@ static ddp_result ddp__loader_wait_ready(ddp_loader *l) {
     for (const ddp__loader_worker *w = l->worker; w < l->worker + l->threads; w++)
         if (w->batch >= 0 && (!stuck || w->batch < stuck->batch)) stuck = w;
     if (!stuck)
-        return ddp_fail(DDP_ERR_TIMEOUT,
-                        "ddp_loader_next: no batch after timeout_ms=%d, and no fetch is under way",
+        return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: timed out after %d ms: no sample is being fetched",
                         l->desc.timeout_ms);
-    return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: sample %lld: not fetched after timeout_ms=%d",
+    return ddp_fail(DDP_ERR_TIMEOUT,
+                    "ddp_loader_next: sample %lld: timed out after %d ms: fetch has not returned",
                     (long long)ddp__load_relaxed(&stuck->index), l->desc.timeout_ms);
 }
 
@@ -12174,7 +12195,7 @@ DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
     DDP_TRY(ddp__loader_check(loader, __func__));
     ddp_sampler position = loader->position;
     int64_t samples = ddp_sampler_length(&position), batches = ddp__loader_batch_count(loader, samples);
-    DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch,
+    DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld; use 0 to %lld", (long long)batch,
               (long long)batches);
     DDP_TRY(ddp_sampler_seek(&position, batch < batches ? batch * loader->desc.batch_size : samples));
     return ddp__loader_restart(loader, &position);
@@ -12237,18 +12258,17 @@ static ddp_result ddp__loader_resolve_desc(ddp_loader_desc *d) {
     };
     if (d->batch_size == 0)
         d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
-    DDP__LOADER_NEED(d->sampler.dataset_size >= 1,
-                     "sampler.dataset_size=%lld; an empty data set has nothing to load",
+    DDP__LOADER_NEED(d->sampler.dataset_size >= 1, "sampler.dataset_size=%lld; use 1 or more",
                      (long long)d->sampler.dataset_size);
-    DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; set it to the samples of this rank per batch",
+    DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; use 1 or more samples of this rank per batch",
                      (long long)d->batch_size);
     DDP__LOADER_NEED(d->fetch && d->fields, "%s",
-                     d->fetch ? "fields is NULL; say what a sample holds"
-                              : "fetch is NULL; set it to what writes a sample");
+                     d->fetch ? "fields is NULL; list the fields of a sample"
+                              : "fetch is NULL; set it to a function that writes a sample");
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         int *value = ranges[i].value, low = ranges[i].low, high = ranges[i].high;
-        DDP__LOADER_NEED(*value >= low && *value <= high, "%s=%d, allowed are %d to %d", ranges[i].name,
-                         *value, low, high);
+        DDP__LOADER_NEED(*value >= low && *value <= high, "%s=%d; use %d to %d", ranges[i].name, *value, low,
+                         high);
         if (*value == 0) *value = ranges[i].default_value;
     }
     DDP__LOADER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
@@ -12281,14 +12301,14 @@ static ddp_result ddp__loader_alloc_slots(ddp_loader *l) {
     for (int f = 0; f < d->field_count; f++) {
         const ddp_tensor *t = &d->fields[f];
         int64_t bytes = (int64_t)ddp_dtype_size(t->dtype), elements = ddp_tensor_count(t);
-        DDP__LOADER_NEED(bytes, "fields[%d].dtype=%d is no ddp_dtype of elements", f, (int)t->dtype);
-        DDP__LOADER_NEED(t->ndim >= 0 && t->ndim < DDP_MAX_NDIM, "fields[%d].ndim=%d, allowed are 0 to %d", f,
+        DDP__LOADER_NEED(bytes, "fields[%d].dtype=%d is invalid; use DDP_F32 to DDP_U64", f, (int)t->dtype);
+        DDP__LOADER_NEED(t->ndim >= 0 && t->ndim < DDP_MAX_NDIM, "fields[%d].ndim=%d; use 0 to %d", f,
                          t->ndim, DDP_MAX_NDIM - 1);
-        DDP__LOADER_NEED(elements > 0, "fields[%d].shape has an entry below 1, or overflows", f);
+        DDP__LOADER_NEED(elements > 0, "fields[%d].shape has an entry below 1, or its product overflows", f);
         DDP__LOADER_NEED(d->batch_size <= max_bytes / 16
                              && elements <= max_bytes / bytes / d->batch_size - DDP__ALIGN,
-                         "batch_size=%lld: %lld batches with fields[%d] "
-                         "do not fit in memory; lower batch_size, prefetch or extra_valid_batches",
+                         "batch_size=%lld: %lld batches of fields[%d] do not fit in memory; use a smaller "
+                         "batch_size, prefetch or extra_valid_batches",
                          (long long)d->batch_size, (long long)l->slot_count, f);
         l->field_offset[f] = size_bytes;
         l->sample_bytes[f] = (size_t)(elements * bytes);
@@ -12302,10 +12322,10 @@ static ddp_result ddp__loader_alloc_slots(ddp_loader *l) {
     if (device->alloc_pinned)
         DDP_TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
     else if (!(l->buffers = ddp__aligned_alloc(d->alloc_fn, d->user, slots * size_bytes)))
-        return ddp_fail(
-            DDP_ERR_NO_MEMORY,
-            "ddp_loader_create: %zu batches of %zu bytes; lower batch_size, prefetch or extra_valid_batches",
-            slots, size_bytes);
+        return ddp_fail(DDP_ERR_NO_MEMORY,
+                        "ddp_loader_create: %zu batches of %zu bytes could not be allocated; use a smaller "
+                        "batch_size, prefetch or extra_valid_batches",
+                        slots, size_bytes);
     l->free_pinned = device->alloc_pinned ? device->free_pinned : NULL;
     for (size_t i = 0; i < slots; i++) {
         l->slot[i].data = (unsigned char *)l->buffers + i * size_bytes;
@@ -12324,7 +12344,8 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1;
     size_t size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
     ddp_loader *l = (ddp_loader *)ddp__aligned_alloc(d.alloc_fn, d.user, size_bytes);
-    if (!l) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu bytes", size_bytes);
+    if (!l)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu bytes could not be allocated", size_bytes);
     memset(l, 0, size_bytes);
     l->desc = d;
     l->slot = (ddp__loader_slot *)(void *)(l + 1);
@@ -12406,14 +12427,13 @@ static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_wor
     size_t element = ddp_dtype_size(call->dtype);
     DDP__CALL_NEED(group, "group is NULL");
     DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size),
-                   "%s=%d; ranks are 0 to %d", form->root, call->root, group->world_size - 1);
-    DDP__CALL_NEED(element, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
+                   "%s=%d; use ranks 0 to %d", form->root, call->root, group->world_size - 1);
+    DDP__CALL_NEED(element, "dtype=%d is invalid; use DDP_F32 to DDP_U64", (int)call->dtype);
     DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op",
                    (int)call->op);
     size_t blocks = p2p ? 1 : (size_t)group->world_size;
     size_t max_count = SIZE_MAX / 2 / element;
-    DDP__CALL_NEED(call->count <= max_count / blocks,
-                   "count=%llu times %zu blocks of %s does not fit in memory",
+    DDP__CALL_NEED(call->count <= max_count / blocks, "count=%llu x %zu blocks of %s does not fit in memory",
                    (unsigned long long)call->count, blocks, ddp_dtype_name(call->dtype));
     size_t send_size = ddp__buffer_elements(group, call, DDP__NO_SEND, DDP__FROM_ROOT, DDP__SPLITS);
     size_t recv_size = ddp__buffer_elements(group, call, DDP__NO_RECV, DDP__TO_ROOT, DDP__JOINS);
@@ -12426,10 +12446,11 @@ static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_wor
                                                packed, &sum);
         recv_size = ddp__buffer_elements_v(group, max_count, call->recv_counts, &call->recv_offsets,
                                            packed + blocks, &sum);
-        DDP__CALL_NEED(send_size <= max_count && recv_size <= max_count, "the counts do not fit in memory");
+        DDP__CALL_NEED(send_size <= max_count && recv_size <= max_count,
+                       "the sum of the counts does not fit in memory");
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank],
-                       "send_count=%zu but recv_counts[%d]=%zu", call->count, group->rank,
-                       call->recv_counts[group->rank]);
+                       "send_count=%zu, but recv_counts[%d]=%zu; give both the same", call->count,
+                       group->rank, call->recv_counts[group->rank]);
         call->count = call->send_counts ? 0 : sum;
     }
     DDP__CALL_NEED(!p2p || call->root != group->rank, "peer is this rank itself; copy the buffer");
@@ -12438,11 +12459,11 @@ static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_wor
     DDP__CALL_NEED(call->recv || !recv_size, "%s is NULL", p2p ? "buf" : "recv");
     if (ddp__overlap(call->send, send_size * element, call->recv, recv_size * element)) {
         DDP__CALL_NEED(call->kind != DDP_CALL_ALL_TO_ALL && call->kind != DDP_CALL_ALL_TO_ALL_V,
-                       "send and recv overlap; this call is not done in place");
+                       "send and recv overlap, but this call has no in-place form; use separate buffers");
         ddp_bytes out = ddp_call_sends(call, group->rank, group->rank);
         ddp_bytes in = ddp_call_receives(call, group->rank, group->rank);
         DDP__CALL_NEED((uintptr_t)call->send + out.begin == (uintptr_t)call->recv + in.begin,
-                       "send and recv overlap other than by its in-place rule");
+                       "send and recv overlap outside the in-place rule of the call; use separate buffers");
     }
     if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
     return p2p ? ddp__p2p_issue(group, call, work) : ddp__issue(group, call, work);

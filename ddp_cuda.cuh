@@ -630,13 +630,14 @@ static ddp_result ddp__cuda_by_uuid(const char *prefix, int count, int *device) 
         ddp__cuda_uuid_text(text, uuid);
         if (!ddp__cuda_uuid_has_prefix(text, prefix)) continue;
         if (*device >= 0)
-            return ddp_fail(DDP_ERR_INVALID, "uuid %.48s fits devices %d and %d: give more of it", prefix,
-                            *device, i);
+            return ddp_fail(DDP_ERR_INVALID, "uuid %.48s matches devices %d and %d; use a longer prefix",
+                            prefix, *device, i);
         *device = i;
     }
     if (*device >= 0) return DDP_OK;
     ddp__cuda_list_devices(devices, sizeof devices, count, 1);
-    return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", prefix, devices);
+    return ddp_fail(DDP_ERR_INVALID, "uuid %.48s matches no device of this machine, which has %s", prefix,
+                    devices);
 }
 
 /* Chooses a device by list or local rank. given: the device of ddp_launch_desc or of the user's communicator;
@@ -648,10 +649,9 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
     const char *remedy = "";
     int by_local_rank = !desc->devices && preset < 0;
     if (desc->devices && local_rank >= desc->device_count)
-        return ddp_fail(
-            DDP_ERR_INVALID,
-            "this is local rank %d, and the list of devices has %d: list one for each rank of this machine",
-            local_rank, desc->device_count);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "local rank %d, but device_count=%d; list one device for each rank of this machine",
+                        local_rank, desc->device_count);
     if (desc->devices)
         *device = desc->devices[local_rank];
     else if (preset >= 0)
@@ -663,11 +663,11 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
     else
         *device = local_rank;
     if (*device >= 0 && *device < count) return DDP_OK;
-    if (by_local_rank) remedy = ": start fewer ranks, or set allow_shared";
-    if (count == 0) remedy = ": check nvidia-smi and CUDA_VISIBLE_DEVICES";
+    if (by_local_rank) remedy = "; start fewer ranks, or set allow_shared";
+    if (count == 0) remedy = "; check nvidia-smi and CUDA_VISIBLE_DEVICES";
     ddp__cuda_list_devices(devices, sizeof devices, count, 0);
-    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device,
-                    by_local_rank ? ", the number of this local rank" : "", devices, remedy);
+    return ddp_fail(DDP_ERR_INVALID, "device %d%s does not exist on this machine, which has %s%s", *device,
+                    by_local_rank ? " (the local rank)" : "", devices, remedy);
 }
 
 /* Selects the device of this rank. Returns an error if the device is missing. */
@@ -724,11 +724,10 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
             *shared = 1;
             if (slots[i].allow_shared && slots[k].allow_shared) continue;
             ddp__cuda_uuid_text(uuid, slots[i].uuid);
-            result = ddp_fail_in(
-                DDP_ERR_INVALID, call_name, control,
-                "ranks %d and %d on host %s both took device %d (%s): give each rank a device of its own in "
-                "devices, start fewer ranks, or set allow_shared",
-                i, k, slots[k].host, slots[k].device, uuid);
+            result = ddp_fail_in(DDP_ERR_INVALID, call_name, control,
+                                 "ranks %d and %d on host %s both use device %d (%s); list one device for "
+                                 "each rank in devices, start fewer ranks, or set allow_shared",
+                                 i, k, slots[k].host, slots[k].device, uuid);
         }
     ddp_host_free(control, slots);
     return result;
@@ -1329,7 +1328,8 @@ static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
 
 static ddp_result ddp__cuda_tree_reduce(const ddp__cuda_tree_call *call, ddp_dtype dtype) {
     if (ddp_dtype_size(dtype) == 0)
-        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is none of ddp_dtype", call->function, (int)dtype);
+        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is invalid; use DDP_F32 to DDP_U64", call->function,
+                        (int)dtype);
     return ddp__cuda_dispatch<DDP__CUDA_FLOATS, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64>(
         dtype, [&](auto D) {
             return ddp__cuda_dispatch<DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD, DDP_OP_SUM>(
@@ -1431,11 +1431,10 @@ static ddp_result ddp__cuda_ranges_launch(const ddp__cuda_ranges_call *call) {
 
 static ddp_result ddp__cuda_convert_ranges(const ddp__cuda_ranges_call *call, ddp_dtype dst, ddp_dtype src) {
     if (!ddp_is_float(dst) || !ddp_is_float(src))
-        return ddp_fail(DDP_ERR_INVALID, "%s: from %s to %s; only floats are converted", call->function,
-                        ddp_dtype_name(src), ddp_dtype_name(dst));
+        return ddp_fail(DDP_ERR_INVALID, "%s: cannot convert %s to %s; use floating-point dtypes",
+                        call->function, ddp_dtype_name(src), ddp_dtype_name(dst));
     if (call->range_count < 0 || (call->range_count && (!call->ranges || !call->flat)))
-        return ddp_fail(DDP_ERR_INVALID,
-                        "%s: range_count=%d, and flat or ranges is NULL or the count negative",
+        return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d is negative, or flat or ranges is NULL",
                         call->function, call->range_count);
     for (int i = 0; i < call->range_count; i++)
         if (call->ranges[i].count && !call->ranges[i].data)
@@ -1611,7 +1610,7 @@ static ddp_result ddp__cuda_sum_squares(void *data, size_t rows, size_t row_coun
                                         float factor, void *total, cudaStream_t stream,
                                         const char *function) {
     if (!ddp_is_float(dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function,
+        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s; use a floating-point dtype", function,
                         ddp_dtype_name(dtype));
     return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
         return ddp__cuda_squares_launch<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total,
@@ -1752,23 +1751,22 @@ static ddp_result ddp__cuda_check_step_desc(const ddp_cuda_step_desc *desc, ddp_
     if (out->eps == 0) out->eps = 1e-8f;
     if (out->grad_factor == 0) out->grad_factor = 1.0f;
     if (out->step < 1)
-        return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld, and steps count from 1", function,
-                        (long long)out->step);
+        return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld; use 1 or more", function, (long long)out->step);
     if (out->count && (!out->master || !out->grad))
         return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
     if (out->grad_dtype == DDP_F64 || !ddp_is_float(out->grad_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s, allowed are f32, f16 and bf16", function,
+        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s; use f32, f16 or bf16", function,
                         ddp_dtype_name(out->grad_dtype));
     if (out->copy_dtype == DDP_F64 || !ddp_is_float(out->copy_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s, allowed are bf16, f16 and f32", function,
+        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s; use bf16, f16 or f32", function,
                         ddp_dtype_name(out->copy_dtype));
     if (out->stochastic && out->copy_dtype != DDP_BF16)
-        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding is for a bf16 copy, not %s", function,
+        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding with copy_dtype=%s; use bf16", function,
                         ddp_dtype_name(out->copy_dtype));
     if (adam && out->count && (!out->first || !out->second))
         return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
     if (!adam && out->count && out->momentum != 0 && !out->first)
-        return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function,
+        return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, but first is NULL", function,
                         (double)out->momentum);
     return DDP_OK;
 }
@@ -2521,12 +2519,12 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     if (parent_streams || args)
         result = ddp__cuda_fail(
             cuda->set_device(streams->device = parent_streams ? parent_streams->device : args->device),
-            "making the group", "cudaSetDevice");
+            "creating the group", "cudaSetDevice");
     else
-        result = ddp__cuda_fail(cuda->get_device(&streams->device), "making the group", "cudaGetDevice");
+        result = ddp__cuda_fail(cuda->get_device(&streams->device), "creating the group", "cudaGetDevice");
     if (result == DDP_OK && !streams->stream[DDP_STREAM_COMM]) {
-        result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1), "making the group",
-                                "cudaStreamCreateWithPriority");
+        result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1),
+                                "creating the group", "cudaStreamCreateWithPriority");
         streams->owns_comm = result == DDP_OK;
     }
     ddp_error_save(&streams->failed, result);
@@ -2591,7 +2589,7 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
     if (capturing)
         return ddp_fail_in(
             DDP_ERR_INVALID, "ddp_test", group,
-            "the stream is being captured into a graph, and nothing runs until that is launched");
+            "the stream is being captured into a CUDA graph, so no event completes; end the capture first");
     error = DDP__CUDA_RUNTIME->event_query((cudaEvent_t)event);
     *done = error != cudaErrorNotReady; /* ddp_wait reports a failure */
     return *done ? ddp__cuda_group_fail(group, error, "cudaEventQuery") : DDP_OK;
@@ -2883,12 +2881,12 @@ static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) 
     ddp__cuda_cublaslt *state;
     if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s",
-                        g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
+                        g ? "user is not a CUDA group; set gemm_user to the group of the layers"
+                          : "gemm is NULL");
     if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
-        return ddp_fail(
-            DDP_ERR_INVALID,
-            "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; sizes are not negative, dtypes f32 and f64",
-            (long long)g->m, (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
+        return ddp_fail(DDP_ERR_INVALID,
+                        "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; use sizes of 0 or more and f32 or f64",
+                        (long long)g->m, (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
     DDP_TRY(ddp__cuda_cublaslt_open(group, g, &state));
     if (g->m && g->n && g->k)
         return ddp__cuda_lt_multiply(group, state, g, tf32, ddp__cuda_this_thread.stream);
@@ -3207,7 +3205,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
                                       call->op,
                                       call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
                                       n->streams->stream[DDP_STREAM_COMM],
-                                      "the sum in tree order",
+                                      "the reduction in tree order",
                                       t->share,
                                       n->rank};
     if (own.size) DDP_TRY(ddp__cuda_tree_reduce(&tree, call->dtype));
@@ -3243,7 +3241,7 @@ static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
     size_t most = DDP__NCCL_WORKSPACE_MAX / world / vector * vector, room = DDP__NCCL_WORKSPACE_FIRST;
     if (n->world_size > DDP__CUDA_TREE_MAX_SOURCES)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
-                        "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY",
+                        "DDP_ORDER_TREE has at most %d ranks, but the group has %d; use DDP_ORDER_ANY",
                         DDP__CUDA_TREE_MAX_SOURCES, n->world_size);
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype,
@@ -3253,7 +3251,7 @@ static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
     while (room < world * t.share) room *= 2;
     /* A captured call cannot allocate and uses more rounds. Otherwise the first call of a size allocates. */
     if (world * t.share > n->workspace.size_bytes && !n->capturing)
-        DDP_TRY(ddp_agree(n->control, "making room for a sum in tree order",
+        DDP_TRY(ddp_agree(n->control, "allocating the buffers of a reduction in tree order",
                           ddp__nccl_workspace_grow(n, room), 0, ""));
     most = n->workspace.size_bytes / world / vector * vector;
     if (t.share > most) t.share = most;
@@ -3447,7 +3445,7 @@ static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
         left = n->watchdog.left_rank_plus_1;
     }
     if (result == DDP_OK && left && (!p2p || call->root == left - 1))
-        result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", left - 1);
+        result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed the group", left - 1);
     return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, call, result);
 }
 
@@ -3496,19 +3494,19 @@ static void ddp__nccl_describe_missing(const ddp__nccl *n, const ddp__nccl_rank_
     size_t at = 0;
     int others = 0;
     char last[160];
-    snprintf(out, size, "%s", n->world_size > 1 ? "every rank has issued it" : "it runs on this rank alone");
+    snprintf(out, size, "%s", n->world_size > 1 ? "every rank has issued it" : "it runs only on this rank");
     for (int r = 0; r < n->world_size && !call->is_message; r++) {
         if (r == n->rank || states[r].issued >= call->seq) continue;
         if (others++ >= 3) continue;
         at += (size_t)snprintf(
-            out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r,
-            states[r].leaving ? "which left after" : "whose last was",
+            out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "missing: ", r,
+            states[r].leaving ? "which destroyed the group after" : "whose last call is",
             ddp__nccl_describe(last, &states[r].call[states[r].issued % DDP__NCCL_COMPARED_CALLS]));
         if (at > size) at = size;
     }
     if (others > 3 && at < size) snprintf(out + at, size - at, " and %d more", others - 3);
     if (call->is_message)
-        snprintf(out, size, "the peer has not issued its part, or issued it in another order");
+        snprintf(out, size, "the peer has not issued its send or receive, or in another order");
 }
 
 /* Fails the group with an error such as "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is ... on
@@ -3526,7 +3524,7 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *states, d
     }
     if (states_are_current && (first.seq || first.is_message))
         ddp__nccl_describe_missing(n, states, &first, missing, sizeof missing);
-    snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what,
+    snprintf(text, sizeof text, "%.180s; %s of group=%.60s is pending on rank %d%s%.160s", what,
              ddp__nccl_describe(call, &first), ddp_group_name(n->group), n->rank, missing[0] ? "; " : "",
              missing);
     ddp__nccl_poison(n->group, n, cause, text);
@@ -3565,8 +3563,8 @@ static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states
         ddp__nccl_report(n, states, DDP_ERR_ENGINE, ddp_last_error());
     } else if (host_call) {
         snprintf(what, sizeof what,
-                 "%s is not done after %d ms: check that the ranks' hosts reach each other; NCCL_DEBUG=INFO "
-                 "shows each attempt",
+                 "%s: timed out after %d ms; check that the hosts of the ranks reach each other "
+                 "(NCCL_DEBUG=INFO shows each attempt)",
                  host_call, timeout_ms);
         ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, what);
     } else if (what[0]) {
@@ -3604,7 +3602,7 @@ static int ddp__nccl_read_states(ddp__nccl *n, const ddp__nccl_rank_state *state
             }
         }
         if (needs.seq == 0) continue;
-        snprintf(text, sizeof text, "rank %d left the group, and %s needs it", r,
+        snprintf(text, sizeof text, "rank %d destroyed the group, but %s needs it", r,
                  ddp__nccl_describe(what, &needs));
         ddp__nccl_poison(n->group, n, DDP_ERR_PEER_LOST, text);
     }
@@ -3858,7 +3856,7 @@ static void ddp__nccl_close(ddp_group *, void *state) {
 
 static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    const char *function = "making the group";
+    const char *function = "creating the group";
     ddp__nccl_workspace *w = &n->workspace;
     DDP_TRY(ddp_error_restore(&n->streams->failed));
     DDP__CUDA_TRY(function, "cudaSetDevice", cuda->set_device(n->streams->device));
@@ -3910,13 +3908,12 @@ static ddp_result ddp__nccl_use_comm(ddp__nccl *n, ncclComm_t comm) {
     if (error == ncclSuccess) error = ncclCommUserRank(comm, &rank);
     if (error == ncclSuccess) error = ncclCommCuDevice(comm, &device);
     n->comm.handle = comm;
-    if (error != ncclSuccess) return ddp__nccl_result(error, "asking desc.comm for its ranks");
+    if (error != ncclSuccess) return ddp__nccl_result(error, "reading the ranks of desc.comm");
     if (count == n->world_size && rank == n->rank && device == n->streams->device) return DDP_OK;
-    return ddp_fail(
-        DDP_ERR_INVALID,
-        "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the "
-        "communicator of this rank",
-        rank, count, device, n->rank, n->world_size, n->streams->device);
+    return ddp_fail(DDP_ERR_INVALID,
+                    "desc.comm is rank %d of %d on device %d, but the group is rank %d of %d on device %d; "
+                    "set it to the communicator of this rank",
+                    rank, count, device, n->rank, n->world_size, n->streams->device);
 }
 
 /* Returns the result of a step that every rank executes. A rank that fails because of another one returns
@@ -4291,7 +4288,8 @@ static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds 
     uint64_t *own = (uint64_t *)s->staging.memory, *all = own + 2 * w;
     if (w > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
-                        "calls with counts are staged for up to %d ranks; give each a GPU",
+                        "calls with counts have at most %d ranks with DDP_CUDA_ENGINE_STAGED; use NCCL with "
+                        "one device for each rank",
                         DDP_MAX_LOCAL_RANKS);
     for (size_t j = 0; j < w; j++) {
         own[j] = call->send_counts ? call->send_counts[j] : 0;
@@ -4642,19 +4640,16 @@ static ddp_result ddp__cuda_choose_backend(const ddp_cuda_desc *desc, int shared
     *backend = ddp__cuda_staged_backend();
 #if defined(DDP_NO_NCCL)
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm)
-        return ddp_fail(
-            DDP_ERR_UNSUPPORTED,
-            "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose "
-            "DDP_CUDA_ENGINE_STAGED");
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: this build has no NCCL; compile without "
+                                             "DDP_NO_NCCL, or use DDP_CUDA_ENGINE_STAGED");
     if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
         *notice = "this build has no NCCL: collectives go through host memory, which is slow";
 #else
     if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && !DDP__NCCL_SHARED_DEVICES)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
-            "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a "
-            "device of its own, "
-            "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED",
+            "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d does not support; give each rank "
+            "its own device, use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or use DDP_CUDA_ENGINE_STAGED",
             NCCL_MAJOR, NCCL_MINOR);
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm
         || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared))
@@ -4678,10 +4673,8 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     int device = -1, shared;
     if (out) *out = NULL;
     if (!out || !control)
-        return ddp_fail(
-            DDP_ERR_INVALID,
-            "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or "
-            "ddp_launch");
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; pass a group of "
+                                         "ddp_group_create or ddp_launch as control");
     if (!desc) desc = &all_defaults;
     const ddp_cuda_pick_desc pick = {desc->devices, desc->device_count, desc->uuid,
                                      desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED};
@@ -4691,7 +4684,8 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY
         || desc->timeout_ms < 0)
         result = ddp_fail(DDP_ERR_INVALID,
-                          "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind",
+                          "engine=%d order=%d timeout_ms=%d: one of them is invalid; use a ddp_cuda_engine, "
+                          "a ddp_order and 0 or more ms",
                           (int)desc->engine, (int)desc->order, desc->timeout_ms);
     snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order,
              desc->comm ? "given" : "NULL");
@@ -4732,7 +4726,7 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
     if (!group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_set_stream: group is %s",
-                        group ? "not one of GPUs" : "NULL");
+                        group ? "not a CUDA group" : "NULL");
     ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMPUTE] = stream;
     return DDP_OK;
 }
@@ -4783,10 +4777,11 @@ DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const vo
     ddp__cuda_tree_call call = {dst, dst_count, src, src_count, count, op, 1, stream, function, 0, 0};
     if (!dst || !src || dst_count < 1 || dst_count > DDP_MAX_LOCAL_RANKS || src_count < 1
         || src_count > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_INVALID, "%s: dst_count=%d src_count=%d, allowed are 1 to %d", function,
-                        dst_count, src_count, DDP_MAX_LOCAL_RANKS);
+        return ddp_fail(DDP_ERR_INVALID, "%s: dst_count=%d src_count=%d; use 1 to %d", function, dst_count,
+                        src_count, DDP_MAX_LOCAL_RANKS);
     if ((unsigned)op > DDP_OP_PROD || ddp_dtype_size(dtype) == 0)
-        return ddp_fail(DDP_ERR_INVALID, "%s: op=%d dtype=%d", function, (int)op, (int)dtype);
+        return ddp_fail(DDP_ERR_INVALID, "%s: op=%d dtype=%d is invalid; use a ddp_op and DDP_F32 to DDP_U64",
+                        function, (int)op, (int)dtype);
     for (int k = 0; count && k < src_count; k++)
         if (!src[k]) return ddp_fail(DDP_ERR_INVALID, "%s: src[%d] is NULL", function, k);
     for (int k = 0; count && k < dst_count; k++)
@@ -4833,7 +4828,7 @@ DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, 
     if (count && (!q || !scales || !src))
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
     if (!ddp_is_float(src_dtype) || src_dtype == DDP_F64)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16",
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s; use f32, f16 or bf16",
                         ddp_dtype_name(src_dtype));
     return ddp__cuda_dispatch<DDP__CUDA_FLOATS_32>(src_dtype, [&](auto S) {
         return ddp__cuda_quantise_launch<decltype(S)::value>(q, scales, src, count, stream);
@@ -4845,7 +4840,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
     if (count && (!dst || !q || !scales))
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
     if (!ddp_is_float(dst_dtype) || dst_dtype == DDP_F64)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16",
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s; use f32, f16 or bf16",
                         ddp_dtype_name(dst_dtype));
     return ddp__cuda_dispatch<DDP__CUDA_FLOATS_32>(dst_dtype, [&](auto D) {
         return ddp__cuda_dequantise_launch<decltype(D)::value>(dst, q, scales, count, stream);

@@ -932,7 +932,7 @@ static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d
     const ddp_optimizer_kernels *kernels = ddp_group_device(group)->optimizer;
     DDP_TRY(
         ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL, "ddp_fsdp.h"));
-    DDP__OPTIMIZER_CHECK((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind",
+    DDP__OPTIMIZER_CHECK((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not a ddp_optimizer_kind",
                          (int)d->kind);
     d->beta1 = ddp__optimizer_default(d->beta1, 0.9f);
     d->beta2 = ddp__optimizer_default(d->beta2, 0.999f);
@@ -941,23 +941,24 @@ static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d
     if (d->trust_coefficient == 0) d->trust_coefficient = lars ? 0.001f : 1.0f;
     if (ddp__optimizer_is_adam(d)) {
         DDP__OPTIMIZER_CHECK(d->beta1 >= 0 && d->beta1 < 1,
-                             "beta1=%g; pass a number from 0 (as -1) to below 1", (double)d->beta1);
+                             "beta1=%g; use a number above 0 and below 1, or -1 for 0", (double)d->beta1);
         DDP__OPTIMIZER_CHECK(d->beta2 >= 0 && d->beta2 < 1,
-                             "beta2=%g; pass a number from 0 (as -1) to below 1", (double)d->beta2);
-        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->eps), "eps=%g; pass a positive number",
+                             "beta2=%g; use a number above 0 and below 1, or -1 for 0", (double)d->beta2);
+        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->eps), "eps=%g; use a positive number",
                              (double)d->eps);
     } else {
-        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->momentum), "momentum=%g; pass 0 or more",
+        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->momentum), "momentum=%g; use 0 or more",
                              (double)d->momentum);
-        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->dampening), "dampening=%g; pass 0 or more",
+        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->dampening), "dampening=%g; use 0 or more",
                              (double)d->dampening);
-        DDP__OPTIMIZER_CHECK(!d->nesterov || lars || (d->momentum > 0 && d->dampening == 0),
-                             "nesterov with momentum=%g and dampening=%g; it needs momentum and no dampening",
-                             (double)d->momentum, (double)d->dampening);
+        DDP__OPTIMIZER_CHECK(
+            !d->nesterov || lars || (d->momentum > 0 && d->dampening == 0),
+            "nesterov=1 with momentum=%g and dampening=%g; use a positive momentum and dampening 0",
+            (double)d->momentum, (double)d->dampening);
     }
     DDP__OPTIMIZER_CHECK(!ddp__optimizer_has_trust(d) || ddp__is_finite_nonnegative(d->trust_coefficient),
-                         "trust_coefficient=%g; pass a positive number", (double)d->trust_coefficient);
-    DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->weight_decay), "weight_decay=%g; pass 0 or more",
+                         "trust_coefficient=%g; use a positive number", (double)d->trust_coefficient);
+    DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->weight_decay), "weight_decay=%g; use 0 or more",
                          (double)d->weight_decay);
     return DDP_OK;
 }
@@ -972,19 +973,20 @@ static ddp_result ddp__optimizer_add_param(ddp_optimizer *o, int i) {
     int64_t count = ddp_tensor_count(&param->value);
     ddp_tensor grad = ddp_param_grad(param);
     DDP__OPTIMIZER_CHECK(param->value.dtype == DDP_F32 || param->value.dtype == DDP_F64,
-                         "params[%d] \"%s\" is %s; only f32 and f64 are updated", i, name,
+                         "params[%d] \"%s\": value.dtype is %s; use f32 or f64", i, name,
                          ddp_dtype_name(param->value.dtype));
-    DDP__OPTIMIZER_CHECK(count >= 0, "params[%d] \"%s\": value.ndim=%d or its shape is wrong", i, name,
-                         param->value.ndim);
+    DDP__OPTIMIZER_CHECK(count >= 0,
+                         "params[%d] \"%s\": value.ndim=%d or value.shape is invalid; fill in its ddp_tensor",
+                         i, name, param->value.ndim);
     DDP__OPTIMIZER_CHECK(!count || param->value.data, "params[%d] \"%s\": value.data is NULL", i, name);
-    DDP__OPTIMIZER_CHECK(!count || param->grad.data, "params[%d] \"%s\" has no gradient: grad.data is NULL",
-                         i, name);
+    DDP__OPTIMIZER_CHECK(!count || param->grad.data, "params[%d] \"%s\": grad.data is NULL", i, name);
     DDP__OPTIMIZER_CHECK(grad.dtype == param->value.dtype,
-                         "params[%d] \"%s\" is %s, but its gradient %s; they have to be alike", i, name,
+                         "params[%d] \"%s\": value is %s, but grad is %s; give both the same dtype", i, name,
                          ddp_dtype_name(param->value.dtype), ddp_dtype_name(grad.dtype));
-    DDP__OPTIMIZER_CHECK(ddp_tensor_count(&grad) == count,
-                         "params[%d] \"%s\" has %lld elements, but its gradient %lld", i, name,
-                         (long long)count, (long long)ddp_tensor_count(&grad));
+    DDP__OPTIMIZER_CHECK(
+        ddp_tensor_count(&grad) == count,
+        "params[%d] \"%s\": value has %lld elements, but grad has %lld; give both the same shape", i, name,
+        (long long)count, (long long)ddp_tensor_count(&grad));
     p->count = (size_t)count;
     p->square_index = -1;
     if (ddp__optimizer_has_trust(&o->desc) && (!o->desc.decay_matrices_only || param->value.ndim > 1)) {
@@ -993,11 +995,11 @@ static ddp_result ddp__optimizer_add_param(ddp_optimizer *o, int i) {
     }
     for (p->first_use = 0; p->first_use < i; p->first_use++)
         if (count && o->desc.params[p->first_use].value.data == param->value.data) break;
-    DDP__OPTIMIZER_CHECK(
-        o->params[p->first_use].count == p->count
-            && o->desc.params[p->first_use].value.dtype == param->value.dtype,
-        "params[%d] \"%s\" shares its values with params[%d], but has another shape or dtype", i, name,
-        p->first_use);
+    DDP__OPTIMIZER_CHECK(o->params[p->first_use].count == p->count
+                             && o->desc.params[p->first_use].value.dtype == param->value.dtype,
+                         "params[%d] \"%s\" and params[%d] share value.data but differ in shape or dtype; "
+                         "give both uses of a tied parameter the same",
+                         i, name, p->first_use);
     return DDP_OK;
 }
 
@@ -1018,7 +1020,7 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     void *memory;
     DDP_TRY(ddp__optimizer_resolve(group, &o->desc));
     DDP__OPTIMIZER_CHECK(d->params && d->param_count > 0,
-                         "param_count=%d or params is NULL; pass the array of parameters to update",
+                         "param_count=%d or params is NULL; set both, to the array of parameters to update",
                          d->param_count);
     DDP__OPTIMIZER_CHECK(!d->state_alloc_fn == !d->state_free_fn,
                          "set both state_alloc_fn and state_free_fn, or neither");
@@ -1034,7 +1036,7 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
         o->state = o->desc.state_alloc_fn(bytes, o->desc.state_user);
     if (bytes && !o->state)
         return ddp_fail(DDP_ERR_NO_MEMORY,
-                        "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes",
+                        "ddp_optimizer_create: %llu bytes could not be allocated by state_alloc_fn",
                         (unsigned long long)bytes);
     ddp__optimizer_assign_state(o, (unsigned char *)o->state);
     if (!o->square_count) return DDP_OK;
@@ -1240,14 +1242,14 @@ static void ddp__scale_grads(const ddp_device *device, void *grad, size_t count,
 static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale,
                                       const float *grad_scale_at) {
     DDP__FSDP_CHECK(o, "optimizer is NULL");
-    DDP__FSDP_CHECK(ddp__is_finite_nonnegative(lr), "lr=%g; pass 0 or more", (double)lr);
+    DDP__FSDP_CHECK(ddp__is_finite_nonnegative(lr), "lr=%g; use 0 or more", (double)lr);
     DDP__FSDP_CHECK(grad_scale > 0 && ddp__is_finite_nonnegative((double)grad_scale),
-                    "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
+                    "grad_scale=%g; use a positive number, or 1 for no scale", (double)grad_scale);
     for (int i = 0; i < o->desc.param_count; i++)
         DDP__FSDP_CHECK(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data),
-                        "params[%d] \"%s\" has no %s", i,
+                        "params[%d] \"%s\": %s.data is NULL", i,
                         o->desc.params[i].name ? o->desc.params[i].name : "",
-                        o->desc.params[i].value.data ? "gradient" : "values");
+                        o->desc.params[i].value.data ? "grad" : "value");
     DDP_TRY(ddp__fsdp_device_begin(o->group));
     for (int i = 0; i < o->desc.param_count; i++) {
         void *first = o->desc.params[o->params[i].first_use].grad.data;
@@ -1283,9 +1285,9 @@ DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, i
     const ddp_optimizer *o = optimizer;
     DDP__FSDP_CHECK(o && state, "optimizer or state is NULL");
     DDP__FSDP_CHECK(param >= 0 && param < o->desc.param_count,
-                    "param=%d, there are %d parameters, numbered from 0", param, o->desc.param_count);
+                    "param=%d with %d parameters; use 0 to param_count - 1", param, o->desc.param_count);
     DDP__FSDP_CHECK(which >= 0 && which < o->state_count,
-                    "which=%d, there are %d states of a parameter, numbered from 0", which, o->state_count);
+                    "which=%d, but each parameter has %d states; count from 0", which, o->state_count);
     *state = o->desc.params[param].value;
     state->data = o->params[o->params[param].first_use].state[which];
     if (name) *name = ddp__optimizer_state_names[o->desc.kind][which];
@@ -1304,27 +1306,25 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) {
 #define DDP__LR_CHECK(condition, ...) DDP_CHECK("ddp_lr_at", NULL, condition, __VA_ARGS__)
 static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
     DDP__LR_CHECK(desc, "desc is NULL");
-    DDP__LR_CHECK((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
+    DDP__LR_CHECK((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not a ddp_lr_kind", (int)desc->kind);
     DDP__LR_CHECK(desc->max_lr > 0 && ddp__is_finite_nonnegative(desc->max_lr),
-                  "max_lr=%g; pass a positive number", desc->max_lr);
-    DDP__LR_CHECK(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g",
+                  "max_lr=%g; use a positive number", desc->max_lr);
+    DDP__LR_CHECK(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; use 0 to max_lr=%g",
                   desc->min_lr, desc->max_lr);
     DDP__LR_CHECK(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch,
-                  "batch=%lld and base_batch=%lld; give both, or neither", (long long)desc->batch,
+                  "batch=%lld and base_batch=%lld; set both, or neither", (long long)desc->batch,
                   (long long)desc->base_batch);
-    DDP__LR_CHECK(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more",
-                  (long long)desc->warmup_steps);
+    DDP__LR_CHECK(desc->warmup_steps >= 0, "warmup_steps=%lld; use 0 or more", (long long)desc->warmup_steps);
     if (desc->kind == DDP_LR_CONSTANT) return DDP_OK;
-    DDP__LR_CHECK(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are",
-                  (long long)desc->total_steps);
+    DDP__LR_CHECK(desc->total_steps >= 1, "total_steps=%lld; use 1 or more", (long long)desc->total_steps);
     int64_t after = desc->total_steps - desc->warmup_steps;
     DDP__LR_CHECK(after >= 0, "warmup_steps=%lld is more than total_steps=%lld",
                   (long long)desc->warmup_steps, (long long)desc->total_steps);
     DDP__LR_CHECK(desc->kind != DDP_LR_WSD || (desc->decay_steps >= 0 && desc->decay_steps <= after),
-                  "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up",
-                  (long long)desc->decay_steps, (long long)after);
+                  "decay_steps=%lld; use 0 to %lld, the steps after the warmup", (long long)desc->decay_steps,
+                  (long long)after);
     DDP__LR_CHECK(desc->kind != DDP_LR_POLYNOMIAL || ddp__is_finite_nonnegative((double)desc->power),
-                  "power=%g; pass a positive number", (double)desc->power);
+                  "power=%g; use a positive number", (double)desc->power);
     return DDP_OK;
 }
 
@@ -1370,13 +1370,13 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
     if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
     if (d.growth_interval == 0) d.growth_interval = 2000;
     DDP__FSDP_CHECK(d.init_scale > 0 && ddp__is_finite_nonnegative(d.init_scale),
-                    "init_scale=%g; pass a positive number", (double)d.init_scale);
+                    "init_scale=%g; use a positive number", (double)d.init_scale);
     DDP__FSDP_CHECK(d.growth_factor > 1 && ddp__is_finite_nonnegative(d.growth_factor),
-                    "growth_factor=%g; pass a number above 1", (double)d.growth_factor);
+                    "growth_factor=%g; use a number above 1", (double)d.growth_factor);
     DDP__FSDP_CHECK(d.backoff_factor > 0 && d.backoff_factor < 1,
-                    "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor);
-    DDP__FSDP_CHECK(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
-    DDP__FSDP_CHECK(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
+                    "backoff_factor=%g; use a number between 0 and 1", (double)d.backoff_factor);
+    DDP__FSDP_CHECK(d.growth_interval >= 1, "growth_interval=%d; use 1 or more", d.growth_interval);
+    DDP__FSDP_CHECK(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; use 0 to 4", d.group_count);
     for (int i = 0; i < d.group_count; i++) DDP__FSDP_CHECK(d.groups[i], "groups[%d] is NULL", i);
     scaler->desc = d;
     scaler->scale = d.init_scale;
@@ -1459,17 +1459,20 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
     void *scratch = NULL;
     DDP__FSDP_CHECK(scaler && group, "scaler or group is NULL");
     DDP__FSDP_CHECK(gradient_count >= 0 && (gradients || !gradient_count),
-                    "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
-    DDP__FSDP_CHECK(scaler->scale > 0,
-                    "the scale is 0: ddp_scaler_init has not been called, or no step of many was finite");
-    DDP__FSDP_CHECK(!scaler->unscaled,
-                    "gradients have been unscaled since the last ddp_scaler_update; once per update");
+                    "gradient_count=%d is negative, or gradients is NULL; pass the array of gradients",
+                    gradient_count);
+    DDP__FSDP_CHECK(scaler->scale > 0, "scaler->scale is 0: every recent step overflowed, or the scaler is "
+                                       "not initialized; call ddp_scaler_init first");
+    DDP__FSDP_CHECK(
+        !scaler->unscaled,
+        "gradients were already unscaled in this step; call ddp_scaler_update after each ddp_scaler_unscale");
     for (int i = 0; i < gradient_count; i++) {
         ddp_dtype dtype = gradients[i].dtype;
         DDP__FSDP_CHECK(dtype >= DDP_F32 && dtype <= DDP_BF16,
-                        "gradients[%d] is %s; only floats have a scale", i, ddp_dtype_name(dtype));
-        DDP__FSDP_CHECK(ddp_tensor_count(&gradients[i]) >= 0, "gradients[%d]: ndim=%d or its shape is wrong",
-                        i, gradients[i].ndim);
+                        "gradients[%d].dtype is %s; use a floating-point dtype", i, ddp_dtype_name(dtype));
+        DDP__FSDP_CHECK(ddp_tensor_count(&gradients[i]) >= 0,
+                        "gradients[%d]: ndim=%d or shape is invalid; fill in its ddp_tensor", i,
+                        gradients[i].ndim);
         DDP__FSDP_CHECK(gradients[i].data || !ddp_tensor_count(&gradients[i]), "gradients[%d].data is NULL",
                         i);
     }
@@ -1484,7 +1487,8 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
 /* An infinity and a growth as in PyTorch's _amp_update_scale_, with factors of f32. */
 DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler) {
     DDP__FSDP_CHECK(scaler, "scaler is NULL");
-    DDP__FSDP_CHECK(scaler->unscaled, "no gradients have been unscaled since the last update");
+    DDP__FSDP_CHECK(scaler->unscaled,
+                    "no gradients were unscaled in this step; call ddp_scaler_unscale first");
     if (scaler->found_inf) {
         scaler->scale *= scaler->desc.backoff_factor;
         scaler->growth_tracker = 0;
@@ -1504,13 +1508,13 @@ DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state) {
 
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state) {
     DDP__FSDP_CHECK(scaler && state, "scaler or state is NULL");
-    DDP__FSDP_CHECK(scaler->desc.growth_interval > 0, "the scaler has no desc; call ddp_scaler_init first");
+    DDP__FSDP_CHECK(scaler->desc.growth_interval > 0,
+                    "the scaler is not initialized; call ddp_scaler_init first");
     if (!ddp__is_finite_nonnegative(state->scale) || (double)(float)state->scale != state->scale
         || state->growth_tracker < 0 || state->growth_tracker > INT32_MAX - 1)
-        return ddp_fail(
-            DDP_ERR_CORRUPT,
-            "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes",
-            state->scale, (long long)state->growth_tracker);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "ddp_scaler_load: scale=%g growth_tracker=%lld is not a state of ddp_scaler_save",
+                        state->scale, (long long)state->growth_tracker);
     scaler->scale = (float)state->scale;
     scaler->growth_tracker = (int)state->growth_tracker;
     scaler->unscaled = scaler->found_inf = 0;
@@ -1696,7 +1700,7 @@ static int ddp__json_hex(ddp__json *j, int count, uint32_t *value) {
     *value = 0;
     for (int i = 0; i < count; i++, j->at++) {
         const char *digit = j->at < j->end && *j->at ? strchr(digits, *j->at) : NULL;
-        if (!digit) return ddp__json_fail(j, "four hexadecimal digits are missing");
+        if (!digit) return ddp__json_fail(j, "expected a hexadecimal digit");
         *value = *value << 4 | ((uint32_t)(digit - digits) & 15);
     }
     return 1;
@@ -1713,12 +1717,12 @@ static int ddp__json_escape(ddp__json *j, char **out) {
         *(*out)++ = to[known - from];
         return 1;
     }
-    if (j->at == j->end || *j->at++ != 'u') return ddp__json_fail(j, "an escape that JSON does not have");
+    if (j->at == j->end || *j->at++ != 'u') return ddp__json_fail(j, "invalid escape sequence");
     if (!ddp__json_hex(j, 4, &code)) return 0;
     if ((code & 0xf800) == 0xd800) { /* a surrogate pair: each has ten bits of the character */
         int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u'
                      && ddp__json_hex(j, 4, &second);
-        if (!paired || (second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
+        if (!paired || (second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "incomplete surrogate pair");
         code = 0x10000 + ((code & 0x3ff) << 10) + (second & 0x3ff);
     }
     /* bytes after the first, of six bits each */
@@ -1730,10 +1734,10 @@ static int ddp__json_escape(ddp__json *j, char **out) {
 
 static int ddp__json_string(ddp__json *j, ddp__string_view *string) {
     char *out;
-    if (!ddp__json_expect(j, '"', "a string is missing")) return 0;
+    if (!ddp__json_expect(j, '"', "expected a string")) return 0;
     for (string->text = out = j->at; j->at < j->end && *j->at != '"';) {
         int length = (unsigned char)*j->at < 0x20 ? 0 : ddp__utf8_length(j->at, j->end);
-        if (length == 0) return ddp__json_fail(j, "a control character, or a byte that is not UTF-8");
+        if (length == 0) return ddp__json_fail(j, "invalid UTF-8 or a control character");
         if (*j->at == '\\') {
             j->at++;
             if (!ddp__json_escape(j, &out)) return 0;
@@ -1743,7 +1747,7 @@ static int ddp__json_string(ddp__json *j, ddp__string_view *string) {
         out += length;
         j->at += length;
     }
-    if (j->at == j->end) return ddp__json_fail(j, "a string has no end");
+    if (j->at == j->end) return ddp__json_fail(j, "unterminated string");
     j->at++;
     *out = '\0'; /* where the quote was, or before */
     string->length = (size_t)(out - string->text);
@@ -1753,7 +1757,7 @@ static int ddp__json_string(ddp__json *j, ddp__string_view *string) {
 static int ddp__json_digits(ddp__json *j) {
     const char *first = j->at;
     while (j->at < j->end && *j->at >= '0' && *j->at <= '9') j->at++;
-    return j->at > first ? 1 : ddp__json_fail(j, "a number lacks a digit");
+    return j->at > first ? 1 : ddp__json_fail(j, "expected a digit");
 }
 
 /* A number: kind 'u' = a u64 in *value, 'i' = the bits of an i64, 'n' = any, passed over. */
@@ -1763,17 +1767,17 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
     uint64_t most = kind == 'u' ? UINT64_MAX : (uint64_t)INT64_MAX + (uint64_t)negative;
     *value = 0;
     if (j->error || !ddp__json_digits(j)) return 0;
-    if (*first == '0' && j->at - first > 1) return ddp__json_fail(j, "a number starts with 0");
+    if (*first == '0' && j->at - first > 1) return ddp__json_fail(j, "number with a leading zero");
     for (; kind != 'n' && first < j->at; first++) {
         uint64_t digit = (uint64_t)(*first - '0');
-        if (*value > (most - digit) / 10) return ddp__json_fail(j, "a number is too large");
+        if (*value > (most - digit) / 10) return ddp__json_fail(j, "number out of range");
         *value = *value * 10 + digit;
     }
     if (negative) *value = UINT64_C(0) - *value;
-    if (kind == 'u' && negative) return ddp__json_fail(j, "a number is negative");
+    if (kind == 'u' && negative) return ddp__json_fail(j, "negative number");
     if (kind != 'n')
         return j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E')
-                   ? ddp__json_fail(j, "a number is not whole")
+                   ? ddp__json_fail(j, "expected an integer")
                    : 1;
     if (j->at < j->end && *j->at == '.') {
         j->at++;
@@ -1788,16 +1792,16 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
 /* Is there another entry before the bracket closes? It is opened where *count, which counts them, is 0. */
 static int ddp__json_next_item(ddp__json *j, const char *brackets, int *count) {
     if (*count == 0
-        && !ddp__json_expect(j, brackets[0], *brackets == '{' ? "an object is missing" : "a list is missing"))
+        && !ddp__json_expect(j, brackets[0], *brackets == '{' ? "expected an object" : "expected a list"))
         return 0;
     if (j->error || ddp__json_accept(j, brackets[1])) return 0;
-    return (*count)++ == 0 || ddp__json_expect(j, ',', "a comma or a closing bracket is missing");
+    return (*count)++ == 0 || ddp__json_expect(j, ',', "expected a comma or a closing bracket");
 }
 
 /* An entry of an object; its value is next. */
 static int ddp__json_next_member(ddp__json *j, int *count, ddp__string_view *name) {
     return ddp__json_next_item(j, "{}", count) && ddp__json_string(j, name)
-           && ddp__json_expect(j, ':', "a colon is missing");
+           && ddp__json_expect(j, ':', "expected a colon");
 }
 
 /* Passes over one value of any kind. */
@@ -1823,12 +1827,13 @@ static int ddp__json_skip(ddp__json *j) {
         }
     }
     return c == '-' || (c >= '0' && c <= '9') ? ddp__json_number(j, 'n', &value)
-                                              : ddp__json_fail(j, "a value is missing");
+                                              : ddp__json_fail(j, "expected a value");
 }
 
 static int ddp__json_end(ddp__json *j) {
     return !j->error
-           && (!ddp__json_peek(j) && j->at == j->end ? 1 : ddp__json_fail(j, "something follows the end"));
+           && (!ddp__json_peek(j) && j->at == j->end ? 1
+                                                     : ddp__json_fail(j, "unexpected data after the end"));
 }
 
 /* The error of a file with JSON from byte `start` on. */
@@ -1996,7 +2001,7 @@ static __attribute__((format(printf, 4, 5))) ddp_result ddp__file_tensor_fail(dd
 /* {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, in any order. */
 static int ddp__file_tensor_read(ddp__json *j, ddp__file_tensor *r) {
     static const char *const names[] = {"dtype", "shape", "data_offsets"};
-    static const char wrong[] = "a tensor has dtype, shape and data_offsets, each once";
+    static const char wrong[] = "expected dtype, shape and data_offsets, each once";
     const uint64_t most = (uint64_t)INT64_MAX / 16;
     ddp__string_view word;
     uint64_t value;
@@ -2011,7 +2016,7 @@ static int ddp__file_tensor_read(ddp__json *j, ddp__file_tensor *r) {
             if (!ddp__json_string(j, &word)) return 0;
             for (int i = 0; i < DDP__FILE_DTYPES; i++)
                 if (ddp__string_equals(word, ddp__file_dtypes[i].name)) r->dtype = &ddp__file_dtypes[i];
-            if (!r->dtype) return ddp__json_fail(j, "a dtype that is not known");
+            if (!r->dtype) return ddp__json_fail(j, "unknown dtype");
             continue;
         }
         while (ddp__json_next_item(j, "[]", &count) && ddp__json_number(j, 'u', &value)) {
@@ -2020,11 +2025,11 @@ static int ddp__file_tensor_read(ddp__json *j, ddp__file_tensor *r) {
                 continue;
             }
             if (value > most || (value && r->count > most / value))
-                return ddp__json_fail(j, "a shape is too large");
+                return ddp__json_fail(j, "shape out of range");
             r->count *= value;
             if (r->ndim++ < DDP_MAX_NDIM) r->shape[r->ndim - 1] = (int64_t)value;
         }
-        if (which == 2 && count != 2) return ddp__json_fail(j, "data_offsets are two numbers");
+        if (which == 2 && count != 2) return ddp__json_fail(j, "expected two numbers in data_offsets");
     }
     return seen == 7 && !j->error ? 1 : ddp__json_fail(j, wrong);
 }
@@ -2045,22 +2050,23 @@ static ddp_result ddp__header_check(ddp__load_file *file, uint64_t data_bytes,
     for (int i = 0; i < file->count; at = r[i++].end) {
         const char *what = NULL;
         if (r[i].end < r[i].begin || r[i].end > data_bytes)
-            what = "lies outside of the file";
+            what = "is outside the file";
         else if (r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size)
-            what = "is not as large as its dtype and shape say";
+            what = "does not have the size of its dtype and shape";
         else if (r[i].begin < at)
-            what = "overlaps the one before it";
+            what = "overlaps the tensor before it";
         else if (r[i].begin > at)
-            what = "has a hole before it";
+            what = "has unused bytes before it";
         if (what) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
     }
     if (at != data_bytes)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: the tensors end at byte %llu of the data, which has %llu",
-                        file->dir, file->name, (unsigned long long)at, (unsigned long long)data_bytes);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%s/%s: the tensors end at byte %llu, but the file has %llu bytes of data", file->dir,
+                        file->name, (unsigned long long)at, (unsigned long long)data_bytes);
     qsort(r, (size_t)file->count, sizeof *r, ddp__string_compare);
     for (int i = 1; i < file->count; i++)
         if (ddp__string_compare(&r[i - 1], &r[i]) == 0)
-            return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, &r[i], "has a name that is there twice");
+            return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, &r[i], "has the name of another tensor");
     for (int i = 0; i < pair_count; i++) {
         if (pairs[i].key.length < 7 || memcmp(pairs[i].key.text, "crc32c:", 7) != 0) continue;
         const ddp__string_view name = {pairs[i].key.text + 7, pairs[i].key.length - 7};
@@ -2088,14 +2094,14 @@ static ddp_result ddp__header_read(ddp_group *group, ddp__load_file *file, size_
                                      ? (ddp__metadata_entry *)ddp_host_alloc(group, colons * sizeof *pairs)
                                      : NULL;
     if (!pairs) return DDP_ERR_NO_MEMORY;
-    if (length == 0 || *file->text != '{') (void)ddp__json_fail(&j, "a header starts with {");
+    if (length == 0 || *file->text != '{') (void)ddp__json_fail(&j, "expected an object");
     for (ddp__string_view name; ddp__json_next_member(&j, &count, &name);) {
         ddp__file_tensor *record = &file->records[file->count];
         record->name = name;
         if (!ddp__string_equals(name, "__metadata__"))
             file->count += ddp__file_tensor_read(&j, record);
         else if (metadata++)
-            (void)ddp__json_fail(&j, "metadata is there twice");
+            (void)ddp__json_fail(&j, "duplicate __metadata__");
         else
             for (int n = 0; ddp__json_next_member(&j, &n, &pairs[pair_count].key);)
                 pair_count += ddp__json_string(&j, &pairs[pair_count].value);
@@ -2103,7 +2109,7 @@ static ddp_result ddp__header_read(ddp_group *group, ddp__load_file *file, size_
     qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__string_compare);
     for (int i = 1; i < pair_count; i++)
         if (ddp__string_compare(&pairs[i - 1], &pairs[i]) == 0)
-            (void)ddp__json_fail(&j, "metadata has a key twice");
+            (void)ddp__json_fail(&j, "duplicate key in __metadata__");
     ddp_result result = ddp__json_end(&j) ? ddp__header_check(file, data_bytes, pairs, pair_count)
                                           : ddp__json_file_error(file->dir, file->name, 8, &j);
     ddp_host_free(group, pairs);
@@ -2150,14 +2156,14 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
     snprintf(file->path, sizeof file->path, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
     file->fd = open(file->path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
     int missing = file->fd < 0 && errno == ENOENT;
-    ddp_result result = file->fd < 0 || fstat(file->fd, &info) != 0 ? ddp__file_fail("opening", file->path)
-                                                                    : DDP_OK;
+    ddp_result result = file->fd < 0 || fstat(file->fd, &info) != 0
+                            ? ddp__file_fail("cannot open", file->path)
+                            : DDP_OK;
     if ((result == DDP_OK || lstat(file->path, &info) == 0) && !S_ISREG(info.st_mode)) {
         if (S_ISLNK(info.st_mode)) kind = "a symbolic link";
         if (S_ISFIFO(info.st_mode)) kind = "a FIFO";
         if (S_ISDIR(info.st_mode)) kind = "a folder";
-        result = ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there",
-                          file->path, kind);
+        result = ddp_fail(DDP_ERR_SYSTEM, "%s is %s; replace it by a regular file", file->path, kind);
     }
     if (result != DDP_OK) {
         ddp__file_close(file);
@@ -2170,8 +2176,8 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
 
 /* Syncs and closes a written file or folder. EINVAL is ignored: the file system cannot sync a folder. */
 static ddp_result ddp__file_sync_close(int fd, const char *path, ddp_result result) {
-    if (result == DDP_OK && fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("syncing", path);
-    if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
+    if (result == DDP_OK && fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("cannot sync", path);
+    if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("cannot close", path);
     return result;
 }
 
@@ -2184,11 +2190,12 @@ static ddp_result ddp__file_transfer(const ddp__file *file, int way, const void 
         n = way == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at)
                                    : pread(file->fd, memory, (size_t)size, (off_t)at);
         if (n == 0 && way == DDP__FILE_READ)
-            return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it",
-                            file->path, (unsigned long long)at, (unsigned long long)size);
+            return ddp_fail(DDP_ERR_CORRUPT,
+                            "%s: truncated: the file ends at byte %llu, %llu bytes are missing", file->path,
+                            (unsigned long long)at, (unsigned long long)size);
         if (n == 0) errno = ENOSPC;
         if (n == 0 || (n < 0 && errno != EINTR))
-            return ddp__file_fail(way == DDP__FILE_WRITE ? "writing" : "reading", file->path);
+            return ddp__file_fail(way == DDP__FILE_WRITE ? "cannot write" : "cannot read", file->path);
         if (n < 0) n = 0;
     }
     return DDP_OK;
@@ -2214,14 +2221,14 @@ static ddp_result ddp__file_create(const char *dir, const char *name, const void
         errno = 0;
     if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL))
         errno = ftruncate(file.fd, (off_t)size) == 0 ? 0 : errno;
-    ddp_result result = errno ? ddp__file_fail("making room in", file.path) : DDP_OK;
+    ddp_result result = errno ? ddp__file_fail("cannot allocate space for", file.path) : DDP_OK;
     if (data && result == DDP_OK) result = ddp__file_transfer(&file, DDP__FILE_WRITE, data, size, 0);
     return ddp__file_sync_close(file.fd, file.path, result);
 }
 
 static ddp_result ddp__folder_sync(const char *path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    return fd < 0 ? ddp__file_fail("opening", path) : ddp__file_sync_close(fd, path, DDP_OK);
+    return fd < 0 ? ddp__file_fail("cannot open", path) : ddp__file_sync_close(fd, path, DDP_OK);
 }
 
 static int ddp__is_checkpoint_file(const char *name) {
@@ -2248,7 +2255,7 @@ static ddp_result ddp__folder_check(const char *path, int *found) {
     struct dirent **entry;
     int ours = 0, count = scandir(path, &entry, ddp__is_folder_entry, alphasort);
     *found = count > 0;
-    if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
+    if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("cannot open", path);
     if (count && ddp__file_open(path, DDP__STATE_FILE, O_RDONLY, &file) == DDP_OK) {
         ssize_t size = pread(file.fd, start, sizeof start - 1, 0);
         ours = size >= 0 && strncmp(start, DDP__STATE_START, (size_t)size) == 0;
@@ -2262,8 +2269,8 @@ static ddp_result ddp__folder_check(const char *path, int *found) {
     free(entry);
     if (!count || ours) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID,
-                    "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the "
-                    "whole folder, so choose another or move it away",
+                    "%s has '%s', which is not part of a checkpoint, and a save replaces the folder; use "
+                    "another folder, or move it away",
                     path, other_file);
 }
 
@@ -2275,15 +2282,15 @@ static ddp_result ddp__folder_delete(const char *path) {
     int found;
     DDP_TRY(ddp__folder_check(path, &found));
     int count = scandir(path, &entry, ddp__is_folder_entry, alphasort);
-    if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
+    if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("cannot open", path);
     for (int i = 0; i < count; free(entry[i++])) {
         char name[DDP__PATH_MAX];
         snprintf(name, sizeof name, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
         if (result == DDP_OK && unlink(name) != 0 && errno != ENOENT)
-            result = ddp__file_fail("deleting", name);
+            result = ddp__file_fail("cannot delete", name);
     }
     free(entry);
-    return result != DDP_OK || rmdir(path) == 0 ? result : ddp__file_fail("deleting", path);
+    return result != DDP_OK || rmdir(path) == 0 ? result : ddp__file_fail("cannot delete", path);
 }
 
 /* Writes dir to out, without slashes at its end and, if it exists, without symbolic links. */
@@ -2291,8 +2298,8 @@ static ddp_result ddp__folder_path(const char *dir, char out[DDP__PATH_MAX]) {
     size_t length = dir ? strlen(dir) : 0;
     char *real = length ? realpath(dir, NULL) : NULL;
     if (length && !real && readlink(dir, out, 1) >= 0)
-        return ddp_fail(DDP_ERR_INVALID, "dir=%.200s is a link to nothing; make the folder that it names",
-                        dir);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "dir=%.200s is a symbolic link to a missing folder; create that folder", dir);
     while (length > 1 && dir[length - 1] == '/') length--;
     if (real) length = strlen(real);
     if (length && length <= DDP__DIR_MAX)
@@ -2300,7 +2307,8 @@ static ddp_result ddp__folder_path(const char *dir, char out[DDP__PATH_MAX]) {
     free(real);
     return length && length <= DDP__DIR_MAX
                ? DDP_OK
-               : ddp_fail(DDP_ERR_INVALID, "dir is NULL, empty or longer than %d bytes; name a folder",
+               : ddp_fail(DDP_ERR_INVALID,
+                          "dir is NULL, empty or longer than %d bytes; use the path of a folder",
                           DDP__DIR_MAX);
 }
 
@@ -2431,20 +2439,20 @@ static ddp_result ddp__slices_check(const ddp__checkpoint_slice *slices, int cou
         const ddp__checkpoint_slice *s = &slices[i];
         ddp_tensor tensor = DDP_ZERO;
         if (!s->name || !ddp__is_tensor_name(s->name, 10000))
-            return ddp_fail(
-                DDP_ERR_INVALID,
-                "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)", i);
+            return ddp_fail(DDP_ERR_INVALID,
+                            "tensor %d: the name is missing or invalid; use UTF-8 of at most 10000 bytes", i);
         tensor.ndim = s->ndim;
         memcpy(tensor.shape, s->shape, sizeof tensor.shape);
         int64_t elements = ddp_tensor_count(&tensor);
         if (elements < 0 || elements > INT64_MAX / 16 || !ddp__file_dtype_name(s->dtype))
-            return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s' has an impossible shape or dtype", s->name);
+            return ddp_fail(DDP_ERR_INVALID,
+                            "tensor '%.100s': shape or dtype is invalid; fill in its ddp_tensor", s->name);
         for (int d = 0; d < s->ndim; d++)
             if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d]
                 || s->offset[d] > s->shape[d] - s->extent[d])
                 return ddp_fail(
                     DDP_ERR_INVALID,
-                    "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld", s->name,
+                    "tensor '%.100s': %lld entries from %lld are outside dimension %d of size %lld", s->name,
                     (long long)s->extent[d], (long long)s->offset[d], d, (long long)s->shape[d]);
         const ddp__tensor_key key = {ddp__string_view_of(s->name), s->file_kind, i};
         keys[i] = key;
@@ -2452,7 +2460,7 @@ static ddp_result ddp__slices_check(const ddp__checkpoint_slice *slices, int cou
     qsort(keys, (size_t)count, sizeof *keys, ddp__tensor_key_compare);
     for (int i = 1; i < count; i++)
         if (ddp__tensor_key_compare(&keys[i - 1], &keys[i]) == 0)
-            return ddp_fail(DDP_ERR_INVALID, "two tensors have the name '%.100s'",
+            return ddp_fail(DDP_ERR_INVALID, "two tensors have the name '%.100s'; give each its own name",
                             slices[keys[i].index].name);
     return DDP_OK;
 }
@@ -2549,7 +2557,8 @@ static ddp_result ddp__boxes_check_tiling(ddp__checkpoint_common *t) {
         if (k == numbers) return DDP_OK;
     }
     return ddp_fail_in(DDP_ERR_MISMATCH, t->call, t->group,
-                       "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps",
+                       "tensor '%.100s': the parts of the ranks overlap or leave a gap; set global_offset "
+                       "and global_shape so that they cover it once",
                        t->slices[k / 2].name);
 }
 
@@ -2658,7 +2667,7 @@ static ddp_result ddp__save_plan(ddp__save_state *s) {
         if (s->text.length > DDP__HEADER_MAX)
             return ddp_fail(
                 DDP_ERR_INVALID,
-                "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
+                "the tensors of one file need a header of more than 100 MB; use a smaller max_file_bytes");
     }
     return s->text.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
@@ -2678,10 +2687,10 @@ static ddp_result ddp__save_begin(ddp__save_state *s) {
         DDP_TRY(ddp__folder_check(path, &found));
     }
     ddp__parent_path(s->task.dir, path);
-    if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
+    if (stat(path, &info) != 0) return ddp__file_fail("cannot open the folder of dir,", path);
     DDP_TRY(ddp__folder_sync(path)); /* find now an error that would also occur after the swap */
     DDP_TRY(ddp__folder_delete(s->tmp));
-    if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("creating", s->tmp);
+    if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("cannot create", s->tmp);
     /* ours, but not whole yet */
     DDP_TRY(ddp__file_create(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1));
     for (int f = 0; f < s->file_count; f++)
@@ -2802,7 +2811,7 @@ static ddp_result ddp__save_rotate(const ddp__save_state *s, const char *previou
         if (number >= s->keep_count)
             DDP_TRY(ddp__folder_delete(from));
         else if (rename(from, to) != 0)
-            return ddp__file_fail("renaming to", to);
+            return ddp__file_fail("cannot rename a checkpoint to", to);
     }
     return DDP_OK;
 }
@@ -2825,21 +2834,21 @@ static ddp_result ddp__save_commit(ddp__save_state *s) {
         ddp__sibling_path(s->task.dir, DDP__SIBLING_OLD, previous);
         /* of a save that was killed after its second rename */
         if (there) DDP_TRY(ddp__folder_delete(previous));
-        if (there && rename(s->task.dir, previous) != 0) return ddp__file_fail("renaming", s->task.dir);
+        if (there && rename(s->task.dir, previous) != 0) return ddp__file_fail("cannot rename", s->task.dir);
         if (rename(s->tmp, s->task.dir) != 0) {
-            ddp_result result = ddp__file_fail("renaming", s->tmp);
+            ddp_result result = ddp__file_fail("cannot rename", s->tmp);
             return there && rename(previous, s->task.dir) != 0 ? DDP_ERR_SYSTEM : result;
         }
     }
     s->tmp[0] = '\0'; /* on a later error nothing is deleted */
     if (ddp__folder_sync(parent) != DDP_OK)
         return ddp_fail(DDP_ERR_SYSTEM,
-                        "the new checkpoint is in its place, the old one beside it, but a crash of the "
-                        "machine may undo that: %.400s",
+                        "the checkpoint is saved, but a crash of the machine can still replace it with the "
+                        "previous one: %.400s",
                         ddp_last_error());
     if (ddp__save_rotate(s, previous) != DDP_OK) {
         snprintf(text, sizeof text,
-                 "the checkpoint is saved, but the one before it could not be put away: %.350s",
+                 "the checkpoint is saved, but the previous one could not be renamed or deleted: %.350s",
                  ddp_last_error());
         ddp_group_log(s->task.group, text);
     }
@@ -2880,8 +2889,8 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     s->text.group = group;
     s->max_file_bytes = max_file_bytes;
     s->keep_count = keep ? keep : 1;
-    ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID,
-                                            "keep_checkpoints=%d; set how many, or 0 for one", keep)
+    ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; use 1 or more, or 0 for 1",
+                                            keep)
                                  : DDP_OK;
     snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes,
              s->keep_count);
@@ -2939,7 +2948,7 @@ static ddp_result ddp__load_text(ddp__load_state *l, const char *name, char **te
     ddp__file file DDP__AUTO_CLOSE;
     ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, &file);
     if (result != DDP_OK) return file.fd == DDP__FILE_MISSING ? DDP_OK : result;
-    if (file.size > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", file.path);
+    if (file.size > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_CORRUPT, "%s is larger than 100 MB", file.path);
     *length = (size_t)file.size;
     *text = (char *)ddp_host_alloc(l->task.group, *length + 1);
     return *text ? ddp__file_transfer(&file, DDP__FILE_READ, *text, *length, 0) : DDP_ERR_NO_MEMORY;
@@ -2974,12 +2983,12 @@ static int ddp__state_read_numbers(ddp__json *j, const char *kinds, char *at) {
             continue;
         }
         int32_t narrow = (int32_t)(int64_t)bits;
-        if (narrow != (int64_t)bits) return ddp__json_fail(j, "a number is too large");
+        if (narrow != (int64_t)bits) return ddp__json_fail(j, "number out of range");
         memcpy(at, &narrow, sizeof narrow);
         at += sizeof narrow;
     }
     if (*kinds || (is_list && !ddp__json_accept(j, ']')))
-        return ddp__json_fail(j, "a list has another length");
+        return ddp__json_fail(j, "unexpected number of entries in a list");
     return 1;
 }
 
@@ -2991,9 +3000,9 @@ static int ddp__load_read_file_names(ddp__load_state *l, ddp__json *j, int with_
     for (int count = 0; ddp__json_next_member(j, &count, &key);) {
         if (!ddp__json_string(j, &value)) return 0;
         if (with_checksums && (!ddp__hex_read(value, &crc) || !ddp__load_add_file(l, key, crc)))
-            return ddp__json_fail(j, "not a file and its checksum");
+            return ddp__json_fail(j, "expected a file name and its checksum");
         if (!with_checksums && !ddp__load_add_file(l, value, 0))
-            return ddp__json_fail(j, "not the name of a file in the folder");
+            return ddp__json_fail(j, "expected the name of a file in the folder");
     }
     return j->error == NULL;
 }
@@ -3013,10 +3022,10 @@ static int ddp__state_read(ddp__load_state *l, ddp__json *j) {
             seen += ddp__load_read_file_names(l, j, 1);
         else
             (void)ddp__json_skip(j);
-        if (seen && version != 1) return ddp__json_fail(j, "of a version that this one cannot read");
+        if (seen && version != 1) return ddp__json_fail(j, "unsupported version; use a newer ddp_fsdp.h");
     }
     return ddp__json_end(j)
-           && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "something is missing"));
+           && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "missing or duplicate field"));
 }
 
 /* state.json ends with the checksum of all bytes in front of its digits. */
@@ -3028,12 +3037,12 @@ static ddp_result ddp__state_check(ddp__load_state *l, size_t length) {
     if (length < size || memcmp(l->text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0
         || memcmp(l->text + length - size, tail, size - 11) != 0)
         return ddp_fail(DDP_ERR_CORRUPT,
-                        "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint",
+                        "%s/" DDP__STATE_FILE ": truncated, or not the " DDP__STATE_FILE " of a checkpoint",
                         l->task.dir);
     word.text += length - 11;
     l->text_crc = ddp__crc32c(l->text, length - 11);
     if (ddp__hex_read(word, &crc) && crc == l->text_crc) return DDP_OK;
-    return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s",
+    return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is damaged: its checksum is %08x, not %.8s",
                     l->task.dir, l->text_crc, word.text);
 }
 
@@ -3044,11 +3053,11 @@ static int ddp__index_read(ddp__load_state *l, ddp__json *j) {
         if (!ddp__string_equals(key, "weight_map"))
             (void)ddp__json_skip(j);
         else if (found++)
-            (void)ddp__json_fail(j, "weight_map is there twice");
+            (void)ddp__json_fail(j, "duplicate weight_map");
         else
             (void)ddp__load_read_file_names(l, j, 0);
     }
-    return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "weight_map is missing"));
+    return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "missing weight_map"));
 }
 
 /* Fails if the folder has optimizer files: then it is a checkpoint without its state.json, and no foreign
@@ -3057,7 +3066,7 @@ static ddp_result ddp__foreign_check(const ddp__load_state *l) {
     struct dirent *entry;
     DIR *folder = opendir(l->task.dir);
     int optimizer = 0;
-    if (!folder) return ddp__file_fail("opening", l->task.dir);
+    if (!folder) return ddp__file_fail("cannot open", l->task.dir);
     while ((entry = readdir(folder)) != NULL)
         optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_checkpoint_file(entry->d_name);
     closedir(folder);
@@ -3103,17 +3112,16 @@ static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) 
     DDP_TRY(ddp__file_transfer(&in, DDP__FILE_READ, start, at, 0));
     for (uint64_t i = 0; i < at; i++) length |= (uint64_t)start[i] << 8 * i;
     if (length > DDP__HEADER_MAX || length > in.size - at)
-        return ddp_fail(
-            DDP_ERR_CORRUPT,
-            "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start",
-            in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%s: truncated: the header needs %llu bytes (at most 100 MB), the file has %llu",
+                        in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
     file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
     DDP_TRY(ddp__file_transfer(&in, DDP__FILE_READ, file->text, length, at));
     file->crc = ~ddp__crc_update(ddp__crc_update(0xffffffffu, start, (size_t)at), file->text, (size_t)length);
     int damaged = !l->foreign && file->crc != file->want_crc;
     if (index && damaged)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s is damaged: its checksum is not that in " DDP__STATE_FILE,
+        return ddp_fail(DDP_ERR_CORRUPT, "%s is damaged: its checksum differs from " DDP__STATE_FILE,
                         in.path);
     if (index) return DDP_OK;
     if (damaged)
@@ -3122,7 +3130,7 @@ static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) 
                         in.path, (unsigned long long)(at + length), file->crc, file->want_crc);
     DDP_TRY(ddp__header_read(l->task.group, file, (size_t)length, in.size - at - length));
     void *map = mmap(NULL, (size_t)in.size, PROT_READ, MAP_SHARED, in.fd, 0);
-    if (map == MAP_FAILED) return ddp__file_fail("mapping", in.path);
+    if (map == MAP_FAILED) return ddp__file_fail("cannot map", in.path);
     file->map = (const unsigned char *)map;
     file->map_bytes = (size_t)in.size;
     return DDP_OK;
@@ -3135,18 +3143,17 @@ static ddp_result ddp__load_match(ddp__load_state *l, const ddp__load_file *file
     ddp__tensor_key *found = (ddp__tensor_key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key,
                                                         ddp__tensor_key_compare);
     if (!found)
-        return ddp__file_tensor_fail(DDP_ERR_MISMATCH, file, r,
-                                     "(%s) is none of the %d tensors that are loaded", has.text,
-                                     l->task.count);
+        return ddp__file_tensor_fail(DDP_ERR_MISMATCH, file, r, "(%s) is not among the %d tensors to load",
+                                     has.text, l->task.count);
     const ddp__checkpoint_slice *s = &l->task.slices[found->index];
     ddp__load_source *source = &l->sources[found->index];
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0
         || (r->dtype->dtype != s->dtype
             && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype))))
         return ddp__file_tensor_fail(
-            DDP_ERR_MISMATCH, file, r, "is %s, and %s is to be loaded", has.text,
+            DDP_ERR_MISMATCH, file, r, "is %s, but the tensor to load is %s", has.text,
             ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
-    if (source->file) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, r, "is in another file too");
+    if (source->file) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, r, "is also in another file");
     if (!l->foreign && !r->has_crc) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, r, "has no checksum");
     const ddp__load_source stored = {file, r, file->map + file->data_at + r->begin, r->end - r->begin};
     *source = stored;
@@ -3156,11 +3163,10 @@ static ddp_result ddp__load_match(ddp__load_state *l, const ddp__load_file *file
 /* Two names of one tied weight differ in the file. */
 static ddp_result ddp__tied_fail(const ddp__load_state *l, int index, const char *what) {
     const char *first = l->task.slices[l->task.slices[index].tied_to - 1].name;
-    return ddp__file_tensor_fail(
-        DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
-        "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the "
-        "files, or do not tie them",
-        first, what);
+    return ddp__file_tensor_fail(DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
+                                 "and tensor '%.100s' are one tied parameter, but %s; remove one of them "
+                                 "from the files, or do not tie them",
+                                 first, what);
 }
 
 /* A tied weight has several names; files have one or more of them. The first one found is read; the others
@@ -3192,7 +3198,7 @@ static ddp_result ddp__load_open_files(ddp__load_state *l) {
     for (int i = 0; i < l->task.count; i++) {
         const ddp__checkpoint_slice *s = &l->task.slices[i];
         if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
-            return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->task.dir,
+            return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is not in the files", l->task.dir,
                             s->name,
                             ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     }
@@ -3209,7 +3215,7 @@ static ddp_result ddp__load_pages(const ddp__load_source *source, uint64_t begin
             != 0
         && errno != EINVAL)
         return ddp__file_tensor_fail(DDP_ERR_SYSTEM, source->file, source->record,
-                                     "cannot be read: the disk fails, or the file has just been cut short");
+                                     "cannot be read: the disk failed, or the file was truncated");
     return DDP_OK;
 }
 
@@ -3342,8 +3348,8 @@ static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp
         result = ddp_scaler_load(&probe, &l->state.scaler);
     }
     snprintf(l->found, sizeof l->found,
-             "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc,
-             t->dir);
+             "finds checkpoint %08x in %.100s (the folder is not shared, or a save ended during the load)",
+             l->text_crc, t->dir);
     DDP_TRY(ddp_agree(t->group, t->call, result, l->text_crc, l->found));
     DDP_TRY(ddp_agree(t->group, t->call, ddp__load_pass(l, 0), 0, ""));
     DDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
@@ -3698,7 +3704,8 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     if (error == EOPNOTSUPP) error = ftruncate(m->file, m->file_size + (off_t)size) == 0 ? 0 : errno;
     if (!error) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, m->file, m->file_size);
     if (memory == MAP_FAILED)
-        return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes of file could not be had: %s",
+        return ddp_fail(DDP_ERR_SYSTEM,
+                        "ddp_fsdp offload_dir=%s: %zu bytes of a file could not be allocated: %s",
                         f->desc.offload_dir, size, strerror(error ? error : errno));
     m->file_size += (off_t)ddp_round_up(size, (size_t)sysconf(_SC_PAGESIZE));
     *out = memory;
@@ -3841,27 +3848,28 @@ static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__fsdp_shard *s) {
     s->source = s;
     for (const ddp__fsdp_shard *other = f->shards; other < s; other++)
         if (!strcmp(other->name, s->name))
-            return DDP__SHARD_INVALID(s, "unit %.64s has a parameter of this name too; give each its own",
-                                      other->unit->name);
+            return DDP__SHARD_INVALID(
+                s, "unit %.64s also has a parameter of this name; give each its own name", other->unit->name);
     for (const ddp__fsdp_shard *other = f->shards; other < s; other++) {
         int same_data = value->data && other->user_param->param.value.data == value->data;
         if (!same_data && !(tied_to && !strcmp(other->name, tied_to))) continue;
         if (same_data && other->unit != s->unit && !tied_to)
             return DDP__SHARD_INVALID(
-                s, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to",
+                s, "shares value.data with %.80s of unit %.64s; put both into one unit, or set tied_to",
                 other->name, other->unit->name);
         if (other->rows != s->rows || other->row_elements != s->row_elements
             || other->master_dtype != s->master_dtype || other->dtype != s->dtype)
-            return DDP__SHARD_INVALID(s, "is tied to %.80s, a parameter of another shape or dtype",
-                                      other->name);
+            return DDP__SHARD_INVALID(
+                s, "is tied to %.80s, but differs in shape or dtype; give both the same", other->name);
         if (other->trained != s->trained)
             return DDP__SHARD_INVALID(
-                s, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither",
+                s, "is tied to %.80s of unit %.64s, but only one of them is frozen; freeze both, or neither",
                 other->name, other->unit->name);
         s->source = other->source;
         return DDP_OK;
     }
-    if (tied_to) return DDP__SHARD_INVALID(s, "tied_to=%.80s: no earlier parameter has that name", tied_to);
+    if (tied_to)
+        return DDP__SHARD_INVALID(s, "tied_to=%.80s is not the name of an earlier parameter", tied_to);
     return value->data || f->desc.init_fn
                ? DDP_OK
                : DDP__SHARD_INVALID(s, "has no values; set value.data, or init_fn of the %s", "desc");
@@ -3878,18 +3886,17 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__fsdp_shard *s) {
     }
     const char *wrong = NULL;
     if (!s->user_param->param.name || !s->user_param->param.name[0])
-        wrong = "has no name; checkpoints need one";
+        wrong = "has no name; set param.name, which checkpoints need";
     else if (!ddp__is_tensor_name(s->name, 9900))
-        wrong = "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one "
-                "that is";
+        wrong = "the name is invalid; use UTF-8 of at most 9900 bytes other than __metadata__";
     else if (count < 0)
-        wrong = "its shape is not one: ndim or an entry is negative, or the product overflows";
+        wrong = "the shape is invalid: ndim or an entry is out of range, or the product overflows";
     else if (!ddp_is_float(value->dtype))
-        wrong = "its dtype is not a float; keep it outside the units";
+        wrong = "the dtype is not a floating-point dtype; keep the parameter outside the units";
     else if (grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad))
-        wrong = "the dtype of its gradient is not a float";
+        wrong = "grad.dtype is not a floating-point dtype";
     else if (global && !inside)
-        wrong = "global_offset and its shape reach beyond global_shape";
+        wrong = "global_offset and the shape exceed global_shape";
     if (wrong) return DDP__SHARD_INVALID(s, "%s", wrong);
     s->trained = !s->user_param->frozen;
     s->is_slice = global != 0;
@@ -4564,7 +4571,7 @@ static ddp_result ddp__reduce_run_next(ddp_fsdp *f) {
             DDP_TRY(ddp__check_peers_alive(f));
             return ddp_fail_in(
                 DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group,
-                "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+                "rank %d reduces unit %s, but this rank reduces unit %s; make the same calls on every rank",
                 r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
         }
         /* a rank that resharded units at other times uses another buffer */
@@ -4722,18 +4729,17 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
     if (f->sums_divided) return ddp__fsdp_device_begin(f->group);
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++)
         if (unit->trained_count && unit->reduced_count != f->desc.micro_batch_count)
-            return ddp__fsdp_invalid(
-                call, f->group,
-                "unit %s was reduced %d times in this step, micro_batch_count is %d; call "
-                "ddp_fsdp_reduce_grads for every unit in every micro-batch",
-                unit->name, unit->reduced_count, f->desc.micro_batch_count);
+            return ddp__fsdp_invalid(call, f->group,
+                                     "unit %s was reduced %d times in this step, but micro_batch_count=%d; "
+                                     "call ddp_fsdp_reduce_grads for every unit in every micro-batch",
+                                     unit->name, unit->reduced_count, f->desc.micro_batch_count);
     if (!f->grad_divisor)
         return ddp__fsdp_invalid(
             call, f->group,
-            "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
+            "per_token=1, but the number of tokens of this step is unknown; call ddp_fsdp_mean first");
     if (scaler && scaler->unscaled)
         return ddp__fsdp_invalid(call, f->group,
-                                 "the scaler has unscaled gradients since its last update; call "
+                                 "the scaler has already unscaled gradients in this step; call "
                                  "ddp_scaler_update after every ddp_fsdp_step");
     DDP_TRY(ddp__reduce_wait_all(f));
     DDP_TRY(ddp__fsdp_device_begin(f->group));
@@ -4795,8 +4801,9 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP__FSDP_CHECK(fsdp && loss, "fsdp or loss is NULL");
     DDP__FSDP_CHECK(
         fsdp->desc.per_token,
-        "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
-    DDP__FSDP_CHECK(!fsdp->grad_divisor, "this step's tokens are known already; call it once");
+        "desc.per_token=0, so gradients are averages over ranks and micro-batches; set per_token=1");
+    DDP__FSDP_CHECK(!fsdp->grad_divisor,
+                    "ddp_fsdp_mean was already called in this step; call it once per step");
     DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
     ddp_result result = DDP_OK;
@@ -4806,7 +4813,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     }
     if (result == DDP_ERR_INVALID)
         return ddp__fsdp_invalid(__func__, fsdp->group,
-                                 "a rank's count is negative, here it is %lld; counts of tokens add up",
+                                 "loss->count is negative on a rank, and %lld on this rank; use 0 or more",
                                  (long long)loss->count);
     DDP_TRY(result);
     fsdp->grad_divisor = all.count ? (uint64_t)all.count : 1;
@@ -4817,7 +4824,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
     DDP_PUBLIC_CALL(ddp_fsdp_clip_grad_norm);
     DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
-    DDP__FSDP_CHECK(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    DDP__FSDP_CHECK(max_norm > 0, "max_norm=%g; use a positive number", (double)max_norm);
     fsdp->clip.has_norm = 0;
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) result = ddp__fsdp_clip(fsdp, max_norm);
@@ -4827,9 +4834,7 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_CHECK(fsdp && norm, "fsdp or norm is NULL");
-    DDP__FSDP_CHECK(
-        fsdp->clip.has_norm,
-        "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
+    DDP__FSDP_CHECK(fsdp->clip.has_norm, "no norm is available; call ddp_fsdp_clip_grad_norm first");
     DDP_TRY(ddp__fsdp_event_wait(fsdp, fsdp->clip.event, 0));
     *norm = fsdp->clip.factor ? *fsdp->clip.norm : fsdp->clip.last_norm;
     return DDP_OK;
@@ -4846,7 +4851,7 @@ static ddp_result ddp__fsdp_agree_calls(ddp_fsdp *f, const char *call, ddp_resul
     const char *differ = result == DDP_ERR_MISMATCH ? strstr(ddp_last_error(), "ranks differ: ") : NULL;
     if (!differ) return result;
     return ddp_fail_in(result, call, f->group,
-                       "ranks gathered or reduced units in different orders in this step; make the same "
+                       "ranks unsharded or reduced units in different orders in this step; make the same "
                        "calls on every rank (%.*s)",
                        (int)strcspn(differ, ";"), differ);
 }
@@ -4985,8 +4990,7 @@ static ddp_result ddp__fsdp_update(ddp_fsdp *f, float lr) {
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP_PUBLIC_CALL(ddp_fsdp_step);
     DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
-    DDP__FSDP_CHECK(ddp__is_finite_nonnegative((double)lr), "lr=%g; pass a number that is not negative",
-                    (double)lr);
+    DDP__FSDP_CHECK(ddp__is_finite_nonnegative((double)lr), "lr=%g; use 0 or more", (double)lr);
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) {
         ddp_result agreed = ddp__fsdp_agree_calls(fsdp, __func__, ddp__full_buffers_for_prefetch(fsdp));
@@ -5105,9 +5109,9 @@ static void *ddp__saver_main(void *argument) {
 /* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or
    none. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *call, const char *dir, int list, int copy) {
-    ddp_result result = dir && dir[0]
-                            ? ddp__fsdp_device_begin(f->group)
-                            : ddp__fsdp_invalid(call, f->group, "dir is NULL or empty; name a folder");
+    ddp_result result = dir && dir[0] ? ddp__fsdp_device_begin(f->group)
+                                      : ddp__fsdp_invalid(call, f->group,
+                                                          "dir is NULL or empty; use the path of a folder");
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     if (f->desc.state) f->saver.state = *f->desc.state;
@@ -5189,28 +5193,30 @@ static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d,
         const char *text;
         int value;
     } checks[] = {
-        {!d->units || d->unit_count < 1, "there are no units", 0},
-        {(unsigned)d->strategy > DDP_FSDP_NO_SHARD, "strategy=%d is unknown", (int)d->strategy},
-        {(unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE, "offload=%d is unknown", (int)d->offload},
-        {d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype), "param_dtype is not a float",
-         0},
+        {!d->units || d->unit_count < 1, "unit_count is below 1 or units is NULL; set both", 0},
+        {(unsigned)d->strategy > DDP_FSDP_NO_SHARD, "strategy=%d is not a ddp_fsdp_strategy",
+         (int)d->strategy},
+        {(unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE, "offload=%d is not a ddp_fsdp_offload",
+         (int)d->offload},
+        {d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype),
+         "param_dtype is not a floating-point dtype", 0},
         {d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->reduce_dtype),
-         "reduce_dtype is not a float", 0},
-        {d->micro_batch_count < 0, "micro_batch_count=%d is negative", d->micro_batch_count},
+         "reduce_dtype is not a floating-point dtype", 0},
+        {d->micro_batch_count < 0, "micro_batch_count=%d; use 1 or more, or 0 for 1", d->micro_batch_count},
         {!d->alloc_fn != !d->free_fn, "set both alloc_fn and free_fn, or neither", 0},
         {d->replicas == group,
-         "replicas is the group that things are split over; give the ranks that hold the same shard", 0},
+         "replicas is the shard group itself; set it to the group of ranks with the same shard", 0},
         {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD,
-         "quantize_gather is for FULL_SHARD, where parameters are gathered in every step", 0},
-        {d->prefetch < -1, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch},
-        {d->keep_checkpoints < 0, "keep_checkpoints=%d is negative", d->keep_checkpoints},
+         "quantize_gather=1 needs strategy DDP_FSDP_FULL_SHARD", 0},
+        {d->prefetch < -1, "prefetch=%d; use 1 or more units, 0 for 1 or -1 for none", d->prefetch},
+        {d->keep_checkpoints < 0, "keep_checkpoints=%d; use 1 or more, or 0 for 1", d->keep_checkpoints},
     };
     for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++)
         if (checks[i].wrong) return DDP__CREATE_INVALID(group, checks[i].text, checks[i].value);
     for (int u = 0; u < d->unit_count; u++) {
         const ddp_fsdp_unit_desc *unit = &d->units[u];
         if (!unit->params || unit->param_count < 1)
-            return DDP__CREATE_INVALID(group, "unit %d (%s) has no parameters", u,
+            return DDP__CREATE_INVALID(group, "unit %d (%s) has no parameters; set params and param_count", u,
                                        unit->name ? unit->name : "no name");
         *param_count += unit->param_count;
     }
@@ -5240,7 +5246,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
-            "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out",
+            "ddp_fsdp_create group=%s: %s needs CPU memory, but the group's device is %s; turn it off",
             ddp_group_name(group), d->quantize_gather ? "quantize_gather" : "offload to a file",
             f->device->name);
     f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
@@ -5501,7 +5507,8 @@ static ddp_result ddp__offload_open(ddp_fsdp *f) {
     f->allocator.file = mkstemp(path);
     if (f->allocator.file >= 0) unlink(path);
     if (f->allocator.file >= 0 && fcntl(f->allocator.file, F_SETFD, FD_CLOEXEC) == 0) return DDP_OK;
-    return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s",
+    return ddp_fail(DDP_ERR_SYSTEM,
+                    "ddp_fsdp_create group=%s: offload_dir=%s: a file could not be created: %s",
                     ddp_group_name(f->group), f->desc.offload_dir, strerror(errno));
 }
 
@@ -5812,23 +5819,24 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
                          ddp_fsdp_unit_desc *out, int cap) {
     DDP__FSDP_CHECK(params && desc && desc->storage && (out || cap == 0),
                     "params, desc, its storage or out is NULL");
-    DDP__FSDP_CHECK(param_count > 0, "param_count=%d; pass at least one parameter", param_count);
+    DDP__FSDP_CHECK(param_count > 0, "param_count=%d; use 1 or more", param_count);
     DDP__FSDP_CHECK(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count),
-                    "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
+                    "prefix_count=%d, but prefixes is NULL; set both, or neither", desc->prefix_count);
     for (int i = 0; i < param_count; i++) {
-        DDP__FSDP_CHECK(params[i].name && params[i].name[0], "parameter %d has no name", i);
+        DDP__FSDP_CHECK(params[i].name && params[i].name[0], "params[%d] has no name; set its name", i);
         for (int k = 0; k < i; k++)
             DDP__FSDP_CHECK(strcmp(params[k].name, params[i].name),
-                            "parameter %d and parameter %d are both named %s; give each its own name", k, i,
+                            "params[%d] and params[%d] have the name %s; give each its own name", k, i,
                             params[i].name);
     }
     for (int p = 0; p < desc->prefix_count; p++) {
         int used = 0;
-        DDP__FSDP_CHECK(desc->prefixes[p] && desc->prefixes[p][0],
-                        "prefixes[%d] is NULL or empty; what matches no prefix is in unit root", p);
+        DDP__FSDP_CHECK(
+            desc->prefixes[p] && desc->prefixes[p][0],
+            "prefixes[%d] is NULL or empty; leave it out: parameters without a prefix are in unit root", p);
         for (int i = 0; i < param_count && !used; i++)
             used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
-        DDP__FSDP_CHECK(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
+        DDP__FSDP_CHECK(used, "no parameter name begins with prefix %s", desc->prefixes[p]);
     }
     size_t max_bytes = desc->min_unit_bytes ? desc->min_unit_bytes : (size_t)25 << 20;
     int units = 0, by_name = desc->prefix_count;
@@ -5858,16 +5866,17 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
         first += count;
         units++;
     }
-    DDP__FSDP_CHECK(units <= cap, "there are %d units, out has room for %d", units, cap);
+    DDP__FSDP_CHECK(units <= cap, "%d units do not fit in out with %d entries; pass a larger array", units,
+                    cap);
     return units;
 }
 
 //== public ==================================================================================== >>impl-public
 /* Argument checks of the public calls; the work is in the sections above. */
 
-#define DDP__UNIT_CHECK(fsdp, unit)                                                                       \
-    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");                                                                \
-    DDP__FSDP_CHECK((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, \
+#define DDP__UNIT_CHECK(fsdp, unit)                                                           \
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");                                                    \
+    DDP__FSDP_CHECK((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d; use 0 to %d", unit, \
                     (fsdp)->unit_count - 1)
 
 /* Continues the hash of this step's calls: a unit's unshard (0) or reduction (1). */
@@ -5913,7 +5922,7 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reshard);
     DDP__UNIT_CHECK(fsdp, unit);
     ddp__fsdp_unit *own = &fsdp->units[unit];
-    DDP__FSDP_CHECK(own->in_use, "unit %s is not gathered", own->name);
+    DDP__FSDP_CHECK(own->in_use, "unit %s is not unsharded; call ddp_fsdp_unshard first", own->name);
     own->in_use = 0;
     fsdp->unshard.in_use_count--;
     if (own->grads_attached) ddp__grads_detach(own);
@@ -5930,11 +5939,11 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_CHECK(fsdp, unit);
     ddp__fsdp_unit *own = &fsdp->units[unit];
     DDP__FSDP_CHECK(own->reduced_count < fsdp->desc.micro_batch_count,
-                    "unit %s was reduced %d times in this step already, as micro_batch_count says; call "
+                    "unit %s was already reduced %d times in this step, which is micro_batch_count; call "
                     "ddp_fsdp_step first",
                     own->name, own->reduced_count);
     DDP__FSDP_CHECK(!own->trained_count || own->grads_attached,
-                    "unit %s has no gradients; gather it before its backward", own->name);
+                    "unit %s has no gradients; call ddp_fsdp_unshard before its backward", own->name);
     ddp__fsdp_hash_call(fsdp, 1, unit);
     if (!own->trained_count) return DDP_OK;
     DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
@@ -5976,7 +5985,7 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
 #define DDP__PARAM_CHECK(fsdp, unit, param)                                                         \
     DDP__UNIT_CHECK(fsdp, unit);                                                                    \
     DDP__FSDP_CHECK((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, \
-                    "param=%d, unit %s has parameters 0 to %d", param, (fsdp)->units[unit].name,    \
+                    "param=%d in unit %s; use 0 to %d", param, (fsdp)->units[unit].name,            \
                     (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
 
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
@@ -6005,16 +6014,17 @@ DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int wh
     DDP__PARAM_CHECK(fsdp, unit, param);
     DDP__FSDP_CHECK(state, "state is NULL");
     const ddp__fsdp_shard *s = &fsdp->units[unit].shards[param];
-    DDP__FSDP_CHECK(s->trained, "unit %s, parameter %.200s is frozen: it has no optimizer state",
+    DDP__FSDP_CHECK(s->trained, "unit %s, parameter %.200s is frozen and has no optimizer state",
                     s->unit->name, s->name);
     DDP__FSDP_CHECK(which >= 0 && which < fsdp->optimizer->state_count,
-                    "which=%d, there are %d states of a parameter, numbered from 0", which,
+                    "which=%d, but each parameter has %d states; count from 0", which,
                     fsdp->optimizer->state_count);
     return ddp_optimizer_get_state(fsdp->optimizer, s->source->optimizer_index, which, name, state);
 }
 
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
-    DDP__FSDP_CHECK(fsdp && step >= 0, "fsdp is NULL, or step=%lld is negative", (long long)step);
+    DDP__FSDP_CHECK(fsdp && step >= 0, "fsdp is NULL, or step=%lld is negative; use 0 or more",
+                    (long long)step);
     fsdp->step = step;
     ddp_optimizer_set_step(fsdp->optimizer, step);
     if (fsdp->desc.state) fsdp->desc.state->step = step;

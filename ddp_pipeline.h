@@ -631,7 +631,9 @@ static void ddp__schedule_mfree(void *memory, void *user) {
 static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t size_bytes) {
     void *memory = count > SIZE_MAX / size_bytes ? NULL
                                                  : s->alloc_fn(count ? count * size_bytes : 1, s->user);
-    if (!memory) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_schedule: %zu entries of %zu bytes", count, size_bytes);
+    if (!memory)
+        ddp_fail(DDP_ERR_NO_MEMORY, "ddp_schedule: %zu entries of %zu bytes could not be allocated", count,
+                 size_bytes);
     return memory;
 }
 
@@ -672,10 +674,12 @@ static void ddp__schedule_push_action(ddp_schedule *s, ddp_action action) {
                                 ? NULL
                                 : (ddp_action *)ddp__schedule_alloc(s, (size_t)capacity, sizeof *grown);
         if (!grown) {
-            s->failed = s->count < DDP__MAX_ACTIONS
-                            ? DDP_ERR_NO_MEMORY
-                            : ddp_fail(DDP_ERR_INVALID, "ddp_schedule: more than %d actions",
-                                       DDP__MAX_ACTIONS);
+            s->failed =
+                s->count < DDP__MAX_ACTIONS
+                    ? DDP_ERR_NO_MEMORY
+                    : ddp_fail(DDP_ERR_INVALID,
+                               "ddp_schedule: more than %d actions; use fewer ranks, micro-batches or chunks",
+                               DDP__MAX_ACTIONS);
             return;
         }
         if (s->count) memcpy(grown, s->actions, (size_t)s->count * sizeof *grown);
@@ -908,11 +912,10 @@ static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int s
     if (nearest < least) nearest = (least + step - 1) / step * step;
     if (step > 1)
         return DDP__SCHEDULE_BAD(
-            "microbatch_count=%d, %s on %d ranks takes multiples of %d; the nearest that works is %d", m,
+            "microbatch_count=%d, but %s on %d ranks needs a multiple of %d; use %d, the nearest", m,
             ddp_schedule_kind_name(d->kind), d->rank_count, step, nearest);
-    return DDP__SCHEDULE_BAD(
-        "microbatch_count=%d, %s on %d ranks takes at least %d; the nearest that works is %d", m,
-        ddp_schedule_kind_name(d->kind), d->rank_count, least, nearest);
+    return DDP__SCHEDULE_BAD("microbatch_count=%d, but %s on %d ranks needs at least %d; use %d, the nearest",
+                             m, ddp_schedule_kind_name(d->kind), d->rank_count, least, nearest);
 }
 
 /* Checks that all rounds of interleaved-1F1B have the same size. The error names the nearest valid m; of two,
@@ -928,10 +931,9 @@ static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
         if (above % ddp__rounds(p, above) == 0) nearest = above;
         if (below % ddp__rounds(p, below) == 0 && (!nearest || nearest % p != 0)) nearest = below;
     }
-    return DDP__SCHEDULE_BAD(
-        "microbatch_count=%d, %s on %d ranks has %d rounds (microbatch_count / rank_count, rounded down) "
-        "and takes multiples of that; the nearest that works is %d",
-        m, ddp_schedule_kind_name(d->kind), p, rounds, nearest);
+    return DDP__SCHEDULE_BAD("microbatch_count=%d, but %s on %d ranks needs a multiple of %d "
+                             "(microbatch_count / rank_count, rounded down); use %d, the nearest",
+                             m, ddp_schedule_kind_name(d->kind), p, rounds, nearest);
 }
 
 static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
@@ -941,7 +943,7 @@ static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
     if (d->kind != DDP_SCHEDULE_PIPEDREAM && !two) {
         if (d->update_interval && d->update_interval != m)
             return DDP__SCHEDULE_BAD(
-                "update_interval=%d, %s updates once, after all %d micro-batches; leave it 0",
+                "update_interval=%d, but %s updates once, after all %d micro-batches; set it to 0",
                 d->update_interval, ddp_schedule_kind_name(d->kind), m);
         d->update_interval = m;
         return DDP_OK;
@@ -953,10 +955,10 @@ static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
         for (int side = -1; side <= 1; side += 2) {
             int64_t near = (int64_t)d->update_interval + side * (int64_t)distance;
             if (near >= least && near <= m && m % near == 0)
-                return DDP__SCHEDULE_BAD(
-                    "update_interval=%d, %s takes a divisor of microbatch_count=%d of at least %d; the "
-                    "nearest that works is %d",
-                    d->update_interval, ddp_schedule_kind_name(d->kind), m, least, (int)near);
+                return DDP__SCHEDULE_BAD("update_interval=%d, but %s needs a divisor of microbatch_count=%d "
+                                         "of at least %d; use %d, the nearest",
+                                         d->update_interval, ddp_schedule_kind_name(d->kind), m, least,
+                                         (int)near);
         }
 }
 
@@ -967,28 +969,30 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
     p = d->rank_count;
     m = d->microbatch_count;
     if ((int)d->kind < 0 || d->kind >= DDP_SCHEDULE_KIND_COUNT)
-        return DDP__SCHEDULE_BAD("kind=%d, there are 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
+        return DDP__SCHEDULE_BAD("kind=%d; use 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
     if (!d->alloc_fn != !d->free_fn) return DDP__SCHEDULE_BAD("set both alloc_fn and free_fn, or neither");
     vee = d->kind == DDP_SCHEDULE_ZB_V || d->kind == DDP_SCHEDULE_DUALPIPE_V;
     any = d->kind == DDP_SCHEDULE_NAIVE || d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B
           || d->kind == DDP_SCHEDULE_LOOPED_BFS || d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P;
     if (p < 1 || p > DDP__MAX_STAGES)
-        return DDP__SCHEDULE_BAD("rank_count=%d, allowed are 1 to %d", p, DDP__MAX_STAGES);
+        return DDP__SCHEDULE_BAD("rank_count=%d; use 1 to %d", p, DDP__MAX_STAGES);
     if (m < 1 || m > DDP__MAX_MICROBATCHES)
-        return DDP__SCHEDULE_BAD("microbatch_count=%d, allowed are 1 to %d", m, DDP__MAX_MICROBATCHES);
+        return DDP__SCHEDULE_BAD("microbatch_count=%d; use 1 to %d", m, DDP__MAX_MICROBATCHES);
     if (d->chunk_count == 0) d->chunk_count = vee ? 2 : 1;
     if (d->chunk_count < 0 || d->chunk_count > DDP__MAX_STAGES / p)
-        return DDP__SCHEDULE_BAD("chunk_count=%d, allowed are 1 to %d: at most %d stages", d->chunk_count,
+        return DDP__SCHEDULE_BAD("chunk_count=%d; use 1 to %d, for at most %d stages", d->chunk_count,
                                  DDP__MAX_STAGES / p, DDP__MAX_STAGES);
     if (!any && d->chunk_count != 1 + vee)
-        return DDP__SCHEDULE_BAD(
-            "chunk_count=%d, %s has %d; interleaved-1F1B, looped-BFS, interleaved-ZB-1P and naive take any",
-            d->chunk_count, ddp_schedule_kind_name(d->kind), 1 + vee);
+        return DDP__SCHEDULE_BAD("chunk_count=%d, but %s has %d; use another count only with "
+                                 "interleaved-1F1B, looped-BFS, interleaved-ZB-1P and naive",
+                                 d->chunk_count, ddp_schedule_kind_name(d->kind), 1 + vee);
     if ((int64_t)p * m * d->chunk_count > DDP__MAX_ACTIONS / 3)
-        return DDP__SCHEDULE_BAD("%d ranks times %d micro-batches times %d chunks are more than %d actions",
-                                 p, m, d->chunk_count, DDP__MAX_ACTIONS);
+        return DDP__SCHEDULE_BAD(
+            "%d ranks x %d micro-batches x %d chunks are more than %d actions; use fewer of them", p, m,
+            d->chunk_count, DDP__MAX_ACTIONS);
     if (d->memory_limit < 0 || d->memory_limit != d->memory_limit)
-        return DDP__SCHEDULE_BAD("memory_limit=%g; it is not negative, 0 = that of 1F1B", d->memory_limit);
+        return DDP__SCHEDULE_BAD("memory_limit=%g; use 0 or more, where 0 is the memory of 1F1B",
+                                 d->memory_limit);
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B) DDP_TRY(ddp__schedule_check_rounds(d));
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) DDP_TRY(ddp__schedule_check_multiple(d, p, p));
     if (d->kind == DDP_SCHEDULE_DUALPIPE_V && m < 2 * p) return ddp__schedule_check_multiple(d, 1, 2 * p);
@@ -1119,19 +1123,19 @@ static ddp_result ddp__play_alloc(ddp__play *play) {
 static ddp_result ddp__check_stages(const ddp_schedule *s) {
     int highest = 0;
     if (s->stage_count == 0 || s->microbatch_count == 0)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: there is no computation in any list");
+        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: the lists have no computation (F, I, W or B)");
     for (int i = 0; i < s->count; i++)
         if (s->actions[i].stage > s->actions[highest].stage) highest = i;
     for (int stage = 0; stage < s->stage_count; stage++)
         if (s->stage_rank[stage] < 0)
-            return ddp__schedule_wrong(s, highest, "there are %d stages, but stage %d is on no rank",
-                                       s->stage_count, stage);
+            return ddp__schedule_wrong(s, highest, "%d stages, but stage %d has no actions", s->stage_count,
+                                       stage);
     if ((int64_t)s->stage_count * s->microbatch_count > s->count) {
         highest = 0;
         for (int i = 0; i < s->count; i++)
             if (s->actions[i].microbatch > s->actions[highest].microbatch) highest = i;
         return ddp__schedule_wrong(
-            s, highest, "%d stages times %d micro-batches need more than the %d actions that there are",
+            s, highest, "%d stages x %d micro-batches need more than the %d actions of the schedule",
             s->stage_count, s->microbatch_count, s->count);
     }
     return DDP_OK;
@@ -1147,10 +1151,10 @@ static ddp_result ddp__play_enter(ddp__play *play, int index) {
     if (ddp__action_communicates(a->kind)) {
         play->has_comm = 1;
         if (peer < 0 || peer == s->stage_count)
-            return ddp__schedule_wrong(s, index, "stage %d has no stage to %s", a->stage,
+            return ddp__schedule_wrong(s, index, "stage %d has no neighbor to %s", a->stage,
                                        sends ? "send to" : "receive from");
         if (s->stage_rank[a->stage] == s->stage_rank[peer])
-            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is %s it", peer,
+            return ddp__schedule_wrong(s, index, "stage %d is on the same rank, so nothing is %s it", peer,
                                        sends ? "sent to" : "received from");
     } else if (!ddp__action_computes(a->kind))
         return DDP_OK;
@@ -1158,7 +1162,7 @@ static ddp_result ddp__play_enter(ddp__play *play, int index) {
     there = play->table[a->kind][cell];
     if (there < 0 && a->kind == DDP_ACTION_BACKWARD) there = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
     if (there >= 0)
-        return ddp__schedule_wrong(s, index, "%s of that stage and micro-batch is at position %d already",
+        return ddp__schedule_wrong(s, index, "%s of the same stage and micro-batch is already at position %d",
                                    ddp__action_label(&s->actions[there]).text,
                                    ddp__action_position(s, there));
     play->table[a->kind][cell] = index;
@@ -1172,14 +1176,14 @@ static ddp_result ddp__check_overlap(const ddp_schedule *s, int index) {
     int rank = ddp__action_rank(s, index);
     if (!a->overlaps) return DDP_OK;
     if (index + 1 == s->first[rank + 1])
-        return ddp__schedule_wrong(s, index, "nothing follows that it could overlap with");
+        return ddp__schedule_wrong(s, index, "no action follows to overlap with");
     if (a[1].overlaps) return ddp__schedule_wrong(s, index, "more than two actions overlap");
     if (!ddp__action_computes(a[0].kind) || !ddp__action_computes(a[1].kind)
         || (a[0].kind == DDP_ACTION_FORWARD) == (a[1].kind == DDP_ACTION_FORWARD))
-        return ddp__schedule_wrong(s, index, "it overlaps with %s; a forward and a backward can",
+        return ddp__schedule_wrong(s, index, "it overlaps with %s; only a forward and a backward can overlap",
                                    ddp__action_label(&a[1]).text);
     if (a[0].stage == a[1].stage && a[0].microbatch == a[1].microbatch)
-        return ddp__schedule_wrong(s, index, "it overlaps with %s, one of which needs the other",
+        return ddp__schedule_wrong(s, index, "it overlaps with %s, but one of them needs the other",
                                    ddp__action_label(&a[1]).text);
     return DDP_OK;
 }
@@ -1268,12 +1272,12 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
                     if (before < 0)
                         return ddp__schedule_wrong(
                             s, i,
-                            "rank %d sends this message before any other, here another one is received first",
+                            "rank %d sends this message first, but this rank receives another one before it",
                             peer);
-                    return ddp__schedule_wrong(
-                        s, i,
-                        "messages from rank %d come in the order sent: %s is to be received just before",
-                        peer, ddp__action_label(&s->actions[before]).text);
+                    return ddp__schedule_wrong(s, i,
+                                               "messages from rank %d arrive in the order of their sends: %s "
+                                               "must be received just before",
+                                               peer, ddp__action_label(&s->actions[before]).text);
                 }
                 last[peer] = i;
             }
@@ -1291,20 +1295,21 @@ static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
         const ddp_action *a = &s->actions[i];
         if (a->kind == DDP_ACTION_UNSHARD || a->kind == DDP_ACTION_RESHARD) {
             if (whole[a->stage] == (a->kind == DDP_ACTION_UNSHARD))
-                return ddp__schedule_wrong(s, i, "stage %d is %s already", a->stage,
+                return ddp__schedule_wrong(s, i, "stage %d is already %s", a->stage,
                                            whole[a->stage] ? "unsharded" : "sharded");
             whole[a->stage] = !whole[a->stage];
         } else if (ddp__action_computes(a->kind) && play->has_sharding && !whole[a->stage])
-            return ddp__schedule_wrong(s, i, "stage %d is sharded here; UNSHARD goes before it", a->stage);
+            return ddp__schedule_wrong(s, i, "stage %d is sharded; put its UNSHARD before this action",
+                                       a->stage);
         if (!play->has_reduce) continue;
         if (ddp__action_ends(a->kind)) {
             if (added[a->stage] == s->update_interval)
-                return ddp__schedule_wrong(s, i, "%dREDUCE_GRAD goes before it: the update is complete",
-                                           a->stage);
+                return ddp__schedule_wrong(
+                    s, i, "the update is complete; put %dREDUCE_GRAD before this action", a->stage);
             added[a->stage]++;
         } else if (a->kind == DDP_ACTION_REDUCE_GRAD) {
             if (added[a->stage] != s->update_interval)
-                return ddp__schedule_wrong(s, i, "after %d of the %d weight gradients of stage %d",
+                return ddp__schedule_wrong(s, i, "only %d of %d weight gradients of stage %d come before it",
                                            added[a->stage], s->update_interval, a->stage);
             added[a->stage] = 0;
         }
@@ -1329,7 +1334,7 @@ static ddp_result ddp__check_lists(ddp__play *play) {
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             int stage = s->actions[i].stage;
             if (stage >= 0 && s->stage_rank[stage] != rank)
-                return ddp__schedule_wrong(s, i, "stage %d is on rank %d already", stage,
+                return ddp__schedule_wrong(s, i, "stage %d is already on rank %d", stage,
                                            s->stage_rank[stage]);
             DDP_TRY(ddp__check_overlap(s, i));
             DDP_TRY(ddp__play_enter(play, i));
@@ -1470,14 +1475,13 @@ static ddp_result ddp__play_circle(const ddp__play *play) {
     blocker = ddp__play_stuck_at(play, rank);
     other = ddp__action_rank(s, blocker);
     for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next));
-    return ddp__schedule_wrong(
-        s, play->position[rank],
-        "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d "
-        "rank%s%s",
-        ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
-        ddp__action_label(&s->actions[play->position[other]]).text,
-        ddp__action_position(s, play->position[other]), length, length == 1 ? "" : "s",
-        play->has_comm ? ", with room for one message between two ranks" : "");
+    return ddp__schedule_wrong(s, play->position[rank],
+                               "deadlock: it waits for %s at position %d of rank %d, which is blocked in %s "
+                               "at position %d: a cycle of %d rank%s%s",
+                               ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker),
+                               other, ddp__action_label(&s->actions[play->position[other]]).text,
+                               ddp__action_position(s, play->position[other]), length, length == 1 ? "" : "s",
+                               play->has_comm ? ", with one message in flight between two ranks" : "");
 }
 
 static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs, const char *who) {
@@ -1489,9 +1493,8 @@ static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs,
                                  c->overlapped, c->activation, c->weight_activation};
         for (int k = 0; k < 7; k++)
             if (!(values[k] >= 0 && values[k] <= DBL_MAX))
-                return ddp_fail(DDP_ERR_INVALID,
-                                "%s: costs[%d].%s=%g; it is a finite number that is not negative", who, stage,
-                                names[k], values[k]);
+                return ddp_fail(DDP_ERR_INVALID, "%s: costs[%d].%s=%g; use a finite number of 0 or more", who,
+                                stage, names[k], values[k]);
     }
     return DDP_OK;
 }
@@ -1991,9 +1994,8 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     ddp__auto_costs(&a, d->costs);
     limit = d->memory_limit > 0 ? d->memory_limit : a.largest * a.p;
     if (limit < a.largest)
-        result = DDP__SCHEDULE_BAD(
-            "memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", limit, a.largest,
-            a.largest);
+        result = DDP__SCHEDULE_BAD("memory_limit=%g, but one micro-batch needs %g; use at least %g", limit,
+                                   a.largest, a.largest);
     else
         ddp__auto_try_steps(&a, limit);
     span = a.best_span;
@@ -2007,7 +2009,7 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
         result = ddp__auto_known(d, limit, known[k], &span, &best);
     if (result == DDP_OK && !best)
         result = DDP__SCHEDULE_BAD(
-            "costs: the time of %d micro-batches is not a finite number; give smaller costs",
+            "costs: the time of %d micro-batches is not a finite number; use smaller costs",
             d->microbatch_count);
     if (result == DDP_OK)
         *out = best;
@@ -2061,7 +2063,7 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
     action->stage = ddp__csv_number(c, DDP__MAX_STAGES - 1);
     action->microbatch = -1;
     if (action->stage < 0)
-        return ddp__csv_wrong(c, begin, "an action starts with its stage, 0 to 65535, such as 2F0");
+        return ddp__csv_wrong(c, begin, "an action must start with its stage, 0 to 65535, such as 2F0");
     while (c->at + length < c->end
            && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_'))
         length++;
@@ -2073,20 +2075,19 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
         return ddp__csv_wrong(
             c, begin,
             length == 2 && memcmp(c->at, "BW", 2) == 0
-                ? "BW is an older spelling: F, I, W and B = I and W in one are the actions"
-                : "there is no such action; there are F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F "
-                  "SEND_B RECV_B");
+                ? "BW is an old name; use B for a backward, or I and W for its halves"
+                : "unknown action; use F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F SEND_B RECV_B");
     c->at += length;
     action->kind = (ddp_action_kind)kind;
     if (ddp__action_is_sharding(action->kind)) {
         if (c->at < c->end && *c->at >= '0' && *c->at <= '9')
-            return ddp__csv_wrong(c, begin, "this action takes no micro-batch");
+            return ddp__csv_wrong(c, begin, "this action has no micro-batch; use the form 2UNSHARD");
         return DDP_OK;
     }
     action->microbatch = ddp__csv_number(c, DDP__MAX_MICROBATCHES - 1);
     if (action->microbatch < 0)
         return ddp__csv_wrong(c, begin,
-                              "after the action stands its micro-batch, 0 to 16777215, such as 2F0");
+                              "an action must end with its micro-batch, 0 to 16777215, such as 2F0");
     return DDP_OK;
 }
 
@@ -2101,7 +2102,7 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     begin = c->at;
     if (begin < c->end && *begin == '"') {
         if (c->end - begin < 2 || c->end[-1] != '"')
-            return ddp__csv_wrong(c, begin, "the quote does not end in this cell");
+            return ddp__csv_wrong(c, begin, "the quotation mark is not closed in this cell");
         c->at++;
         c->end--;
         ddp__csv_skip(c);
@@ -2116,16 +2117,16 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     DDP_TRY(ddp__csv_action(c, begin, &action[0]));
     if (pair) {
         if (c->at == c->end || *c->at++ != ';')
-            return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
+            return ddp__csv_wrong(c, begin, "invalid overlapping pair; use the form (0F7;7B3)OVERLAP_F_B");
         DDP_TRY(ddp__csv_action(c, begin, &action[1]));
         if ((size_t)(c->end - c->at) < sizeof close - 1 || memcmp(c->at, close, sizeof close - 1) != 0)
-            return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
+            return ddp__csv_wrong(c, begin, "invalid overlapping pair; use the form (0F7;7B3)OVERLAP_F_B");
         c->at += sizeof close - 1;
         action[0].overlaps = 1;
     }
     ddp__csv_skip(c);
     if (c->at != c->end)
-        return ddp__csv_wrong(c, begin, "something follows the action; cells end with a comma");
+        return ddp__csv_wrong(c, begin, "unexpected text after the action; end a cell with a comma");
     for (int k = 0; k <= pair; k++) ddp__schedule_push_action(s, action[k]);
     return s->failed;
 }
@@ -2154,10 +2155,9 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     if (strncmp(csv, "\xef\xbb\xbf", 3) == 0) csv += 3; /* UTF-8 byte-order mark */
     desc.kind = DDP_SCHEDULE_KIND_COUNT;
     desc.rank_count = ddp__csv_lines(csv);
-    if (desc.rank_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
+    if (desc.rank_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: csv is empty");
     if (desc.rank_count > DDP__MAX_STAGES)
-        return ddp_fail(DDP_ERR_INVALID,
-                        "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most",
+        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: %d lines, one per rank; use at most %d",
                         desc.rank_count, DDP__MAX_STAGES);
     s = ddp__schedule_new(&desc);
     if (!s) return DDP_ERR_NO_MEMORY;
@@ -2332,18 +2332,18 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
     if (out) *out = NULL;
     if (!out) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", who);
     if (parts & ~all)
-        return ddp_fail(DDP_ERR_INVALID, "%s: parts=%#x; they are DDP_LOWER_... or 0 for all", who, parts);
+        return ddp_fail(DDP_ERR_INVALID, "%s: parts=%#x; use DDP_LOWER_ flags, or 0 for all", who, parts);
     if (!parts) parts = all;
     DDP_TRY(ddp__play_open(&play, schedule, NULL, DDP__UNTIMED, who));
     if (parts & DDP_LOWER_REDUCE && play.has_reduce) there = "REDUCE_GRAD";
     if (parts & DDP_LOWER_SHARD && play.has_sharding) there = "UNSHARD and RESHARD";
     if (parts & DDP_LOWER_COMM && play.has_comm) there = "SEND and RECV";
     if (there)
-        result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule has %s already; leave that part out", who,
+        result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule already has %s; leave that part out", who,
                           there);
     else if (parts & DDP_LOWER_MERGE && play.has_comm)
         result = ddp_fail(DDP_ERR_INVALID,
-                          "%s: the schedule has SEND and RECV already; merging comes before them", who);
+                          "%s: the schedule already has SEND and RECV; merge before they are added", who);
     else if (parts != DDP_LOWER_COMM)
         result = ddp__lower_lists(&lists, &play, parts);
     ddp__play_close(&play);
@@ -2819,8 +2819,8 @@ static ddp_result ddp__picture_open(ddp__picture *picture, ddp_schedule_format f
     DDP_TRY(ddp__play_open(&picture->play, s, costs, DDP__TIMED_APART, who));
     for (int i = 0; i < s->count && times; i++)
         if (!(times[i].begin >= -DBL_MAX && times[i].end >= times[i].begin && times[i].end <= DBL_MAX))
-            return ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; end is not before begin", who,
-                            i, times[i].begin, times[i].end);
+            return ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; use an end after the begin",
+                            who, i, times[i].begin, times[i].end);
     if (format == DDP_SCHEDULE_SVG && ddp__svg_merges(s)) {
         picture->merged = (ddp__svg_row *)ddp__schedule_alloc(s, 1, sizeof *picture->merged);
         if (!picture->merged) return DDP_ERR_NO_MEMORY;
@@ -2842,8 +2842,7 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
     ddp_result result = DDP_OK;
     if (!schedule || !size_bytes) return ddp_fail(DDP_ERR_INVALID, "%s: schedule or size_bytes is NULL", who);
     if ((int)format < 0 || format > DDP_SCHEDULE_TRACE)
-        return ddp_fail(DDP_ERR_INVALID, "%s: format=%d, there are 0 to %d", who, (int)format,
-                        DDP_SCHEDULE_TRACE);
+        return ddp_fail(DDP_ERR_INVALID, "%s: format=%d; use 0 to %d", who, (int)format, DDP_SCHEDULE_TRACE);
     memset(&picture, 0, sizeof picture);
     picture.s = schedule;
     if (format != DDP_SCHEDULE_CSV) result = ddp__picture_open(&picture, format, costs, times, who);
@@ -2858,8 +2857,8 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
     ddp__play_close(&picture.play);
     if (result != DDP_OK) return result;
     if (out && sheet.used + 1 > *size_bytes)
-        result = ddp_fail(DDP_ERR_INVALID, "%s: room for %zu bytes, the text takes %zu", who, *size_bytes,
-                          sheet.used + 1);
+        result = ddp_fail(DDP_ERR_INVALID, "%s: *size_bytes=%zu is too small; the text needs %zu", who,
+                          *size_bytes, sheet.used + 1);
     *size_bytes = sheet.used + 1;
     return result;
 }
@@ -2895,13 +2894,13 @@ DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, in
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: cost or first_layer is NULL");
     if (stage_count < 1 || layer_count < stage_count)
         return ddp_fail(DDP_ERR_INVALID,
-                        "ddp_pipeline_partition: %d layers for %d stages; each stage has at least one",
+                        "ddp_pipeline_partition: %d layers for %d stages; use at least one layer per stage",
                         layer_count, stage_count);
     for (int i = 0; i < layer_count; i++)
         if (!(cost[i] >= 0 && cost[i] <= DBL_MAX))
             return ddp_fail(DDP_ERR_INVALID,
-                            "ddp_pipeline_partition: cost[%d]=%g; it is a finite number that is not negative",
-                            i, cost[i]);
+                            "ddp_pipeline_partition: cost[%d]=%g; use a finite number of 0 or more", i,
+                            cost[i]);
     memcpy(&high, &bound, sizeof high);
     while (low < high) { /* invariant: `high` is a bound that works; it starts at infinity */
         uint64_t middle = low + (high - low) / 2;
@@ -2931,17 +2930,18 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     int rounds, warmup;
     double *took;
     if (!desc || !cost || !desc->run)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: desc, its run or cost is NULL");
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: desc, desc->run or cost is NULL");
     if (desc->layer_count < 1 || desc->rounds < 0 || desc->rounds > 100000 || desc->warmup_rounds < -1)
-        return ddp_fail(
-            DDP_ERR_INVALID,
-            "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; at least one layer, 0 to "
-            "100000 rounds",
-            desc->layer_count, desc->rounds, desc->warmup_rounds);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; use 1 or more "
+                        "layers and 0 to 100000 rounds",
+                        desc->layer_count, desc->rounds, desc->warmup_rounds);
     rounds = desc->rounds ? desc->rounds : 5;
     warmup = desc->warmup_rounds < 0 ? 0 : desc->warmup_rounds ? desc->warmup_rounds : 1;
     took = (double *)malloc(3 * (size_t)rounds * sizeof *took);
-    if (!took) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_profile: %d rounds", rounds);
+    if (!took)
+        return ddp_fail(DDP_ERR_NO_MEMORY,
+                        "ddp_pipeline_profile: memory for %d rounds could not be allocated", rounds);
     for (int layer = 0; layer < desc->layer_count && result == DDP_OK; layer++) {
         for (int n = -3 * warmup; n < 3 * rounds && result == DDP_OK; n++) { /* F, I and W of each round */
             int k = (n + 3 * warmup) % 3;
@@ -3146,7 +3146,9 @@ static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
 static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
     size_t bytes = count <= (SIZE_MAX - 64) / size ? 64 + count * size : 0;
     ddp__pipe_piece *piece = bytes ? (ddp__pipe_piece *)ddp_host_alloc(p->group, bytes) : NULL;
-    if (!bytes) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes", count, size);
+    if (!bytes)
+        ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes could not be allocated",
+                 count, size);
     if (!piece) return NULL;
     piece->next = p->pieces;
     p->pieces = piece;
@@ -3220,15 +3222,14 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype)
         || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
         return DDP__PIPE_BAD(
-            "%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label, index,
-            param->name ? param->name : "no name");
+            "%s: params[%d] (%.60s): value.dtype or value.shape is invalid; fill in its ddp_tensor", label,
+            index, param->name ? param->name : "no name");
     for (int i = 0; i <= stage; i++) /* each use needs a gradient of its own until ties are added */
         for (int k = 0; k < (i < stage ? p->stages[i].desc.param_count : index); k++)
             if (p->stages[i].desc.params[k] == param)
-                return DDP__PIPE_BAD(
-                    "%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie "
-                    "them",
-                    label, index, k, i);
+                return DDP__PIPE_BAD("%s: params[%d] is also params[%d] of stage %d; give each use its own "
+                                     "ddp_param, and tie them",
+                                     label, index, k, i);
     return DDP_OK;
 }
 
@@ -3260,21 +3261,21 @@ static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int number) {
         return DDP__PIPE_BAD("%s: grad_division=%d is not a ddp_grad_division", label.text,
                              (int)s->grad_division);
     if (ddp__pipe_has(stage, DDP_ACTION_INPUT_GRAD) && !s->input_grad)
-        return DDP__PIPE_BAD("%s: input_grad is NULL, and the schedule has I", label.text);
+        return DDP__PIPE_BAD("%s: input_grad is NULL, but the schedule has I", label.text);
     if (ddp__pipe_has(stage, DDP_ACTION_WEIGHT_GRAD) && !s->weight_grad)
-        return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
+        return DDP__PIPE_BAD("%s: weight_grad is NULL, but the schedule has W", label.text);
     if (ddp__pipe_has(stage, DDP_ACTION_BACKWARD) && !s->backward && !(s->input_grad && s->weight_grad))
         return DDP__PIPE_BAD(
-            "%s: backward is NULL, and the schedule has B; set it, or input_grad and weight_grad",
+            "%s: backward is NULL, but the schedule has B; set backward, or input_grad and weight_grad",
             label.text);
     if (s->param_count < 0 || (s->param_count && !s->params))
-        return DDP__PIPE_BAD("%s: param_count=%d, params=%p; name all of them, or set neither", label.text,
+        return DDP__PIPE_BAD("%s: param_count=%d, params=%p; set both, or neither", label.text,
                              s->param_count, (const void *)s->params);
     if (ddp__pipe_is_asynchronous(p) && !s->update)
-        return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text,
+        return DDP__PIPE_BAD("%s: update is NULL, but %s updates weights within a step", label.text,
                              ddp_schedule_kind_name(p->schedule->kind));
     if (ddp__pipe_is_asynchronous(p) && s->recompute)
-        return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text,
+        return DDP__PIPE_BAD("%s: recompute=1 cannot be combined with %s", label.text,
                              ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, number, i, label.text));
     return DDP_OK;
@@ -3286,7 +3287,7 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
         return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count,
                              (const void *)d->ties);
     if (d->tie_count && ddp__pipe_is_asynchronous(p))
-        return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times",
+        return DDP__PIPE_BAD("ties cannot be combined with %s, whose stages update at different times",
                              ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {
         const ddp_pipeline_tie *t = &d->ties[i];
@@ -3294,7 +3295,7 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                     || (t->second_stage == t->first_stage && t->second_param > t->first_param);
         if (t->first_stage < 0 || !later || t->second_stage >= p->stage_count)
             return DDP__PIPE_BAD(
-                "ties[%d]: stages %d and %d; the second use is a later one, and there are %d stages", i,
+                "ties[%d]: first_stage=%d second_stage=%d; use first_stage < second_stage < %d", i,
                 t->first_stage, t->second_stage, p->stage_count);
         for (int end = 0; end < 2; end++) {
             int stage = end ? t->second_stage : t->first_stage;
@@ -3305,10 +3306,9 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                 return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i,
                                      ddp__pipe_stage_label(p, stage).text, index);
             if (ddp__pipe_comes_and_goes(s, index) && !s->get_sharded_grad)
-                return DDP__PIPE_BAD(
-                    "ties[%d]: the gradient of params[%d] of %s comes with unshard; set get_sharded_grad, "
-                    "which says where its sum is",
-                    i, index, ddp__pipe_stage_label(p, stage).text);
+                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s exists only while "
+                                     "unsharded; set get_sharded_grad, which returns its sum",
+                                     i, index, ddp__pipe_stage_label(p, stage).text);
         }
         for (int k = 0; k < d->tie_count; k++)
             if (k != i && t->second_stage == d->ties[k].second_stage
@@ -3316,10 +3316,9 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                 return DDP__PIPE_BAD("ties[%d] and ties[%d] have the same second parameter", i < k ? i : k,
                                      i < k ? k : i);
             else if (t->second_stage == d->ties[k].first_stage && t->second_param == d->ties[k].first_param)
-                return DDP__PIPE_BAD(
-                    "ties[%d]: its second parameter is the first one of ties[%d]; tie all uses to the first "
-                    "of them",
-                    i, k);
+                return DDP__PIPE_BAD("ties[%d]: its second parameter is the first one of ties[%d]; tie all "
+                                     "uses to the first use",
+                                     i, k);
     }
     return DDP_OK;
 }
@@ -3327,16 +3326,15 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
 static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const ddp_pipeline_edge *e) {
     int64_t count = ddp_tensor_count(&e->tensor);
     if (e->from < 0 || e->from >= p->stage_count || e->to <= e->from || e->to > p->stage_count)
-        return DDP__PIPE_BAD("edge %d goes from stage %d to %d; it goes to a later stage, or to %d, the loss",
-                             index, e->from, e->to, p->stage_count);
+        return DDP__PIPE_BAD("edges[%d]: from=%d to=%d; use a later stage as `to`, or %d for the loss", index,
+                             e->from, e->to, p->stage_count);
     if (e->to == p->stage_count && e->from != p->stage_count - 1)
-        return DDP__PIPE_BAD("edge %d goes from stage %d to the loss; only the last stage, %d, gives to it",
-                             index, e->from, p->stage_count - 1);
+        return DDP__PIPE_BAD("edges[%d]: from=%d to the loss; use the last stage, %d", index, e->from,
+                             p->stage_count - 1);
     if (!ddp_dtype_size(e->tensor.dtype) || count < 1 || !ddp_dtype_size(e->grad_dtype)
         || (uint64_t)count > SIZE_MAX / 64)
-        return DDP__PIPE_BAD(
-            "edge %d (stage %d to %d) has no dtype or an impossible shape; fill in its tensor", index,
-            e->from, e->to);
+        return DDP__PIPE_BAD("edges[%d] (stage %d to %d): dtype or shape is invalid; fill in its ddp_tensor",
+                             index, e->from, e->to);
     return DDP_OK;
 }
 
@@ -3346,7 +3344,7 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT);
     int to_loss = 0;
     if (d->edge_count < 0 || d->edge_count > (1 << 20) || (d->edge_count && !d->edges))
-        return DDP__PIPE_BAD("edge_count=%d, edges=%p; list all edges, at most %d, or set neither",
+        return DDP__PIPE_BAD("edge_count=%d, edges=%p; set both, with at most %d edges, or neither",
                              d->edge_count, (const void *)d->edges, 1 << 20);
     DDP__PIPE_NEW(p, p->messages.links, ddp__pipe_link, count);
     p->messages.link_count = count;
@@ -3367,15 +3365,14 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
             found |= p->messages.links[i].edge.from == stage && p->messages.links[i].edge.to == stage + 1
                      && !p->messages.links[i].edge.no_grad;
         if (!found)
-            return DDP__PIPE_BAD("edges: none with a gradient goes from stage %d to stage %d", stage,
+            return DDP__PIPE_BAD("edges: no edge with a gradient from stage %d to stage %d; add one", stage,
                                  stage + 1);
     }
     if (to_loss && !d->loss)
-        return DDP__PIPE_BAD(
-            "the last stage gives to the loss, and loss is NULL; set it, or let the last forward set "
-            "*call->loss");
+        return DDP__PIPE_BAD("the last stage has an edge to the loss, but loss is NULL; set loss, or leave "
+                             "out the edge and set *call->loss in the last forward");
     if (d->loss && !to_loss)
-        return DDP__PIPE_BAD("loss is set, and no edge goes to it; set output, or an edge to stage %d",
+        return DDP__PIPE_BAD("loss is set, but has no edge; set output, or add an edge to stage %d",
                              p->stage_count);
     return DDP_OK;
 }
@@ -3389,7 +3386,7 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     p->microbatch_count = p->messages.microbatch_count = d->schedule->microbatch_count;
     p->interval = d->schedule->update_interval;
     if (d->schedule->rank_count != p->world_size)
-        return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count,
+        return DDP__PIPE_BAD("the schedule is for %d ranks, but the group has %d", d->schedule->rank_count,
                              p->world_size);
     if (d->stage_count != p->stage_count)
         return DDP__PIPE_BAD(
@@ -3397,7 +3394,7 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
             "of the schedule, and set stage_count to ddp_schedule_stage_count(schedule)",
             d->stage_count, p->stage_count);
     if (d->prefetch < 0 || d->prefetch > 1024)
-        return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
+        return DDP__PIPE_BAD("prefetch=%d; use 1 to 1024, or 0 for 2", d->prefetch);
     if (!d->prefetch) p->desc.prefetch = 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
     DDP__PIPE_NEW(p, p->stages, ddp__pipe_stage, p->stage_count);
@@ -3552,8 +3549,10 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
                 DDP_TRY(ddp_all_reduce(two, own->data, own->data, count[mine], own->dtype, DDP_OP_SUM, NULL));
         } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
             return ddp_fail(DDP_ERR_INVALID,
-                            "ties[%d]: get_sharded_grad gives %zu elements of %s and %zu of %s", number,
-                            count[0], ddp_dtype_name(grad[0].dtype), count[1], ddp_dtype_name(grad[1].dtype));
+                            "ties[%d]: get_sharded_grad returns %zu elements of %s and %zu of %s; return the "
+                            "same for both",
+                            number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
+                            ddp_dtype_name(grad[1].dtype));
         } else if (back)
             p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
         else
@@ -3886,8 +3885,8 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
     returns = pool->kind == DDP__PIPE_IN ? p->microbatch_count : pool->count;
     if (pool->stride > (SIZE_MAX / 2 - *shared) / ((size_t)pool->count + 1))
         return ddp_fail(DDP_ERR_NO_MEMORY,
-                        "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count,
-                        pool->stride);
+                        "ddp_pipeline_create: %d micro-batches of %zu bytes do not fit in memory",
+                        pool->count, pool->stride);
     if (pool->kind != DDP__PIPE_HERE) p->messages.works += pool->count + (noted ? returns : 0);
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
@@ -4067,7 +4066,7 @@ static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, i
     if (pool->kind != DDP__PIPE_IN) return DDP_OK;
     if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all(m));
     if (pool->slot[microbatch] < 0)
-        return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
+        return ddp_fail(DDP_ERR_INVALID, "no free buffer for a message from rank %d", pool->peer);
     result = ddp_wait(m->group, &pool->works[pool->slot[microbatch]]);
     m->run->now->stats.wait_seconds += ddp_now() - begin;
     return result;
@@ -4092,7 +4091,7 @@ static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, in
     if (m->one_lane) { /* post all receives before this send in the stream */
         DDP_TRY(ddp__pipe_post(m, &m->streams[0]));
         if (m->streams[0].next++ != pool->order[microbatch])
-            return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d",
+            return ddp_fail(DDP_ERR_INVALID, "no free buffer for a message before the one to rank %d",
                             pool->peer);
     }
     m->run->now->stats.bytes_sent += ddp_tensor_bytes(&pool->tensor);
@@ -4284,7 +4283,7 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
     }
     for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
         DDP_TRY(ddp__pipe_fail(p, ddp__pipe_open_slot(&p->messages, pool, i), "", a,
-                               " waited for memory that was sent"));
+                               " waited for a buffer in flight"));
     for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_take(pool, i);
     if (!way || (s->desc.recompute && makes)) ddp__pipe_take(&s->saved, i);
     return DDP_OK;
@@ -4293,7 +4292,7 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
 /* Finishes an action. First releases the inputs and gradients that this rank no longer reads: a peer that
    learns of the action finds their slots free. Then sends the results. */
 static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
-    static const char back[] = " could not give back what it read";
+    static const char back[] = " could not return the buffers that it read";
     int i = a->microbatch;
     int way = a->kind != DDP_ACTION_FORWARD;
     int makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
@@ -4416,7 +4415,7 @@ static ddp_result ddp__pipe_run_list(ddp_pipeline *p) {
     for (int peer = 0; peer < p->world_size; peer++) p->messages.streams[peer].next = 0;
     DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all(&p->messages), "", NULL, "receives could not be posted"));
     for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position));
-    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_drain(&p->messages, 0), "", NULL, "sends"));
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_drain(&p->messages, 0), "", NULL, "pending sends"));
     if (!p->run.evaluating) DDP_TRY(ddp__pipe_update(p));
     DDP_TRY(ddp__pipe_fail(p, ddp_device_check(p->group), "", NULL, "the device"));
     return ddp__pipe_fail(p, ddp__pipe_share(p), "", NULL, "the end of the step");
@@ -4565,12 +4564,10 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
                                                     &end[0][2]);
     const ddp_shape_text second = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[1][0]), (int)end[1][1],
                                                      &end[1][2]);
-    return ddp_fail(
-        rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
-        "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on "
-        "rank %d is %s; "
-        "both uses have one shape, and gradients of one dtype",
-        i, param[0], stage[0], rank[0], first.text, param[1], stage[1], rank[1], second.text);
+    return ddp_fail(rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
+                    "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of "
+                    "stage %d on rank %d is %s; give both the same shape and gradient dtype",
+                    i, param[0], stage[0], rank[0], first.text, param[1], stage[1], rank[1], second.text);
 }
 
 /* Creates a group of the two ranks of each tie. Collective. */
@@ -4748,9 +4745,8 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
     if (!pipeline || !mean)
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
     if (!pipeline->run.has_losses)
-        return ddp_fail(DDP_ERR_INVALID,
-                        "ddp_pipeline_get_loss: there are no losses; call it after a ddp_pipeline_step or "
-                        "ddp_pipeline_evaluate that returned DDP_OK");
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: no losses are available; call it after a "
+                                         "ddp_pipeline_step or ddp_pipeline_evaluate that returned DDP_OK");
     *mean = ddp__pipe_tree(losses, pipeline->microbatch_count) / pipeline->microbatch_count;
     if (each) memcpy(each, losses, (size_t)pipeline->microbatch_count * sizeof *each);
     return DDP_OK;
@@ -4762,8 +4758,7 @@ static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
     if (p->run.has_gradients) return DDP_OK;
     DDP_TRY(ddp__pipe_status(p));
     return ddp_fail(DDP_ERR_INVALID,
-                    "%s: there has been no step; call it after a ddp_pipeline_step that returned DDP_OK",
-                    who);
+                    "%s: no step has finished; call it after a ddp_pipeline_step that returned DDP_OK", who);
 }
 
 /* Computes the mean costs per micro-batch. Half of a B counts as I, half as W. */
@@ -4867,14 +4862,12 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     float factor, unused;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: pipeline is NULL");
     if (!(max_norm > 0))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; pass a positive number",
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; use a positive number",
                         (double)max_norm);
     if (p->no_clip)
-        return ddp_fail(
-            DDP_ERR_INVALID,
-            "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; "
-            "name whole ones "
-            "in ddp_pipeline_stage");
+        return ddp_fail(DDP_ERR_INVALID,
+                        "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of a stage exist "
+                        "only while unsharded; set params to full parameters");
     DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
     DDP_TRY(ddp__pipe_group_failed(p->group, ddp_device_begin(p->group)));
     p->device->fill_zero(p->squares, sizeof sum);
@@ -4910,11 +4903,11 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
             return DDP_OK;
         }
     }
-    return ddp_fail(DDP_ERR_INVALID,
-                    "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, "
-                    "interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
-                    "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO",
-                    name);
+    return ddp_fail(
+        DDP_ERR_INVALID,
+        "ddp_schedule_kind_find: name \"%.40s\" is not a schedule; use 1F1B, naive, GPipe, interleaved-1F1B, "
+        "looped-BFS, ZB-H1, ZB-H2, interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW or AUTO",
+        name);
 }
 
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
@@ -4949,8 +4942,8 @@ DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int 
     static const ddp_action none = {DDP_ACTION_IDLE, -1, -1, 0};
     if (count) *count = 0;
     if (!schedule || rank < 0 || rank >= schedule->rank_count) {
-        ddp_fail(DDP_ERR_INVALID, "ddp_schedule_actions: rank=%d, there are %d, numbered from 0", rank,
-                 schedule ? schedule->rank_count : 0);
+        ddp_fail(DDP_ERR_INVALID, "ddp_schedule_actions: rank=%d with %d ranks; use 0 to rank_count - 1",
+                 rank, schedule ? schedule->rank_count : 0);
         return NULL;
     }
     if (count) *count = schedule->first[rank + 1] - schedule->first[rank];

@@ -660,14 +660,14 @@ static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, con
     ddp__tensor_text text;
     if (!t) return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s is NULL", name);
     if (!ddp_dtype_size(t->dtype))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: dtype=%d is not a ddp_dtype of elements", name,
-                           (int)t->dtype);
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: dtype=%d is invalid; use DDP_F32 to DDP_U64",
+                           name, (int)t->dtype);
     if (t->ndim < 0 || t->ndim > DDP_MAX_NDIM)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: ndim=%d; use 0 to %d", name, t->ndim,
                            DDP_MAX_NDIM);
     for (int i = 0; i < t->ndim; i++)
         if (t->shape[i] < 0)
-            return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld is negative", name, i,
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld; use 0 or more", name, i,
                                (long long)t->shape[i]);
     if (ddp__tensor_room(t) < 0)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name,
@@ -682,12 +682,12 @@ static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, con
                                     const ddp_tensor *out) {
     ddp__tensor_text a, b;
     if (in->dtype != out->dtype)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s", ddp_dtype_name(in->dtype),
-                           ddp_dtype_name(out->dtype));
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s; give both the same dtype",
+                           ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
     if (in->ndim != out->ndim)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s: not as many dimensions",
-                           ddp__tensor_shape(in->ndim, in->shape, &a),
-                           ddp__tensor_shape(out->ndim, out->shape, &b));
+        return ddp_fail_in(
+            DDP_ERR_INVALID, who, group, "in is %s, but out is %s; give both the same number of dimensions",
+            ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(out->ndim, out->shape, &b));
     return DDP_OK;
 }
 
@@ -724,7 +724,7 @@ static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_
     ddp__tensor_text a, b;
     if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     if (out->dtype && out->dtype != dtype && !casts)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but the result is %s",
                            ddp_dtype_name(out->dtype), ddp_dtype_name(dtype));
     if (!out->data)
         return ddp__tensor_make(who, group, "out", taken, out->dtype ? out->dtype : dtype, ndim, shape);
@@ -732,7 +732,7 @@ static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_
     if (!taken->dtype) taken->dtype = dtype;
     DDP_TRY(ddp__tensor_check(who, group, "out", taken, 1));
     if (taken->ndim != ndim || !ddp__tensor_equal(ndim, taken->shape, shape))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but the result is %s",
                            ddp__tensor_shape(taken->ndim, taken->shape, &a),
                            ddp__tensor_shape(ndim, shape, &b));
     return ddp_device_begin(group);
@@ -765,7 +765,7 @@ static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp
     if (dtype >= DDP_I8
         && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below
              && trunc(value) == value))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is none that %s has", value,
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is not a value of %s", value,
                            ddp_dtype_name(dtype));
     switch (dtype) {
     case DDP_I8:
@@ -842,7 +842,8 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     for (int i = 0; i < ndim; i++) {
         t.shape[i] = shape[i];
         if (shape[i] != -1) continue;
-        if (open >= 0) return DDP__TENSOR_BAD(NULL, "shape[%d] and shape[%d] are both -1", open, i);
+        if (open >= 0)
+            return DDP__TENSOR_BAD(NULL, "shape[%d] and shape[%d] are both -1; use -1 once", open, i);
         open = i;
         t.shape[i] = 1;
     }
@@ -850,7 +851,7 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     known = ddp_tensor_count(&t);
     if (open >= 0 && known > 0 && count % known == 0) t.shape[open] = count / known;
     if (known < 0 || ddp_tensor_count(&t) != count || (open >= 0 && known == 0))
-        return DDP__TENSOR_BAD(NULL, "in is %s, whose %lld elements do not make %s",
+        return DDP__TENSOR_BAD(NULL, "in is %s, and its %lld elements do not fill %s",
                                ddp__tensor_shape(in->ndim, in->shape, &a), (long long)count,
                                ddp__tensor_shape(ndim, shape, &b));
     *out = t;
@@ -865,14 +866,15 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
     if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
     DDP_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
     ddp__tensor_shape(in->ndim, in->shape, &text);
-    if (dim < 0 || dim >= in->ndim) return DDP__TENSOR_BAD(NULL, "dim=%d, but in is %s", dim, text.text);
+    if (dim < 0 || dim >= in->ndim)
+        return DDP__TENSOR_BAD(NULL, "dim=%d is not a dimension of in, which is %s", dim, text.text);
     if (begin < 0 || end < begin || end > in->shape[dim])
-        return DDP__TENSOR_BAD(NULL, "entries [%lld, %lld) of dimension %d, but in is %s", (long long)begin,
-                               (long long)end, dim, text.text);
+        return DDP__TENSOR_BAD(NULL, "entries [%lld, %lld) are outside dimension %d of in, which is %s",
+                               (long long)begin, (long long)end, dim, text.text);
     for (int i = 0; i < dim; i++)
         if (in->shape[i] != 1)
             return DDP__TENSOR_BAD(NULL,
-                                   "in is %s: entries of dimension %d do not lie together, as shape[%d] is "
+                                   "in is %s: a slice of dimension %d is not contiguous, since shape[%d] is "
                                    "not 1; use ddp_tensor_copy_box",
                                    text.text, dim, i);
     t = *in;
@@ -900,12 +902,13 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
     if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
     if (out->dtype && out->dtype != in->dtype
         && (in->dtype >= DDP_I8 || (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
-        return DDP__TENSOR_BAD(group, "in is %s and out %s; only floats become floats of another dtype",
+        return DDP__TENSOR_BAD(group,
+                               "in is %s and out is %s; a copy converts only between floating-point dtypes",
                                ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
     DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
     if (ddp__tensor_overlap(in, &t)
         && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
-        return DDP__TENSOR_BAD(group, "in and out overlap");
+        return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
     if (in->dtype != t.dtype)
         device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
     else if (t.data != in->data && ddp__tensor_room(in))
@@ -1074,7 +1077,7 @@ static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, co
     for (int i = 0; i < t->ndim; i++)
         if (extent[i] < 0 || offset[i] < 0 || offset[i] > t->shape[i] || extent[i] > t->shape[i] - offset[i])
             return ddp_fail_in(DDP_ERR_INVALID, who, group,
-                               "the box of %s at %s is not inside of %s, which is %s",
+                               "the box of %s at offset %s is outside %s, which is %s",
                                ddp__tensor_shape(t->ndim, extent, &a), ddp__tensor_shape(t->ndim, offset, &b),
                                name, ddp__tensor_shape(t->ndim, t->shape, &c));
     return DDP_OK;
@@ -1088,7 +1091,8 @@ DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, co
     if (in->ndim && !extent) return DDP__TENSOR_BAD(group, "extent is NULL");
     DDP_TRY(ddp__tensor_inside(__func__, group, "in", in, in_offset, extent));
     DDP_TRY(ddp__tensor_inside(__func__, group, "out", out, out_offset, extent));
-    if (ddp__tensor_overlap(in, out)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    if (ddp__tensor_overlap(in, out))
+        return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
     DDP_TRY(ddp_device_begin(group));
     DDP_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape,
                             in_offset, out->data, out->shape, out_offset));
@@ -1105,13 +1109,13 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     if (in->ndim && !order) return DDP__TENSOR_BAD(group, "order is NULL");
     for (int i = 0; i < in->ndim; i++) {
         if (order[i] < 0 || order[i] >= in->ndim || seen >> order[i] & 1)
-            return DDP__TENSOR_BAD(group, "order[%d]=%d; each dimension from 0 to %d comes once", i, order[i],
+            return DDP__TENSOR_BAD(group, "order[%d]=%d; use each dimension from 0 to %d once", i, order[i],
                                    in->ndim - 1);
         seen |= 1u << order[i];
         shape[i] = in->shape[order[i]];
     }
     DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
-    if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
     /* empty: its steps may exceed 63 bits */
     if (ddp__tensor_room(in) == 0) return ddp__tensor_put(group, out, &t, DDP_OK);
     w.ndim = in->ndim;
@@ -1179,7 +1183,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     ddp__tensor_text shape;
     DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
     if (placement < DDP_PARTIAL || placement > tensor->ndim)
-        return DDP__TENSOR_BAD(group, "%s of a tensor that is %s", ddp_placement_name(placement),
+        return DDP__TENSOR_BAD(group, "%s is invalid for a tensor of shape %s", ddp_placement_name(placement),
                                ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
     if (!size_bytes) return DDP__TENSOR_BAD(group, "size_bytes is NULL");
     size_t size = ddp_dtype_size(tensor->dtype), need;
@@ -1209,7 +1213,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     DDP_TRY(ddp_device_check(group));
     need = strlen(page) + 1;
     if (text && *size_bytes < need) {
-        ddp_fail_in(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu",
+        ddp_fail_in(DDP_ERR_INVALID, __func__, group, "*size_bytes=%llu is too small; the text needs %llu",
                     (unsigned long long)*size_bytes, (unsigned long long)need);
         *size_bytes = need;
         return DDP_ERR_INVALID;
@@ -1251,7 +1255,7 @@ static ddp_result ddp__tensor_placement_check(const char *who, const ddp_group *
                                               ddp_placement placement, int ndim, const int64_t *shape) {
     ddp__tensor_text text;
     if (placement >= DDP_PARTIAL && placement <= ndim) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s of a tensor that is %s",
+    return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s is invalid for a tensor of shape %s",
                        ddp_placement_name(placement), ddp__tensor_shape(ndim, shape, &text));
 }
 
@@ -1261,7 +1265,7 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement) {
     char *text = texts[next++ % 4];
     if (placement == DDP_REPLICATE) return "REPLICATE";
     if (placement == DDP_PARTIAL) return "PARTIAL";
-    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "no placement (%d)",
+    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "unknown placement (%d)",
              placement > 0 ? (int)placement - 1 : (int)placement);
     return text;
 }
@@ -1274,7 +1278,8 @@ DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, con
         return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
     if (ndim && !global_shape) return DDP__TENSOR_BAD(NULL, "global_shape is NULL");
     if (world_size < 1 || rank < 0 || rank >= world_size)
-        return DDP__TENSOR_BAD(NULL, "rank=%d of world_size=%d", rank, world_size);
+        return DDP__TENSOR_BAD(NULL, "rank=%d with world_size=%d; use ranks 0 to world_size - 1", rank,
+                               world_size);
     whole.dtype = DDP_U8;
     whole.ndim = ndim;
     for (int i = 0; i < ndim; i++) whole.shape[i] = global_shape[i];
@@ -1301,8 +1306,8 @@ static ddp_result ddp__tensor_layout_check(const char *who, const char *name,
         for (int j = 0; j < i; j++)
             if (layout->axes[i] == layout->axes[j])
                 return ddp_fail_in(DDP_ERR_INVALID, who, layout->axes[0],
-                                   "%s: axes[%d] and axes[%d] are both %s", name, j, i,
-                                   ddp_group_name(layout->axes[i]));
+                                   "%s: axes[%d] and axes[%d] are both group %s; use each group once", name,
+                                   j, i, ddp_group_name(layout->axes[i]));
     }
     whole.dtype = DDP_U8;
     whole.ndim = layout->ndim;
@@ -1509,7 +1514,8 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     } else {
         ddp__tensor_text x, y;
         if (!ddp__tensor_equal(m->ndim, m->in_shape, m->out_shape))
-            return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s and out is %s, both as %s",
+            return ddp_fail_in(DDP_ERR_INVALID, who, group,
+                               "in is %s and out is %s, both with placement %s; give both the same shape",
                                ddp__tensor_shape(m->ndim, m->in_shape, &x),
                                ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
     }
@@ -1522,8 +1528,8 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
         && (in->data != t.data
             || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
         return ddp_fail_in(DDP_ERR_INVALID, who, group,
-                           "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
-                           ddp_placement_name(to));
+                           "in and out overlap, but %s to %s has no in-place form; use separate memory",
+                           ddp_placement_name(from), ddp_placement_name(to));
     return DDP_OK;
 }
 
@@ -1663,7 +1669,8 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
     ddp__tensor_move_global(&m, whole, whole->shape);
     DDP_TRY(
         ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape, &t));
-    if (ddp__tensor_overlap(whole, &t)) return DDP__TENSOR_BAD(group, "whole and out overlap");
+    if (ddp__tensor_overlap(whole, &t))
+        return DDP__TENSOR_BAD(group, "whole and out overlap; use separate memory");
     return ddp__tensor_put(group, out, &t, ddp__tensor_move_local(&m, whole, &t));
 }
 
@@ -1718,7 +1725,7 @@ static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
                                m->padded, &bytes)
         || __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
         return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group,
-                           "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
+                           "%d blocks of %lld elements do not fit in memory", m->world, (long long)m->padded);
     if (m->rank == root ? m->global[dim] % m->world || !ddp__tensor_in_blocks(m->global, dim)
                         : length < m->padded)
         m->pack_bytes = (size_t)bytes;
@@ -1749,7 +1756,7 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
     ddp_tensor t = DDP_ZERO, source = DDP_ZERO;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group))
-        return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
+        return DDP__TENSOR_BAD(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
     ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
     if (m.rank == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
     if (m.rank == root && result == DDP_OK) {
@@ -1767,7 +1774,7 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
                                   &t);
     if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t)
         && (to > 0 || source.data != t.data))
-        result = DDP__TENSOR_BAD(group, "whole and out overlap");
+        result = DDP__TENSOR_BAD(group, "whole and out overlap; use separate memory");
     result = ddp__tensor_root_run(&m, root, 0, &source, &t, result);
     return out ? ddp__tensor_put(group, out, &t, result) : result;
 }
@@ -1790,7 +1797,7 @@ static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who,
     if (m->rank != root) return DDP_OK;
     DDP_TRY(ddp__tensor_take(who, group, out, m->dtype, 0, m->ndim, m->global, whole));
     if (!ddp__tensor_overlap(in, whole) || (from <= 0 && in->data == whole->data)) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap");
+    return ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap; use separate memory");
 }
 
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from,
@@ -1801,7 +1808,7 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
     ddp_result result;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group))
-        return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
+        return DDP__TENSOR_BAD(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
     result = ddp__tensor_gather_check(&m, __func__, group, in, from, global_shape, root, out, &t);
     if (in) part = *in;
     result = ddp__tensor_root_run(&m, root, 1, &t, &part, result);
@@ -1881,15 +1888,17 @@ static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_la
     DDP_TRY(ddp__tensor_layout_check(who, "to", to));
     group = ddp__tensor_layout_group(from);
     if (from->ndim != to->ndim || !ddp__tensor_equal(from->ndim, from->shape, to->shape))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from is of %s, but to is of %s",
-                           ddp__tensor_shape(from->ndim, from->shape, &a),
-                           ddp__tensor_shape(to->ndim, to->shape, &b));
+        return ddp_fail_in(
+            DDP_ERR_INVALID, who, group, "from->shape is %s, but to->shape is %s; give both the same",
+            ddp__tensor_shape(from->ndim, from->shape, &a), ddp__tensor_shape(to->ndim, to->shape, &b));
     if (from->axis_count != to->axis_count)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from has %d axes, but to has %d", from->axis_count,
+        return ddp_fail_in(DDP_ERR_INVALID, who, group,
+                           "from->axis_count=%d, but to->axis_count=%d; give both the same", from->axis_count,
                            to->axis_count);
     for (int i = 0; i < from->axis_count; i++)
         if (from->axes[i] != to->axes[i])
-            return ddp_fail_in(DDP_ERR_INVALID, who, group, "axes[%d] is group %s in from, but %s in to", i,
+            return ddp_fail_in(DDP_ERR_INVALID, who, group,
+                               "axes[%d] is group %s in from, but group %s in to; give both the same", i,
                                ddp_group_name(from->axes[i]), ddp_group_name(to->axes[i]));
     return DDP_OK;
 }
@@ -1937,14 +1946,14 @@ static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *
     ddp__tensor_layout_cut(from, from->placement, -1, &box);
     if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
         return ddp_fail_in(
-            DDP_ERR_INVALID, who, group, "in is %s, but this rank's part of %s in layout `from` is %s",
+            DDP_ERR_INVALID, who, group, "in is %s, but the part of this rank of %s in layout from is %s",
             ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(from->ndim, from->shape, &b),
             ddp__tensor_shape(from->ndim, box.shape, &c));
     ddp__tensor_layout_cut(to, to->placement, -1, &box);
     if (!out) return DDP_OK;
     DDP_TRY(ddp__tensor_take(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
     return t->data != in->data && ddp__tensor_overlap(in, t)
-               ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap")
+               ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap; use separate memory")
                : DDP_OK;
 }
 
@@ -2155,9 +2164,9 @@ static __attribute__((noinline)) void ddp__gemm_run_f64(const ddp_gemm *g) {
 static ddp_result ddp__gemm_check(const ddp_gemm *g) {
     DDP__GEMM_NEED(g, "gemm is NULL");
     const int64_t a_columns = g->trans_a ? g->m : g->k, b_columns = g->trans_b ? g->k : g->n;
-    DDP__GEMM_NEED(g->m >= 0 && g->n >= 0 && g->k >= 0, "m=%lld n=%lld k=%lld must not be negative",
+    DDP__GEMM_NEED(g->m >= 0 && g->n >= 0 && g->k >= 0, "m=%lld n=%lld k=%lld; use 0 or more",
                    (long long)g->m, (long long)g->n, (long long)g->k);
-    DDP__GEMM_NEED(g->dtype == DDP_F32 || g->dtype == DDP_F64, "dtype=%s (%d), allowed are f32 and f64",
+    DDP__GEMM_NEED(g->dtype == DDP_F32 || g->dtype == DDP_F64, "dtype=%s (%d); use f32 or f64",
                    ddp_dtype_name(g->dtype), (int)g->dtype);
     DDP__GEMM_NEED(g->lda >= a_columns, "lda=%lld is less than a's %lld columns", (long long)g->lda,
                    (long long)a_columns);
@@ -2199,10 +2208,9 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
     const int64_t sizes[6] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc};
     CBLAS_TRANSPOSE ta = g->trans_a ? CblasTrans : CblasNoTrans, tb = g->trans_b ? CblasTrans : CblasNoTrans;
     for (int i = 0; i < 6; i++)
-        DDP__GEMM_NEED(
-            sizes[i] <= 2147483647,
-            "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin", names[i],
-            (long long)sizes[i]);
+        DDP__GEMM_NEED(sizes[i] <= 2147483647,
+                       "%s=%lld exceeds the CBLAS limit of 2147483647; set desc.gemm to ddp_gemm_builtin",
+                       names[i], (long long)sizes[i]);
     if (g->dtype == DDP_F32)
         cblas_sgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0f, (const float *)g->a,
                     (int)g->lda, (const float *)g->b, (int)g->ldb, g->accumulate ? 1.0f : 0.0f, (float *)g->c,
@@ -2585,9 +2593,10 @@ static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call
     void *larger = NULL;
     uint64_t largest = bytes;
     if (own == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
-        own = DDP__TP_FAIL(group, DDP_ERR_INVALID, call,
-                           "max_rows=%lld of such features do not fit in memory",
-                           (long long)tp->desc.max_rows);
+        own = DDP__TP_FAIL(
+            group, DDP_ERR_INVALID, call,
+            "max_rows=%lld rows of these features do not fit in memory; use a smaller max_rows",
+            (long long)tp->desc.max_rows);
     snprintf(what, sizeof what, "%s %s", call, desc);
     DDP_TRY(ddp_agree(group, call, own, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what));
     DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 1, DDP_U64, DDP_OP_MAX, -1));
@@ -2621,12 +2630,11 @@ static int64_t ddp__tp_own_rows(const ddp_tp *tp, int64_t rows) {
 }
 
 static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t rows) {
-    DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows,
-                 "rows=%lld; the context allows 0 to max_rows=%lld", (long long)rows,
-                 (long long)tp->desc.max_rows);
+    DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows, "rows=%lld; use 0 to max_rows=%lld",
+                 (long long)rows, (long long)tp->desc.max_rows);
     DDP__TP_NEED(
         tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
-        "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld",
+        "rows=%lld is not a multiple of %d ranks, which sequence_parallel needs; use %lld, the next multiple",
         (long long)rows, tp->world_size, (long long)((rows / tp->world_size + 1) * tp->world_size));
     return DDP_OK;
 }
@@ -2731,15 +2739,15 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
     d->accumulate_grads = d->accumulate_grads != 0;
     DDP_TRY(ddp_check_kernels(group, call, kernels ? &kernels->version : NULL, "ddp_tensor.h"));
     if (d->dtype != DDP_F32 && d->dtype != DDP_F64)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d), allowed are f32 and f64",
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d); use f32 or f64",
                             ddp_dtype_name(d->dtype), (int)d->dtype);
     if (d->max_rows < 1)
         return DDP__TP_FAIL(group, DDP_ERR_INVALID, call,
-                            "max_rows=%lld; set it to the most rows of an activation",
+                            "max_rows=%lld; use the largest number of rows of an activation",
                             (long long)d->max_rows);
     if (d->chunk_count < 0 || d->chunk_count > DDP__TP_CHUNKS)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "chunk_count=%d, allowed are 0 to %d",
-                            d->chunk_count, DDP__TP_CHUNKS);
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "chunk_count=%d; use 0 to %d", d->chunk_count,
+                            DDP__TP_CHUNKS);
     return DDP_OK;
 }
 
@@ -3078,33 +3086,33 @@ static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) 
     int64_t ranks = tp->world_size;
     if (d->kv_heads == 0) d->kv_heads = d->heads;
     DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN,
-                 "heads=%d are of a column linear, this one's split is row", d->heads);
-    DDP__TP_NEED(tp, call, d->heads > 0 && d->kv_heads > 0, "heads=%d kv_heads=%d must be positive", d->heads,
-                 d->kv_heads);
+                 "heads=%d, but split is DDP_TP_ROW; set heads=0, or use DDP_TP_COLUMN", d->heads);
+    DDP__TP_NEED(tp, call, d->heads > 0 && d->kv_heads > 0, "heads=%d kv_heads=%d; use positive numbers",
+                 d->heads, d->kv_heads);
     DDP__TP_NEED(tp, call, d->heads % ranks == 0,
-                 "heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->heads,
+                 "heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->heads,
                  (long long)ranks, (long long)ddp__linear_nearest(d->heads, ranks));
     DDP__TP_NEED(tp, call, d->kv_heads % ranks == 0,
-                 "kv_heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->kv_heads,
+                 "kv_heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->kv_heads,
                  (long long)ranks, (long long)ddp__linear_nearest(d->kv_heads, ranks));
-    DDP__TP_NEED(tp, call, d->heads % d->kv_heads == 0,
-                 "heads=%d are no multiple of kv_heads=%d; every key has the same number of queries",
-                 d->heads, d->kv_heads);
+    DDP__TP_NEED(tp, call, d->heads % d->kv_heads == 0, "heads=%d is not a multiple of kv_heads=%d", d->heads,
+                 d->kv_heads);
     DDP__TP_NEED(tp, call, d->head_size != 0 || d->in_features % d->heads == 0,
-                 "in_features=%lld do not divide by heads=%d; set head_size, or take %lld features",
+                 "in_features=%lld is not a multiple of heads=%d; set head_size, or use %lld features",
                  (long long)d->in_features, d->heads,
                  (long long)ddp__linear_nearest(d->in_features, d->heads));
     if (d->head_size == 0) d->head_size = d->in_features / d->heads;
-    DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24,
-                 "head_size=%lld, allowed are 1 to 16777216", (long long)d->head_size);
+    DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24, "head_size=%lld; use 1 to 16777216",
+                 (long long)d->head_size);
     l->part_count = 3;
     l->part[0] = d->heads * d->head_size;
     l->part[1] = l->part[2] = d->kv_heads * d->head_size;
     if (d->out_features == 0) d->out_features = l->part[0] + 2 * l->part[1];
-    DDP__TP_NEED(tp, call, d->out_features == l->part[0] + 2 * l->part[1],
-                 "out_features=%lld, but heads=%d and kv_heads=%d of head_size=%lld make %lld; leave it 0",
-                 (long long)d->out_features, d->heads, d->kv_heads, (long long)d->head_size,
-                 (long long)(l->part[0] + 2 * l->part[1]));
+    DDP__TP_NEED(
+        tp, call, d->out_features == l->part[0] + 2 * l->part[1],
+        "out_features=%lld, but heads=%d and kv_heads=%d of head_size=%lld need %lld; use that, or 0",
+        (long long)d->out_features, d->heads, d->kv_heads, (long long)d->head_size,
+        (long long)(l->part[0] + 2 * l->part[1]));
     return DDP_OK;
 }
 
@@ -3112,23 +3120,26 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
     ddp_tp *tp = l->tp;
     ddp_tp_linear_desc *d = &l->desc;
     DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN || d->split == DDP_TP_ROW,
-                 "split=%d is neither DDP_TP_COLUMN nor DDP_TP_ROW", (int)d->split);
+                 "split=%d is not a ddp_tp_split; use DDP_TP_COLUMN or DDP_TP_ROW", (int)d->split);
     DDP__TP_NEED(tp, call, d->in_features > 0 && d->in_features <= INT64_C(1) << 48,
-                 "in_features=%lld; set it to the columns of the global weight", (long long)d->in_features);
+                 "in_features=%lld; use the number of columns of the global weight",
+                 (long long)d->in_features);
     DDP__TP_NEED(tp, call, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0),
-                 "kv_heads=%d head_size=%lld want heads, which is 0", d->kv_heads, (long long)d->head_size);
+                 "kv_heads=%d head_size=%lld with heads=0; set heads too", d->kv_heads,
+                 (long long)d->head_size);
     if (d->heads != 0) DDP_TRY(ddp__linear_resolve_heads(l, call));
     DDP__TP_NEED(tp, call, d->out_features > 0 && d->out_features <= INT64_C(1) << 60,
-                 "out_features=%lld; set it to the rows of the global weight", (long long)d->out_features);
+                 "out_features=%lld; use the number of rows of the global weight",
+                 (long long)d->out_features);
     DDP__TP_NEED(tp, call, ddp__tp_bytes(d->out_features, d->in_features, 2 * tp->size) != SIZE_MAX,
                  "a weight of %lld x %lld does not fit in memory", (long long)d->out_features,
                  (long long)d->in_features);
     DDP__TP_NEED(tp, call, !d->gather_output || d->split == DDP_TP_COLUMN,
-                 "gather_output=%d is for a column linear", d->gather_output);
+                 "gather_output=%d, but split is DDP_TP_ROW; set gather_output=0", d->gather_output);
     DDP__TP_NEED(tp, call, !d->scatter_input || d->split == DDP_TP_ROW,
-                 "scatter_input=%d is for a row linear", d->scatter_input);
+                 "scatter_input=%d, but split is DDP_TP_COLUMN; set scatter_input=0", d->scatter_input);
     DDP__TP_NEED(tp, call, !tp->desc.sequence_parallel || (!d->gather_output && !d->scatter_input),
-                 "%s is not for sequence_parallel, where rows are cut",
+                 "%s=1 cannot be combined with sequence_parallel=1, which shards rows",
                  d->gather_output ? "gather_output" : "scatter_input");
     if (l->part_count) return DDP_OK;
     l->part_count = 1;
@@ -3192,9 +3203,10 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) { return 
 static ddp_result ddp__linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim,
                                   ddp_tensor_box *box) {
     if (!l || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, l ? "box" : "linear");
-    DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count, "part=%d; this linear has %d", part,
-                 l->part_count);
-    DDP__TP_NEED(l->tp, call, ndim == 2 || !l->desc.no_bias, "%s", "this linear has no bias");
+    DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count,
+                 "part=%d of a linear with %d parts; use 0 to parts - 1", part, l->part_count);
+    DDP__TP_NEED(l->tp, call, ndim == 2 || !l->desc.no_bias, "%s",
+                 "the linear was created with no_bias=1 and has no bias");
     int cut = l->desc.split == DDP_TP_ROW;
     memset(box, 0, sizeof *box);
     box->ndim = ndim;
@@ -3254,7 +3266,7 @@ DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weigh
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
     DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "y", y));
     DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->out,
-                 "bias is %s, no_bias is %d", bias ? "given" : "NULL", linear->desc.no_bias);
+                 "bias is %s, but no_bias=%d", bias ? "given" : "NULL", linear->desc.no_bias);
     return ddp__linear_forward(linear, weight, bias, x, rows, y);
 }
 
@@ -3266,9 +3278,9 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
     DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "dy", dy));
     DDP__TP_NEED(linear->tp, __func__, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out,
-                 "bias_grad is %s, no_bias is %d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
+                 "bias_grad is %s, but no_bias=%d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
     DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->in || !linear->out, "%s",
-                 "bias_grad without weight_grad");
+                 "bias_grad is given, but weight_grad is NULL; pass both, or neither");
     return ddp__linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
@@ -3290,11 +3302,13 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
     DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46,
-                 "channels=%lld hidden=%lld; set both", (long long)d->channels, (long long)d->hidden);
-    DDP__TP_NEED(tp, call,
-                 d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU
-                     || d->activation == DDP_TP_SILU_GATED,
-                 "activation=%d is none of DDP_TP_GELU, DDP_TP_RELU, DDP_TP_SILU_GATED", (int)d->activation);
+                 "channels=%lld hidden=%lld; use positive numbers", (long long)d->channels,
+                 (long long)d->hidden);
+    DDP__TP_NEED(
+        tp, call,
+        d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU || d->activation == DDP_TP_SILU_GATED,
+        "activation=%d is not a ddp_tp_activation; use DDP_TP_GELU, DDP_TP_RELU or DDP_TP_SILU_GATED",
+        (int)d->activation);
     m->column.tp = m->row.tp = tp;
     m->column.desc.split = DDP_TP_COLUMN;
     m->column.desc.in_features = m->row.desc.out_features = d->channels;
@@ -3366,7 +3380,7 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
     DDP__TP_NEED(tp, __func__,
                  (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out)
                      && !weights[3] == !!mlp->desc.no_bias,
-                 "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL",
+                 "biases are %s and %s, but no_bias=%d", weights[1] ? "given" : "NULL",
                  weights[3] ? "given" : "NULL", mlp->desc.no_bias);
     void *act = ddp__tp_at(tp, saved, rows * mlp->column.out);
     DDP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
@@ -3386,8 +3400,9 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
         const ddp__linear_grads given = {1, grads[2 * i], grads[2 * i + 1]};
         to[i] = given;
         DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.in,
-                     "grads[%d] is %s, grads[%d] %s, no_bias is %d", 2 * i, given.weight ? "given" : "NULL",
-                     2 * i + 1, given.bias ? "given" : "NULL", mlp->desc.no_bias);
+                     "grads[%d] is %s and grads[%d] is %s, but no_bias=%d", 2 * i,
+                     given.weight ? "given" : "NULL", 2 * i + 1, given.bias ? "given" : "NULL",
+                     mlp->desc.no_bias);
     }
     void *d_act = tp->workspace + mlp->spare;
     void *d_in = ddp__mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.in) : d_act;
@@ -3414,7 +3429,7 @@ static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *cal
     DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
     *d = *desc;
     if (d->padded_vocab == 0) d->padded_vocab = d->vocab;
-    DDP__TP_NEED(tp, call, d->vocab > 0 && d->channels > 0, "vocab=%lld, channels=%lld: both are required",
+    DDP__TP_NEED(tp, call, d->vocab > 0 && d->channels > 0, "vocab=%lld, channels=%lld; use positive numbers",
                  (long long)d->vocab, (long long)d->channels);
     DDP__TP_NEED(tp, call, d->padded_vocab >= d->vocab, "padded_vocab=%lld is less than vocab=%lld",
                  (long long)d->padded_vocab, (long long)d->vocab);
@@ -3468,7 +3483,7 @@ static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, con
     DDP__TP_NEED(tp, call, tokens || rows == 0, "%s", "tokens is NULL");
     for (int64_t i = 0; i < rows; i++)
         DDP__TP_NEED(tp, call, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab,
-                     "tokens[%lld]=%d, allowed are 0 to %lld", (long long)i, (int)tokens[i],
+                     "tokens[%lld]=%d; use 0 to %lld", (long long)i, (int)tokens[i],
                      (long long)embedding->desc.vocab - 1);
     return DDP_OK;
 }
@@ -3528,14 +3543,14 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
 static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc,
                                      const int32_t *targets, int64_t rows, int64_t *counting) {
     int64_t ignore = desc->ignore_index ? desc->ignore_index : -100;
-    DDP__TP_NEED(tp, call, desc->vocab > 0, "vocab=%lld is required", (long long)desc->vocab);
+    DDP__TP_NEED(tp, call, desc->vocab > 0, "vocab=%lld; use a positive number", (long long)desc->vocab);
     DDP__TP_NEED(tp, call, desc->padded_vocab == 0 || desc->padded_vocab >= desc->vocab,
                  "padded_vocab=%lld is less than vocab=%lld", (long long)desc->padded_vocab,
                  (long long)desc->vocab);
-    DDP__TP_NEED(tp, call, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY,
-                 "z_loss=%g, allowed are 0 and above", desc->z_loss);
+    DDP__TP_NEED(tp, call, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY, "z_loss=%g; use 0 or more",
+                 desc->z_loss);
     DDP__TP_NEED(tp, call, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY,
-                 "scale=%g, it must be finite", desc->scale);
+                 "scale=%g; use a finite number", desc->scale);
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
     DDP__TP_NEED(tp, call, targets || rows == 0, "%s", "targets is NULL");
     *counting = 0;
@@ -3543,8 +3558,8 @@ static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const d
         if (targets[i] == ignore) continue;
         ++*counting;
         DDP__TP_NEED(tp, call, targets[i] >= 0 && targets[i] < desc->vocab,
-                     "targets[%lld]=%d, allowed are 0 to %lld, and ignore_index=%lld", (long long)i,
-                     (int)targets[i], (long long)desc->vocab - 1, (long long)ignore);
+                     "targets[%lld]=%d; use 0 to %lld, or ignore_index=%lld", (long long)i, (int)targets[i],
+                     (long long)desc->vocab - 1, (long long)ignore);
     }
     return DDP_OK;
 }
@@ -3603,9 +3618,8 @@ static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const char *call, const
     *d = *desc;
     d->rms = d->rms != 0;
     DDP__TP_NEED(tp, call, d->channels > 0 && ddp__tp_bytes(2, d->channels, tp->size) != SIZE_MAX,
-                 "channels=%lld; set it to the elements of a row", (long long)d->channels);
-    DDP__TP_NEED(tp, call, d->eps >= 0 && d->eps < (double)INFINITY, "eps=%g, allowed are 0 and above",
-                 d->eps);
+                 "channels=%lld; use the number of elements of a row", (long long)d->channels);
+    DDP__TP_NEED(tp, call, d->eps >= 0 && d->eps < (double)INFINITY, "eps=%g; use 0 or more", d->eps);
     if (d->eps == 0) d->eps = 1e-5;
     return DDP_OK;
 }
@@ -3637,7 +3651,7 @@ static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *
     const ddp_tp *tp = norm->tp;
     int64_t most = ddp__tp_own_rows(tp, tp->desc.max_rows);
     DDP__TP_NEED(tp, call, rows >= 0 && rows <= most,
-                 "rows=%lld, allowed are 0 to %lld on this rank, by max_rows", (long long)rows,
+                 "rows=%lld; use 0 to %lld on this rank, as max_rows allows", (long long)rows,
                  (long long)most);
     DDP__TP_NEED(tp, call, weight, "%s", "weight is NULL");
     DDP__TP_NEED(tp, call, (x && stats) || rows == 0, "%s is NULL", x ? "stats" : "x");
@@ -3650,7 +3664,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
     DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s",
-                 norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
+                 norm->desc.rms ? "bias is given, but RMSNorm has none; pass NULL" : "bias is NULL");
     const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats,
                          y};
     DDP_TRY(ddp_device_begin(norm->tp->group));
@@ -3672,8 +3686,8 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
     DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
-                 norm->desc.rms ? "bias_grad is set, but RMS norm has none"
-                                : "weight_grad and bias_grad: both or neither");
+                 norm->desc.rms ? "bias_grad is given, but RMSNorm has no bias; pass NULL"
+                                : "one of weight_grad and bias_grad is NULL; pass both, or neither");
     DDP_TRY(ddp_device_begin(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->norm_backward(&op)));
@@ -3698,9 +3712,9 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
                                  int64_t columns, void *y) {
     int64_t end;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_dropout: %s is NULL", tp ? "desc" : "tp");
-    DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g, allowed are 0 to below 1",
+    DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g; use 0 or more and below 1",
                  desc->rate);
-    DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld: neither may be negative",
+    DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld; use 0 or more",
                  (long long)rows, (long long)columns);
     DDP__TP_NEED(tp, __func__, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
     const int64_t width = desc->columns ? desc->columns : columns;
@@ -3708,13 +3722,13 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
         tp, __func__,
         desc->first_row >= 0 && desc->first_column >= 0 && columns <= width
             && desc->first_column <= width - columns,
-        "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns",
+        "%lld columns from first_column=%lld, first_row=%lld are outside an activation of %lld columns",
         (long long)columns, (long long)desc->first_column, (long long)desc->first_row, (long long)width);
     DDP__TP_NEED(tp, __func__,
                  !__builtin_add_overflow(desc->first_row, rows, &end)
                      && !__builtin_mul_overflow(end, width, &end),
-                 "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows,
-                 (long long)desc->first_row, (long long)width);
+                 "%lld rows from first_row=%lld of %lld columns have more than 2^63 elements",
+                 (long long)rows, (long long)desc->first_row, (long long)width);
     const int64_t first = desc->first_row * width + desc->first_column; /* fits, as checked above */
     ddp_dropout op = {
         rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0), 1 / (1 - desc->rate),
@@ -3769,24 +3783,25 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
     size_t count = 1;
     if (!box) return ddp_fail(DDP_ERR_INVALID, "%s: box is NULL", call);
     if (box->ndim < 0 || box->ndim > DDP_MAX_NDIM)
-        return ddp_fail(DDP_ERR_INVALID, "%s: ndim=%d, allowed are 0 to %d", call, box->ndim, DDP_MAX_NDIM);
+        return ddp_fail(DDP_ERR_INVALID, "%s: ndim=%d; use 0 to %d", call, box->ndim, DDP_MAX_NDIM);
     if (dtype != DDP_F32 && dtype != DDP_F64)
-        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s (%d), allowed are f32 and f64", call,
-                        ddp_dtype_name(dtype), (int)dtype);
+        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s (%d); use f32 or f64", call, ddp_dtype_name(dtype),
+                        (int)dtype);
     for (int d = 0; d < box->ndim; d++) {
         long long all = (long long)box->global_shape[d], first = (long long)box->offset[d],
                   n = (long long)box->shape[d];
         if (all < 0 || first < 0 || n < 0 || first > all || n > all - first)
             return ddp_fail(DDP_ERR_INVALID,
-                            "%s: dimension %d: entries [%lld, %lld + %lld) do not lie in %lld", call, d,
-                            first, first, n, all);
+                            "%s: dimension %d: entries [%lld, %lld + %lld) are outside a size of %lld", call,
+                            d, first, first, n, all);
         if (__builtin_mul_overflow(whole, (uint64_t)all, &whole) || whole > (uint64_t)INT64_MAX)
-            return ddp_fail(DDP_ERR_INVALID, "%s: global_shape has more elements than 63 bits count", call);
+            return ddp_fail(DDP_ERR_INVALID, "%s: global_shape has more than 2^63 elements", call);
         count *= (size_t)n;
     }
     if (!(deviation >= 0) || !isfinite(deviation) || !isfinite(mean))
-        return ddp_fail(DDP_ERR_INVALID, "%s: mean=%g deviation=%g; both finite, and deviation not negative",
-                        call, mean, deviation);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s: mean=%g deviation=%g; use finite numbers, and a deviation of 0 or more", call,
+                        mean, deviation);
     if (!out && count) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", call);
     ddp__tp_init_rows(box, dtype, key, mean, deviation, out, count);
     return DDP_OK;

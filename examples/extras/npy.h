@@ -470,7 +470,7 @@ static inline ddp_result npy_save(ddp_group *group, const ddp_tensor *tensor, co
     if (!tensor) return ddp_fail_in(DDP_ERR_INVALID, __func__, group, "tensor is NULL");
     if (!path) return ddp_fail_in(DDP_ERR_INVALID, __func__, group, "path is NULL");
     if (!ddp_dtype_size(tensor->dtype))
-        return ddp_fail_in(DDP_ERR_INVALID, __func__, group, "tensor: dtype=%d is not a ddp_dtype of elements",
+        return ddp_fail_in(DDP_ERR_INVALID, __func__, group, "tensor: dtype=%d is invalid; use DDP_F32 to DDP_U64",
                            (int)tensor->dtype);
     if (npy__bytes(tensor) < 0)
         return ddp_fail_in(DDP_ERR_INVALID, __func__, group,

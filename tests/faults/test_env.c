@@ -407,7 +407,7 @@ static void test_name_is_taken(void) {
                    s->done ? ddp_result_name(s->first) : "died", s->text);
             EXPECT(says(s->text, name) && says(s->text, "MASTER_PORT") && says(s->text, "file:///path"),
                    "rank %d: '%s'", r, s->text);
-            EXPECT(says(s->text, listens ? want : "does not listen there"), "rank %d: '%s' does not contain '%s'",
+            EXPECT(says(s->text, listens ? want : "does not listen"), "rank %d: '%s' does not contain '%s'",
                    r, s->text, want);
         }
         kill(holder, SIGKILL);

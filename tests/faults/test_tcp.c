@@ -296,7 +296,7 @@ static void test_file(void) {
     start_all(&j);
     reap(0, 2);
     expect(0, DDP_ERR_SYSTEM, "/nowhere/at/all", "No such file");
-    expect(1, DDP_ERR_TIMEOUT, "/nowhere/at/all", "no such file yet");
+    expect(1, DDP_ERR_TIMEOUT, "/nowhere/at/all", "does not exist yet");
 }
 
 //== not meeting ============================================================================
@@ -346,9 +346,9 @@ static void test_port_in_use(void) {
    be anyone. */
 static void test_contradictions(void) {
     static const struct { const char *what; int rank, size; const char *word; ddp_order order; } table[] = {
-        {"two processes with one rank", 1, 3, "claim rank 1", DDP_ORDER_TREE},
+        {"two processes with one rank", 1, 3, "have rank 1", DDP_ORDER_TREE},
         {"another order", 2, 3, "rank 2 (pid", DDP_ORDER_ANY},
-        {"another world size", 2, 4, "says the world has 4 ranks", DDP_ORDER_DEFAULT}};
+        {"another world size", 2, 4, "has world_size=4", DDP_ORDER_DEFAULT}};
     for (size_t i = 0; i < 2 * sizeof table / sizeof *table; i++) {
         int secured = i % 2, k = (int)i / 2;
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1", secured ? SECRET : NULL}, NULL, 3, 0, 20000, work};
@@ -374,7 +374,7 @@ static void test_contradictions(void) {
         start(&j, 2, 2);
         reap(0, 3);
         expect_ok(3);
-        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[k].word),
+        EXPECT(says(logs[0], "refused 127.0.0.1 port") && says(logs[0], table[k].word),
                "the log contains '%s'", logs[0]);
     }
 }
@@ -387,10 +387,10 @@ static void test_bad_hellos(void) {
         int rank, cut, swap;
         const char *word;
     } table[] = {{"a rank with another version", 990102, 1, 0, 0, "99.1.2"},
-                 {"a rank with a negative number", 0, -1, 0, 0, "claim rank -1"},
-                 {"a rank after the last one", 0, 3, 0, 0, "claim rank 3"},
-                 {"a rank that claims to be rank 0", 0, 0, 0, 0, "claim rank 0"},
-                 {"a hello without its last fields", 0, 1, 24, 0, "no rank of ddp"},
+                 {"a rank with a negative number", 0, -1, 0, 0, "have rank -1"},
+                 {"a rank after the last one", 0, 3, 0, 0, "have rank 3"},
+                 {"a rank that claims to be rank 0", 0, 0, 0, 0, "have rank 0"},
+                 {"a hello without its last fields", 0, 1, 24, 0, "does not use the ddp protocol"},
                  {"a machine with the other byte order", 0, 1, 0, 1, "byte order"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, work};
@@ -427,9 +427,9 @@ static void test_bad_hellos(void) {
     j.world_size = 4;
     start(&j, 2, 2);
     reap(0, 3);
-    expect(0, DDP_ERR_TIMEOUT, "missing rank 2", "says the world has 4 ranks");
-    expect(1, DDP_ERR_TIMEOUT, "missing rank 2", "");
-    expect(2, DDP_ERR_MISMATCH, "says the world has 4 ranks", "");
+    expect(0, DDP_ERR_TIMEOUT, "missing: rank 2", "has world_size=4");
+    expect(1, DDP_ERR_TIMEOUT, "missing: rank 2", "");
+    expect(2, DDP_ERR_MISMATCH, "has world_size=4", "");
 }
 
 static void test_missing(void) {
@@ -441,7 +441,7 @@ static void test_missing(void) {
     rank0_stands_still();
     for (int r = 0; r < 4; r += 2) {
         reap(r, 1);
-        expect(r, DDP_ERR_TIMEOUT, "missing rank 1,3", "");
+        expect(r, DDP_ERR_TIMEOUT, "missing: rank 1,3", "");
     }
     faults_begin("rank 0 never comes");
     j.timeout_ms = 1500;
@@ -464,7 +464,7 @@ static void test_other_jobs(void) {
     start(&j, 2, 2);
     reap(0, 3);
     expect_ok(3);
-    EXPECT(says(logs[0], "hung up on") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log contains '%s'", logs[0]);
+    EXPECT(says(logs[0], "refused") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log contains '%s'", logs[0]);
 }
 
 //== strangers ==============================================================================
@@ -492,8 +492,8 @@ static void test_strangers(void) {
         reap(0, 3);
         expect_ok(3);
         /* 1: the job began before their time was up. */
-        EXPECT(says(logs[0], kind == 1 ? "" : "hung up on 127.0.0.1 port"), "the log contains '%s'", logs[0]);
-        EXPECT(kind != 3 || says(logs[0], "others are waiting"), "no connection was closed: '%s'", logs[0]);
+        EXPECT(says(logs[0], kind == 1 ? "" : "refused 127.0.0.1 port"), "the log contains '%s'", logs[0]);
+        EXPECT(kind != 3 || says(logs[0], "other connections are waiting"), "no connection was closed: '%s'", logs[0]);
         for (int i = 0; i < count && kind != 2; i++) close(fds[i]);
     }
 }
@@ -512,7 +512,7 @@ static void test_silence(void) {
     start(&j, 1, 1);
     reap(0, 2);
     expect_ok(2);
-    EXPECT(says(logs[0], "did not say who it is"), "the log contains '%s'", logs[0]);
+    EXPECT(says(logs[0], "did not send its rank in time"), "the log contains '%s'", logs[0]);
 }
 
 //== a peer played by the test ===============================================================
@@ -620,7 +620,7 @@ static void test_secret(void) {
 static void test_wrong_secret(void) {
     static const struct { const char *what, *rank0, *other, *word;
     } table[] = {{"another secret", SECRET, "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f1",
-                  "has another secret than rank 0"},
+                  "and rank 0 have different secrets"},
                  {"a rank without a secret", SECRET, NULL, "rank 0 has a secret and rank 1 ("},
                  {"rank 0 without a secret", NULL, SECRET, "has a secret and rank 0 has none"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
@@ -637,7 +637,7 @@ static void test_wrong_secret(void) {
         start(&j, 1, 1);
         reap(0, 2);
         expect_ok(2);
-        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[i].word),
+        EXPECT(says(logs[0], "refused 127.0.0.1 port") && says(logs[0], table[i].word),
                "the log contains '%s'", logs[0]);
     }
 }
@@ -719,13 +719,13 @@ static void test_replay(void) {
     (void)!write(fd, kept, letter);
     EXPECT(read_bytes(fd, answer, letter) == letter, "no challenge arrived");
     (void)!write(fd, kept + letter, letter);
-    EXPECT(read_bytes(fd, answer, letter) == letter && says(answer + head_size(), "another secret"),
+    EXPECT(read_bytes(fd, answer, letter) == letter && says(answer + head_size(), "have different secrets"),
            "it is not refused");
     close(fd);
     start(&j, 1, 1);
     reap(0, 2);
     expect_ok(2);
-    EXPECT(says(logs[0], "has another secret than rank 0"), "the log contains '%s'", logs[0]);
+    EXPECT(says(logs[0], "and rank 0 have different secrets"), "the log contains '%s'", logs[0]);
 }
 
 static void test_secret_files(void) {
@@ -930,12 +930,12 @@ static void test_killed(void) {
         EXPECT(heard(&stage_shared->counter, 3), "only %d of 3 ranks came", stage_shared->counter);
         event_now();
         kill(stage_shared->rank[victim].pid, SIGKILL);
-        snprintf(word, sizeof word, "rank %d: pid %d on ", victim, (int)stage_shared->rank[victim].pid);
+        snprintf(word, sizeof word, "rank %d (pid %d on ", victim, (int)stage_shared->rank[victim].pid);
         for (int r = 0; r < 3; r++) {
             const seen *s = &stage_shared->rank[r];
             reap(r, 1);
             if (r == victim) continue;
-            expect(r, DDP_ERR_PEER_LOST, word, "is gone");
+            expect(r, DDP_ERR_PEER_LOST, word, "closed the connection");
             EXPECT(s->second == DDP_ERR_POISONED && says(s->text2, word), "rank %d: then %s '%s'", r, ddp_result_name(s->second), s->text2);
             EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
         }

@@ -192,13 +192,13 @@ static ddp_result refuses_ties(ddp_group *pp, const ddp_pipeline_desc *desc, con
     ddp_pipeline_desc tied = *desc;
     ddp_pipeline *none;
     tied.ties = tie, tied.tie_count = 1;
-    RANKS_CHECK(pp, ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID && strstr(ddp_last_error(), "comes with unshard; set get_sharded_grad"), "%s", ddp_last_error());
+    RANKS_CHECK(pp, ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID && strstr(ddp_last_error(), "exists only while unsharded; set get_sharded_grad"), "%s", ddp_last_error());
     return DDP_OK;
 }
 
 /* The pipeline does not clip them either. */
 static ddp_result refuses_to_clip(ddp_group *pp, ddp_pipeline *pipeline) {
-    RANKS_CHECK(pp, ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "come with unshard"), "%s", ddp_last_error());
+    RANKS_CHECK(pp, ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "exist only while unsharded"), "%s", ddp_last_error());
     return DDP_OK;
 }
 

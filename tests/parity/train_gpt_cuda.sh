@@ -269,7 +269,7 @@ before=$(state)
     wrong "give bf16 or f32" $short --dtype f16 text
     wrong "such as 0,2" $short --gpus first text
     wrong "put commas between devices, --gpus 0,2" $short --gpus 0 2 text
-    wrong "there is no device 9" $short --gpus 9 text
+    wrong "device 9 does not exist" $short --gpus 9 text
     wrong "is too small: it needs" $short --memory-limit 1 text
     for flag in recompute offload 'micro-batch 1' 'ranks 2 on as many GPUs'; do wrong "--$flag saves" $short --layers 9 --context 64 --memory-limit 1 text; done
     wrong "--strategy full saves" $short --ranks 2 --strategy none --memory-limit 1 text
@@ -277,7 +277,7 @@ before=$(state)
     wrong "use --ranks 6" $short --stages 3 --ranks 4 text
     wrong "use --layers 5 or more" $short --stages 7 text
     wrong "use 1F1B, GPipe or naive" $short --schedule ZB-H1 text
-    wrong "no schedule is called" $short --schedule fast text
+    wrong "is not a schedule" $short --schedule fast text
     wrong "--stages 9 x --tp 9 are 81 ranks, and there are 1; start as many under torchrun, or use 64 at most" $short --stages 9 --tp 9 text
     wrong "multiple of 8" $short --channels 36 text
     wrong "No such file" $short --init missing text
@@ -303,6 +303,6 @@ before=$(state)
     wrong "apart, and this run needs them in one tensor; use --tp 2 or more, or go on with train_gpt_3d" --resume cut --threads-as-ranks text
     wrong "apart, and this run needs them in one tensor" --resume made_cut --stages 2 --threads-as-ranks text
     wrong "token shard" --resume here.ckpt --threads-as-ranks tokens.bin
-    DDP_TEST_GPUS=0 wrong "there is no device 0" $short text
+    DDP_TEST_GPUS=0 wrong "device 0 does not exist" $short text
 }
 echo "train_gpt_cuda: every way has the losses of train_gpt and ends with the same weights: $(hash_of one)"

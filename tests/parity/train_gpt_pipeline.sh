@@ -90,15 +90,15 @@ before=$(state)
     wrong "--schedule held.csv is not a file" $run --ranks 2 --schedule held.csv text
     wrong "--schedule pipe.csv is not a file" $run --ranks 2 --schedule pipe.csv text
     wrong "--schedule zero.csv has a zero byte" $run --ranks 2 --schedule zero.csv text
-    wrong "--schedule empty.csv: ddp_schedule_parse: there is no text" $run --ranks 2 --schedule empty.csv text
-    wrong "no schedule is called" $run --ranks 2 --schedule 2F2B text
+    wrong "--schedule empty.csv: ddp_schedule_parse: csv is empty" $run --ranks 2 --schedule empty.csv text
+    wrong "is not a schedule" $run --ranks 2 --schedule 2F2B text
     wrong "delayed weights" $run --ranks 2 --schedule PipeDream text
     wrong "use --layers 6 or more" $run --ranks 4 --chunks 2 --schedule looped-BFS text
     wrong "use --batch 6" $run --ranks 2 --batch 7 text
     wrong "--stages 5 do not lie evenly on 2 ranks; use --stages 4" $run --ranks 2 --stages 5 text
     wrong "--stages 1 do not lie evenly on 2 ranks; use --stages 2" $run --ranks 2 --stages 1 text
     wrong "--stages 4 on 2 ranks are not --chunks 1; leave one of them out" $run --ranks 2 --stages 4 --chunks 1 text
-    wrong "chunk_count=2, 1F1B has 1" $run --ranks 2 --stages 4 text
+    wrong "chunk_count=2, but 1F1B has 1" $run --ranks 2 --stages 4 text
     wrong "--batch 16 does not split into --micro-batches 3; use --batch 18" $model --ranks 2 --batch 16 --micro-batches 3 text
     wrong "--micro-batches 4 of --micro-batch 2 are not --batch 16; leave one of the three out" $run --ranks 2 --batch 16 --micro-batches 4 text
     wrong "are more than 1000000" $run --ranks 2 --micro-batches 600000 text

@@ -15,7 +15,7 @@ typedef struct notices { int memfd, vm_read; } notices;
 
 static void count_notice(const char *text, void *user) {
     notices *seen = (notices *)user;
-    seen->memfd += strstr(text, "no memfd") != NULL;
+    seen->memfd += strstr(text, "memfd_create is missing") != NULL;
     seen->vm_read += strstr(text, "process_vm_readv") != NULL;
 }
 

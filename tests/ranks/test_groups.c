@@ -243,7 +243,7 @@ static ddp_result words(ddp_group *world) {
     ddp_group_signal(child, mine, ROUNDS + 1);
     if (rank % 2 == 0) RANKS_OK(child, ddp_group_wait_signal(child, mine, ROUNDS + 1));
     RANKS_OK(child, ddp_barrier(child));
-    snprintf(text, sizeof text, "rank %d is in ddp_barrier", w - 1);
+    snprintf(text, sizeof text, "rank %d called ddp_barrier", w - 1);
     if (w > 1 && rank < w - 1) {
         RANKS_CHECK(world, ddp_group_wait_signal(child, mine, ROUNDS + 2) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
         RANKS_CHECK(world, strstr(ddp_last_error(), " after seq="), "no number of the last collective: %s", ddp_last_error());

@@ -138,7 +138,7 @@ static ddp_result users(int level) {
     RANKS_CHECK(NULL, is_running() && !finalized, "it is finalised");
     MPI_Finalize();
     RANKS_CHECK(NULL, join(&g, DDP_ORDER_TREE, 20000) == DDP_ERR_INVALID && !g, "a group after the end");
-    SAYS(NULL, "MPI has been finalised and cannot start again");
+    SAYS(NULL, "MPI is finalized and cannot be initialized again");
     finalized_at_exit = 1;
     return DDP_OK;
 }
@@ -154,7 +154,7 @@ static ddp_result from_mpi(void) {
     desc.order = DDP_ORDER_ANY;
     desc.name = "turned";
     RANKS_CHECK(NULL, ddp_group_from_mpi(&g, MPI_COMM_WORLD, NULL) == DDP_ERR_INVALID && !g, "before MPI_Init");
-    SAYS(NULL, "ddp_group_from_mpi: MPI is not initialised; call MPI_Init first");
+    SAYS(NULL, "ddp_group_from_mpi: MPI is not initialized; call MPI_Init first");
     MPI_Init(NULL, NULL);
     RANKS_CHECK(NULL, ddp_group_from_mpi(NULL, MPI_COMM_WORLD, NULL) == DDP_ERR_INVALID, "out is NULL");
     RANKS_CHECK(NULL, ddp_group_from_mpi(&g, MPI_COMM_NULL, NULL) == DDP_ERR_INVALID, "no communicator");
@@ -210,7 +210,7 @@ static ddp_result orders(void) {
     ddp_group *g = NULL;
     ddp_result result = join(&g, rank && atoi(rank) == 2 ? DDP_ORDER_ANY : DDP_ORDER_TREE, 20000);
     RANKS_CHECK(NULL, result == DDP_ERR_MISMATCH && !g, "%s: %s", ddp_result_name(result), ddp_last_error());
-    SAYS(NULL, "rank %d has another desc.order than rank 0", 2);
+    SAYS(NULL, "rank %d and rank 0 have different desc.order", 2);
     finalized_at_exit = 0;
     return DDP_OK;
 }

@@ -484,7 +484,7 @@ static const struct { const char *words[3]; ddp_result code; } differences[DIFFE
     {{"ranks differ: rank 0 skip_initial_broadcast=", " skip_initial_broadcast=0", " skip_initial_broadcast=1"}, DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 buffer 1 f32", "f32 [4]", "f32 [5]"}, DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 ", "buffer 1 f32 [4]", "no buffer 1"}, DDP_ERR_MISMATCH},
-    {{"parameter 3 'p3'", "value.data is NULL", "point it at"}, DDP_ERR_INVALID},
+    {{"parameter 3 'p3'", "value.data is NULL", "set it to"}, DDP_ERR_INVALID},
     {{"out is NULL", "out is NULL", "out is NULL"}, DDP_ERR_INVALID},
     {{"desc is NULL", "desc is NULL", "desc is NULL"}, DDP_ERR_INVALID},
 };
@@ -844,7 +844,7 @@ static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
     model_open(&m, group, 2);
     desc = model_desc(&m);
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
-    RANKS_CHECK(group, ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "per_token is 0"), "%s", ddp_last_error());
+    RANKS_CHECK(group, ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "desc.per_token=0"), "%s", ddp_last_error());
     ddp_reducer_destroy(reducer);
     for (int i = 0; i < 2; i++) m.params[i].grad.data = NULL;
     desc.per_token = 1;
@@ -872,7 +872,7 @@ static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
     for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
     memset(&loss, 0, sizeof loss);
     ddp_mean_add(&loss, 1, rank == w - 1 ? -3 : 1);
-    snprintf(text, sizeof text, "the count is negative on 1 ranks, here it is %d", rank == w - 1 ? -3 : 1);
+    snprintf(text, sizeof text, "mean->count is negative on 1 ranks, and %d on this rank", rank == w - 1 ? -3 : 1);
     RANKS_CHECK(group, ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), text), "%s", ddp_last_error());
     for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
     memset(&loss, 0, sizeof loss);

@@ -550,7 +550,7 @@ static ddp_result sentences(ddp_group *world) {
     }
     out.data = data, out.shape[0] = piece_of(5, rank, w).end - piece_of(5, rank, w).begin, out.shape[1] = 4;
     if (out.shape[0]) TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_REPLICATE, DDP_SHARD(0), &out), DDP_ERR_INVALID,
-        "REPLICATE to SHARD(0) is not done in place"));
+        "REPLICATE to SHARD(0) has no in-place form"));
 
     /* one rank has an error, all return it, and the group stays usable */
     out.data = NULL;
@@ -559,7 +559,7 @@ static ddp_result sentences(ddp_group *world) {
     in.dtype = DDP_F32;
     out.data = rank == last ? other : NULL;
     out.shape[0] = 7;
-    snprintf(text, sizeof text, "%s: out is (7, 4), but what goes there is", rank == last ? "" : failed);
+    snprintf(text, sizeof text, "%s: out is (7, 4), but the result is", rank == last ? "" : failed);
     TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_SHARD(0), &out), DDP_ERR_INVALID, text));
     RANKS_CHECK(world, rank == last || !out.data, "out was made");
     memset(&out, 0, sizeof out);

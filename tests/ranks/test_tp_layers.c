@@ -603,9 +603,9 @@ static ddp_result bad_loss(const place *at) {
     FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "padded_vocab=8", "vocab=10");
     desc.padded_vocab = 12;
     desc.z_loss = -1;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "z_loss=-1", "0 and above");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "z_loss=-1", "0 or more");
     desc.z_loss = NAN;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "z_loss=", "0 and above");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "z_loss=", "0 or more");
     desc.z_loss = 0;
     desc.scale = INFINITY;
     FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "scale=inf", "finite");
@@ -639,7 +639,7 @@ static ddp_result bad_norm(const place *at) {
     FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, &desc), "ddp_tp_layer_norm_create", "channels=9223372036854775807");
     desc.channels = 4;
     desc.eps = -1;
-    FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, &desc), "eps=-1", "0 and above");
+    FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, &desc), "eps=-1", "0 or more");
     desc.eps = 0;
     if (at->ranks > 1) {
         desc.eps = at->rank ? 1e-6 : 0;
@@ -656,14 +656,14 @@ static ddp_result bad_norm(const place *at) {
     FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, -1, stats, y), "ddp_tp_layer_norm_forward", "rows=-1");
     FAILS(at, ddp_tp_layer_norm_forward(layer, NULL, w, x, 1, stats, y), "ddp_tp_layer_norm_forward", "weight is NULL");
     FAILS(at, ddp_tp_layer_norm_forward(layer, w, NULL, x, 1, stats, y), "ddp_tp_layer_norm_forward", "bias is NULL");
-    FAILS(at, ddp_tp_layer_norm_forward(rms, w, w, x, 1, stats, y), "ddp_tp_layer_norm_forward", "RMS norm has none");
+    FAILS(at, ddp_tp_layer_norm_forward(rms, w, w, x, 1, stats, y), "ddp_tp_layer_norm_forward", "but RMSNorm has no");
     FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, NULL, 1, stats, y), "ddp_tp_layer_norm_forward", "x is NULL");
     FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, 1, NULL, y), "ddp_tp_layer_norm_forward", "stats is NULL");
     FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, 1, stats, NULL), "ddp_tp_layer_norm_forward", "y is NULL");
     FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, NULL, 1, y, NULL, NULL), "ddp_tp_layer_norm_backward", "dy is NULL");
-    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, w, NULL), "ddp_tp_layer_norm_backward", "both or neither");
-    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, NULL, w), "ddp_tp_layer_norm_backward", "both or neither");
-    FAILS(at, ddp_tp_layer_norm_backward(rms, w, x, stats, x, 1, y, w, w), "ddp_tp_layer_norm_backward", "RMS norm has none");
+    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, w, NULL), "ddp_tp_layer_norm_backward", "both, or neither");
+    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, NULL, w), "ddp_tp_layer_norm_backward", "both, or neither");
+    FAILS(at, ddp_tp_layer_norm_backward(rms, w, x, stats, x, 1, y, w, w), "ddp_tp_layer_norm_backward", "but RMSNorm has no");
     ddp_tp_layer_norm_destroy(layer);
     ddp_tp_layer_norm_destroy(rms);
     ddp_tp_layer_norm_destroy(NULL);
@@ -680,8 +680,8 @@ static ddp_result bad_dropout(const place *at) {
     desc.rate = NAN;
     FAILS(at, ddp_tp_dropout(at->tp, &desc, x, 1, 4, x), "rate=", "below 1");
     desc.rate = 0.5;
-    FAILS(at, ddp_tp_dropout(at->tp, &desc, x, -1, 4, x), "rows=-1", "negative");
-    FAILS(at, ddp_tp_dropout(at->tp, &desc, x, 1, -4, x), "columns=-4", "negative");
+    FAILS(at, ddp_tp_dropout(at->tp, &desc, x, -1, 4, x), "rows=-1", "use 0 or more");
+    FAILS(at, ddp_tp_dropout(at->tp, &desc, x, 1, -4, x), "columns=-4", "use 0 or more");
     FAILS(at, ddp_tp_dropout(at->tp, &desc, NULL, 1, 4, x), "ddp_tp_dropout", "x is NULL");
     FAILS(at, ddp_tp_dropout(at->tp, &desc, x, 1, 4, NULL), "ddp_tp_dropout", "y is NULL");
     desc.columns = 6;
@@ -693,7 +693,7 @@ static ddp_result bad_dropout(const place *at) {
     desc.first_row = -1;
     FAILS(at, ddp_tp_dropout(at->tp, &desc, x, 1, 4, x), "first_row=-1", "6 columns");
     desc.first_row = INT64_MAX / 2;
-    FAILS(at, ddp_tp_dropout(at->tp, &desc, x, 1, 4, x), "1 rows from 4611686018427387903", "63 bits");
+    FAILS(at, ddp_tp_dropout(at->tp, &desc, x, 1, 4, x), "1 rows from first_row=4611686018427387903", "2^63");
     return DDP_OK;
 }
 

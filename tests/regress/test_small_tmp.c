@@ -87,7 +87,7 @@ int main(void) {
             EXPECT(WIFEXITED(status) && s->done, "%s: wait status %d", ranks_mode_name(modes[m]), status);
             EXPECT(s->first == table[i].want, "%s: %s '%s'", ranks_mode_name(modes[m]),
                    ddp_result_name(s->first), s->text);
-            EXPECT(table[i].want == DDP_OK || (says(s->text, "no room in") && says(s->text, "enlarge")),
+            EXPECT(table[i].want == DDP_OK || (says(s->text, "no space in") && says(s->text, "enlarge")),
                    "%s: '%s'", ranks_mode_name(modes[m]), s->text);
         }
     return faults_end();

@@ -90,8 +90,8 @@ static const trial trials[] = {
     {{"wte", "head", "other"}, 3, 1, -1, {"'head'", "'wte'", "bytes differ", "remove"}},
     {{"head", "other", "again"}, 3, 2, -1, {"'again'", "'wte'", "bytes differ", "remove"}},
     {{"wte", "head", "other"}, 3, -1, 1, {"'head'", "'wte'", "dtypes differ", "remove"}},
-    {{"other"}, 1, -1, -1, {"'wte'", "none of the files", NULL, NULL}},
-    {{"other", "wte", "tail"}, 3, -1, -1, {"'tail'", "none of the", NULL, NULL}},
+    {{"other"}, 1, -1, -1, {"'wte'", "not in the files", NULL, NULL}},
+    {{"other", "wte", "tail"}, 3, -1, -1, {"'tail'", "not among the", NULL, NULL}},
 };
 
 static ddp_result cases(ddp_group *world, void *user) {

@@ -74,7 +74,7 @@ int main(void) {
         for (int r = 0; r < 3; r += 2) pids[job][r] = start_rank(job, r);
     for (int job = 0; job < 3; job++) {
         expect_notice(job, 0, "still waiting for rank 1; this rank listens at", listens[job]);
-        expect_notice(job, 2, "still waiting for other ranks to reach rank 0",
+        expect_notice(job, 2, "still waiting for other ranks to connect to rank 0",
                       job ? "(127.0.0.1 port" : "(pid");
         pids[job][1] = start_rank(job, 1);
     }

@@ -328,7 +328,7 @@ static void test_collective_arguments(void **state) {
     REFUSED(ddp_all_gather_v(g, a, 3, b, n, NULL, DDP_F32, NULL), "ddp_all_gather_v", "send_count");
     REFUSED(ddp_all_gather_v(g, a, 2, NULL, n, off, DDP_F32, NULL), "ddp_all_gather_v", "recv");
     REFUSED(ddp_all_gather_v(g, a, SIZE_MAX / 2, b, huge, NULL, DDP_F32, NULL), "ddp_all_gather_v", "count");
-    REFUSED(ddp_all_gather_v(g, a, 2, b, n, far, DDP_F32, NULL), "ddp_all_gather_v", "do not fit in memory");
+    REFUSED(ddp_all_gather_v(g, a, 2, b, n, far, DDP_F32, NULL), "ddp_all_gather_v", "not fit in memory");
     REFUSED(ddp_all_to_all_v(g, a, NULL, NULL, b, n, NULL, DDP_F32, NULL), "ddp_all_to_all_v", "send_counts");
     REFUSED(ddp_all_to_all_v(g, a, n, NULL, b, NULL, NULL, DDP_F32, NULL), "ddp_all_to_all_v", "recv_counts");
     REFUSED(ddp_all_to_all_v(g, a, n, off, a, n, off, DDP_F32, NULL), "ddp_all_to_all_v", "overlap");
@@ -368,9 +368,9 @@ static void test_other_arguments(void **state) {
     REFUSED(ddp_recv(NULL, a, 1, DDP_F32, 0, 0, NULL), "ddp_recv", "group");
     REFUSED(ddp_p2p_begin(NULL), "ddp_p2p_begin", "group");
     REFUSED(ddp_p2p_end(NULL), "ddp_p2p_end", "group");
-    REFUSED(ddp_p2p_end(g), "ddp_p2p_end", "batch is open");
+    REFUSED(ddp_p2p_end(g), "ddp_p2p_end", "no batch is open");
     assert_int_equal(ddp_p2p_begin(g), DDP_OK);
-    REFUSED(ddp_p2p_begin(g), "ddp_p2p_begin", "open already");
+    REFUSED(ddp_p2p_begin(g), "ddp_p2p_begin", "already open");
     assert_int_equal(ddp_p2p_end(g), DDP_OK);
 
     REFUSED(ddp_wait(NULL, &none), "ddp_wait", "group");
@@ -442,8 +442,8 @@ static void test_group_desc(void **state) {
 /* The variables of a launcher contradict each other. */
 static void test_launcher_variables(void **state) {
     static const struct { const char *rank, *local_rank, *text; } cases[] = {
-        {"1", "0", "RANK=1 with WORLD_SIZE=1; ranks are 0 to 0"},
-        {"0", "1", "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1 do not fit WORLD_SIZE=1"},
+        {"1", "0", "RANK=1 with WORLD_SIZE=1; use ranks 0 to 0"},
+        {"0", "1", "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1 contradict WORLD_SIZE=1"},
     };
     ddp_group *group = NULL;
     (void)state;

@@ -111,7 +111,7 @@ static void check_pick_alone(void) {
     gethostname(host, sizeof host - 1);
     machine.count = 0;
     machine.count_error = cudaErrorNoDevice;
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device 0, the number of this local rank; present are none: check nvidia-smi and CUDA_VISIBLE_DEVICES", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: device 0 (the local rank) does not exist on this machine, which has none; check nvidia-smi and CUDA_VISIBLE_DEVICES", host);
     says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_INVALID, line);
     check_that(device == -1, "device is %d after a failure", device);
     machine.count_error = cudaErrorInsufficientDriver;
@@ -125,10 +125,10 @@ static void check_pick_alone(void) {
     desc.device_count = 1;
     check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_OK && device == 2 && machine.set == 2, "%s", ddp_last_error());
     desc.devices = list + 1;
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2)", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: device 9 does not exist on this machine, which has 0 (Fake 0), 1 (Fake 1), 2 (Fake 2)", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     machine.count = 8;
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2), 3 (Fake 3) and 4 more, up to 7", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: device 9 does not exist on this machine, which has 0 (Fake 0), 1 (Fake 1), 2 (Fake 2), 3 (Fake 3) and 4 more, up to 7", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     desc.uuid = "GPU-";
     snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: set devices or uuid, not both", host);
@@ -150,12 +150,12 @@ static void check_pick_uuid(void) {
     desc.uuid = "2eababab-abab-abab-abab-abababababababab"; /* too long by four */
     check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_ERR_INVALID, "a UUID that is too long was found");
     desc.uuid = "GPU-77";
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device with uuid GPU-77; present are "
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: uuid GPU-77 matches no device of this machine, which has "
              "0 (GPU-1fababab-abab-abab-abab-ababababab00), 1 (GPU-2eababab-abab-abab-abab-ababababab01)", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     machine.first_byte[0] = 0x2e;
     desc.uuid = "GPU-2e";
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: uuid GPU-2e fits devices 0 and 1: give more of it", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: uuid GPU-2e matches devices 0 and 1; use a longer prefix", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
 }
 
@@ -196,15 +196,14 @@ static void check_pick_ranks(void) {
     memset(&ranks, 0, sizeof ranks);
     pick_ranks(3, 3, NULL, -1);
     for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == rank, "rank %d took device %d", rank, ranks.device[rank]);
-    snprintf(sentence, sizeof sentence, "on host %s: there is no device 2, the number of this local rank; present are 0 (Fake 0), 1 (Fake 1): "
+    snprintf(sentence, sizeof sentence, "on host %s: device 2 (the local rank) does not exist on this machine, which has 0 (Fake 0), 1 (Fake 1); "
              "start fewer ranks, or set allow_shared", host);
     pick_ranks(4, 2, sentence, 2);
     machine.one_each = 1; /* CUDA_VISIBLE_DEVICES differs between ranks: each sees its own GPU as number 0 */
     pick_ranks(3, 1, NULL, -1);
     for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == 0, "rank %d took device %d", rank, ranks.device[rank]);
     machine.one_each = 0;
-    snprintf(sentence, sizeof sentence, "ranks 0 and 1 on host %s both took device 0 (GPU-00ababab-abab-abab-abab-ababababab00): give each rank a device of its "
-             "own in devices, start fewer ranks, or set allow_shared", host);
+    snprintf(sentence, sizeof sentence, "ranks 0 and 1 on host %s both use device 0 (GPU-00ababab-abab-abab-abab-ababababab00); list one device for each rank in devices, start fewer ranks, or set allow_shared", host);
     pick_ranks(2, 1, sentence, -1);
     ranks.desc.allow_shared = 1;
     pick_ranks(4, 2, NULL, -1);
@@ -214,12 +213,11 @@ static void check_pick_ranks(void) {
     ranks.desc.device_count = 2;
     pick_ranks(2, 4, NULL, -1);
     check_that(ranks.device[0] == 0 && ranks.device[1] == 3, "devices %d and %d", ranks.device[0], ranks.device[1]);
-    snprintf(sentence, sizeof sentence, "on host %s: this is local rank 2, and the list of devices has 2: list one for each rank of this machine", host);
+    snprintf(sentence, sizeof sentence, "on host %s: local rank 2, but device_count=2; list one device for each rank of this machine", host);
     pick_ranks(3, 4, sentence, 2);
     ranks.desc.devices = doubled;
     ranks.desc.device_count = 3;
-    snprintf(sentence, sizeof sentence, "ranks 0 and 2 on host %s both took device 3 (GPU-00ababab-abab-abab-abab-ababababab03): give each rank a device of its "
-             "own in devices, start fewer ranks, or set allow_shared", host);
+    snprintf(sentence, sizeof sentence, "ranks 0 and 2 on host %s both use device 3 (GPU-00ababab-abab-abab-abab-ababababab03); list one device for each rank in devices, start fewer ranks, or set allow_shared", host);
     pick_ranks(3, 4, sentence, -1);
 }
 
@@ -237,19 +235,19 @@ static void check_kernels_refuse(float *memory) {
     says(ddp_cuda_reduce_tree(&null, 1, src, 1, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst[0] is NULL");
     says(ddp_cuda_reduce_tree(&dst, 1, src, 1, 1, (ddp_dtype)99, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: op=0 dtype=99");
     says(ddp_cuda_flatten(memory, DDP_F32, &empty, -1, DDP_F32, 1, 0), DDP_ERR_INVALID,
-         "ddp_cuda_flatten: range_count=-1, and flat or ranges is NULL or the count negative");
+         "ddp_cuda_flatten: range_count=-1 is negative, or flat or ranges is NULL");
     says(ddp_cuda_flatten(memory, DDP_F32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_flatten: ranges[0].data is NULL");
-    says(ddp_cuda_unflatten(memory, DDP_I32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_unflatten: from i32 to f32; only floats are converted");
+    says(ddp_cuda_unflatten(memory, DDP_I32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_unflatten: cannot convert i32 to f32; use floating-point dtypes");
     says(ddp_cuda_unscale(NULL, 1, 1, DDP_F32, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
     says(ddp_cuda_unscale(memory, 1, 1, DDP_F32, 1, NULL, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
-    says(ddp_cuda_unscale(memory, 1, 1, DDP_I64, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: dtype=i64, and it takes floats");
+    says(ddp_cuda_unscale(memory, 1, 1, DDP_I64, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: dtype=i64; use a floating-point dtype");
     step.master = memory, step.grad = memory, step.count = 1, step.step = 1, step.momentum = 0.9f;
     says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: first or second is NULL");
-    says(ddp_cuda_sgd(&step, 0), DDP_ERR_INVALID, "ddp_cuda_sgd: momentum=0.9, and first is NULL");
+    says(ddp_cuda_sgd(&step, 0), DDP_ERR_INVALID, "ddp_cuda_sgd: momentum=0.9, but first is NULL");
     says(ddp_cuda_quantise8(NULL, memory, memory, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
     says(ddp_cuda_dequantise8(NULL, DDP_F32, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
     says(ddp_cuda_dequantise8(memory, DDP_F64, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID,
-         "ddp_cuda_dequantise8: dst_dtype=f64, allowed are f32, f16 and bf16");
+         "ddp_cuda_dequantise8: dst_dtype=f64; use f32, f16 or bf16");
     check_that(record.launches == 0, "%d launches of refused calls", record.launches);
     check_that(ddp_cuda_flatten(NULL, DDP_F32, NULL, 0, DDP_F32, 1, 0) == DDP_OK && ddp_cuda_quantise8(NULL, NULL, NULL, DDP_F32, 0, 0) == DDP_OK,
                "nothing is refused");
@@ -329,13 +327,13 @@ static void check_errors(void) {
     check_that(ddp_cuda_use_stream(0) == stream, "the stream that was set is not returned");
     kernels_run = 1;
 
-    says(ddp_cuda_reduce_tree(&dst, 1, src, 65, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst_count=1 src_count=65, allowed are 1 to 64");
-    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: step=0, and steps count from 1");
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 65, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst_count=1 src_count=65; use 1 to 64");
+    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: step=0; use 1 or more");
     step.step = 1;
     step.stochastic = 1;
     step.copy_dtype = DDP_F16;
-    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: stochastic rounding is for a bf16 copy, not f16");
-    says(ddp_cuda_quantise8((int8_t *)memory, memory, memory, DDP_F64, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=f64, allowed are f32, f16 and bf16");
+    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: stochastic rounding with copy_dtype=f16; use bf16");
+    says(ddp_cuda_quantise8((int8_t *)memory, memory, memory, DDP_F64, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=f64; use f32, f16 or bf16");
     check_kernels_refuse(memory);
     check_table_errors(memory);
 }

@@ -317,7 +317,7 @@ static ddp_result other_stream(rank_state *s) {
     cudaStream_t first = s->stream, second;
     float *expected;
     RANKS_CHECK(s->cpu, ddp_cuda_set_stream(NULL, first) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is NULL"), "%s", ddp_last_error());
-    RANKS_CHECK(s->cpu, ddp_cuda_set_stream(s->cpu, first) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is not one of GPUs"), "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, ddp_cuda_set_stream(s->cpu, first) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is not a CUDA group"), "%s", ddp_last_error());
     RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(NULL) == 0 && ddp_cuda_comm_stream(s->cpu) == 0, "a stream of no group of GPUs");
     RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(s->group) != 0 && ddp_cuda_comm_stream(s->group) != first, "the group has no stream of its own");
     fake_stream_create(&second, 0);
@@ -682,8 +682,8 @@ static ddp_result one_is_missing(rank_state *s) {
         while (__atomic_load_n(&settled, __ATOMIC_SEQ_CST) < s->size - 1) ranks_sleep_us(1000);
     }
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    snprintf(name, sizeof name, "behind is rank %d", s->size - 1);
-    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group world") && strstr(line, "whose last was seq=1"),
+    snprintf(name, sizeof name, "missing: rank %d", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group=world") && strstr(line, "whose last call is seq=1"),
                 "the line is: %s", line);
     RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
     RANKS_CHECK(s->cpu, strstr(ddp_last_error(), name), "the line is: %s", ddp_last_error());
@@ -717,7 +717,7 @@ static ddp_result error_from_behind(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     if (s->rank == s->size - 1) fake_async_error(s->rank, ncclRemoteError);
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "of group world") && !strstr(line, "behind is"),
+    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "of group=world") && !strstr(line, "missing: rank"),
                 "the line is: %s", line);
     RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
     return DDP_OK;
@@ -736,8 +736,8 @@ static ddp_result error_while_behind(rank_state *s) {
     }
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
     if (s->rank < s->size - 1) fake_synchronize(s->stream);
-    snprintf(name, sizeof name, "behind is rank %d, whose last was seq=1 ddp_all_reduce", s->size - 1);
-    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group world") &&
+    snprintf(name, sizeof name, "missing: rank %d, whose last call is seq=1 ddp_all_reduce", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group=world") &&
                         strstr(line, name), "the line is: %s", line);
     return DDP_OK;
 }
@@ -779,7 +779,7 @@ static ddp_result one_leaves(rank_state *s) {
     ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
     fake_synchronize(s->stream);
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    RANKS_CHECK(s->cpu, strstr(line, "rank 0") && strstr(line, "left the group") && ddp_group_status(s->group) == DDP_ERR_PEER_LOST, "the line is: %s", line);
+    RANKS_CHECK(s->cpu, strstr(line, "rank 0") && strstr(line, "destroyed the group") && ddp_group_status(s->group) == DDP_ERR_PEER_LOST, "the line is: %s", line);
     return DDP_OK;
 }
 
@@ -804,7 +804,7 @@ static ddp_result split_is_stuck(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     ddp_result result = ddp_group_split(s->group, 0, 0, &half);
     RANKS_CHECK(s->cpu, result == DDP_ERR_TIMEOUT && !half, "a split without the last rank: %s", ddp_result_name(result));
-    RANKS_CHECK(s->cpu, strstr(ddp_last_error(), "ncclCommSplit is not done after"), "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, strstr(ddp_last_error(), "ncclCommSplit: timed out after"), "%s", ddp_last_error());
     return DDP_OK;
 }
 
@@ -815,7 +815,7 @@ static void init_is_stuck(int size) {
     job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
     run_on(size, (uint64_t)size, collectives);
     for (int r = 0; r < size; r++)
-        check(job.result[r] == DDP_ERR_TIMEOUT && strstr(job.line[r], "ncclCommInitRankConfig is not done after"),
+        check(job.result[r] == DDP_ERR_TIMEOUT && strstr(job.line[r], "ncclCommInitRankConfig: timed out after"),
               "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
     job.held = job.may_fail = job.patient = job.timeout_ms = 0;
 }
@@ -1220,12 +1220,12 @@ static ddp_result wrong_groups(rank_state *s) {
                 "%s", ddp_last_error());
 #define WRONG(field, value, result, text) \
     do { desc = good; if (last) desc.field = (value); RANKS_OK(s->cpu, refuses(s, &desc, result, text)); } while (0)
-    WRONG(engine, (ddp_cuda_engine)3, DDP_ERR_INVALID, "engine=3 order=0 timeout_ms=0: one of them is not a value of its kind");
+    WRONG(engine, (ddp_cuda_engine)3, DDP_ERR_INVALID, "engine=3 order=0 timeout_ms=0: one of them is invalid; use a ddp_cuda_engine, a ddp_order and 0 or more ms");
     WRONG(order, (ddp_order)3, DDP_ERR_INVALID, "engine=0 order=3 timeout_ms=0: one of them");
     WRONG(timeout_ms, -1, DDP_ERR_INVALID, "engine=0 order=0 timeout_ms=-1: one of them");
     WRONG(devices, one, DDP_ERR_INVALID, "set both devices and device_count, or neither");
     WRONG(device_count, 1, DDP_ERR_INVALID, "set both devices and device_count, or neither");
-    WRONG(uuid, "GPU-ff", DDP_ERR_INVALID, "there is no device with uuid GPU-ff; present are 0 (GPU-");
+    WRONG(uuid, "GPU-ff", DDP_ERR_INVALID, "uuid GPU-ff matches no device of this machine, which has 0 (GPU-");
     WRONG(order, DDP_ORDER_TREE, DDP_ERR_MISMATCH, "ranks differ: rank 0 order=0, rank 1 order=1; give every rank the same");
     WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH, "ranks differ: rank 0 engine=0, rank 1 engine=1; give");
     RANKS_OK(s->cpu, make_own(s, &own));
@@ -1236,8 +1236,8 @@ static ddp_result wrong_groups(rank_state *s) {
     RANKS_OK(s->cpu, make_own(s, &own));
     s->rank = s->size - 1 - s->rank;
     desc = good, desc.comm = own.comm;
-    RANKS_OK(s->cpu, refuses(s, &desc, DDP_ERR_INVALID, "desc.comm is rank 1 of 2 on device 0, the group is rank 0 of 2 on device 0: "
-                                                        "give it the communicator of this rank"));
+    RANKS_OK(s->cpu, refuses(s, &desc, DDP_ERR_INVALID, "desc.comm is rank 1 of 2 on device 0, but the group is rank 0 of 2 on device 0; "
+                                                        "set it to the communicator of this rank"));
     RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "an object of the user was destroyed");
 #undef WRONG
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
@@ -1294,7 +1294,7 @@ static void too_many_to_stage(void) {
     call.send_counts = call.recv_counts = counts;
     rounds.call = &call;
     staged.world_size = DDP_MAX_LOCAL_RANKS + 1;
-    check(ddp__cuda_staged_counts(&staged, &rounds) == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "for up to 64 ranks"), "%s", ddp_last_error());
+    check(ddp__cuda_staged_counts(&staged, &rounds) == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "at most 64 ranks"), "%s", ddp_last_error());
 }
 
 /* NCCL allows ranks that share a device from 2.30 on, if the user enables it in NCCL and in ddp. */
@@ -1309,7 +1309,7 @@ static void sharing(void) {
     check(notices == 3, "%d notices of 3 ranks", notices);
     job.staged = 0;
     job.desc.engine = DDP_CUDA_ENGINE_NCCL;
-    refused(DDP_ERR_UNSUPPORTED, "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED");
+    refused(DDP_ERR_UNSUPPORTED, "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or use DDP_CUDA_ENGINE_STAGED");
     device_nccl_shares = 1;
     refused(DDP_ERR_ENGINE, "ncclCommInitRankConfig: invalid usage");
     setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);

@@ -178,9 +178,9 @@ static void uncounted(void *memory, void *user) {
 /* One change at a time to a valid model; on every rank, or only on the last one. */
 static ddp_result refuse(ddp_group *group, int only_last) {
     static const char *const words[][3] = {
-        {"no units"}, {"unit 1", "bee", "no parameters"}, {"strategy=9"}, {"offload=7"}, {"param_dtype"}, {"reduce_dtype"}, {"micro_batch_count=-1"},
+        {"unit_count is below 1"}, {"unit 1", "bee", "no parameters"}, {"strategy=9"}, {"offload=7"}, {"param_dtype"}, {"reduce_dtype"}, {"micro_batch_count=-1"},
         {"alloc_fn", "free_fn"}, {"replicas"}, {"quantize_gather", "FULL_SHARD"}, {"keep_checkpoints"}, {"unit ay", "no name"},
-        {"unit ay", "parameter a.w", "shape"}, {"unit bee", "parameter b.w", "not a float"}, {"unit bee", "parameter b.w", "gradient"},
+        {"unit ay", "parameter a.w", "shape"}, {"unit bee", "parameter b.w", "not a floating-point dtype"}, {"unit bee", "parameter b.w", "grad.dtype"},
         {"unit bee", "parameter b.w", "no values"}, {"unit bee", "a.w", "this name"}, {"unit bee", "tied_to=none"}, {"tied", "shape or dtype"},
         {"global_shape"}, {"beta1"}, {"unit bee", "b.w", "unit ay"}, {"frozen", "a.w"}, {"unit bee", "a.v", "this name"}, {"prefetch"},
         {"unit bee", "UTF-8"}, {"unit bee", "9900 bytes"}, {"unit bee", "__metadata__"}};
@@ -255,8 +255,8 @@ static ddp_result bad_calls(ddp_group *group) {
     FAILS(group, ddp_fsdp_unshard(fsdp, 2), DDP_ERR_INVALID, "unit=2", "0 to 1");
     FAILS(group, ddp_fsdp_reshard(fsdp, -1), DDP_ERR_INVALID, "unit=-1");
     FAILS(group, ddp_fsdp_reduce_grads(fsdp, 9), DDP_ERR_INVALID, "unit=9");
-    FAILS(group, ddp_fsdp_reshard(fsdp, 1), DDP_ERR_INVALID, "unit b", "not gathered");
-    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 1), DDP_ERR_INVALID, "unit b", "gather it");
+    FAILS(group, ddp_fsdp_reshard(fsdp, 1), DDP_ERR_INVALID, "unit b", "not unsharded");
+    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 1), DDP_ERR_INVALID, "unit b", "call ddp_fsdp_unshard");
     FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "unit a", "reduced 0 times");
     FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm), DDP_ERR_INVALID, "unit a", "reduced 0 times");
     FAILS(group, ddp_fsdp_get_shard(fsdp, 0, 1, &t, NULL, NULL), DDP_ERR_INVALID, "param=1", "unit a");
@@ -269,7 +269,7 @@ static ddp_result bad_calls(ddp_group *group) {
     FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, NAN, NULL), DDP_ERR_INVALID, "max_norm");
     FAILS(group, ddp_fsdp_get_norm(NULL, &norm), DDP_ERR_INVALID, "fsdp or norm is NULL");
     FAILS(group, ddp_fsdp_get_norm(fsdp, NULL), DDP_ERR_INVALID, "fsdp or norm is NULL");
-    FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "no norm has been taken", "ddp_fsdp_clip_grad_norm first");
+    FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "no norm is available", "ddp_fsdp_clip_grad_norm first");
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &norm));
     RANKS_CHECK(group, norm > 0, "norm %g", (double)norm);
     RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &half));
@@ -288,7 +288,7 @@ static ddp_result bad_calls(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0));
     RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm)); /* valid until the next call */
     RANKS_CHECK(group, norm == half, "norm %g, after the step %g", (double)half, (double)norm);
-    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 0), DDP_ERR_INVALID, "unit a", "gather it");
+    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 0), DDP_ERR_INVALID, "unit a", "call ddp_fsdp_unshard");
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;
 }
@@ -375,9 +375,9 @@ static ddp_result wrapping(ddp_group *group) {
     RANKS_CHECK(group, units[0].param_count == 3 && units[1].param_count == 2 && units[4].param_count == 1 && !units[4].name, "by size");
     FAILS(group, ddp_fsdp_wrap(params, 0, &desc, units, 8), DDP_ERR_INVALID, "param_count=0");
     params[3].name = "wte";
-    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "wte", "parameter 3");
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "wte", "params[3]");
     params[3].name = "";
-    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "parameter 3", "no name");
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "params[3]", "no name");
     desc.storage = NULL;
     FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "storage");
     return DDP_OK;
@@ -728,7 +728,7 @@ static ddp_result late_devices(ddp_group *group) {
         late.fails = fails;
         ddp_result result = ddp_fsdp_clip_grad_norm(fsdp, 0.5f, NULL);
         RANKS_CHECK(group, result == (fails ? DDP_ERR_ENGINE : DDP_OK), "turn %d: %s", turn, ddp_last_error());
-        if (fails) FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "ddp_fsdp_get_norm: no norm has been taken, or taking the last one failed");
+        if (fails) FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "ddp_fsdp_get_norm: no norm is available");
         else RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm));
         RANKS_OK(group, turn == 1 ? ddp_fsdp_step(fsdp, 0.05f) : ddp_fsdp_zero_grad(fsdp));
     }
@@ -2033,7 +2033,7 @@ static ddp_result slices_of_larger(ddp_group *group) {
             m.params[0].global_shape[0] = 0;
             m.desc.checkpoint_group = group;
             RANKS_OK(group, ddp_fsdp_create(&fsdp, shards, &m.desc));
-            FAILS(group, ddp_fsdp_save(fsdp, dir), DDP_ERR_MISMATCH, "'norm'", "a hole or overlaps");
+            FAILS(group, ddp_fsdp_save(fsdp, dir), DDP_ERR_MISMATCH, "'norm'", "overlap or leave a gap");
             ddp_fsdp_destroy(fsdp);
         }
         RANKS_OK(group, ddp_barrier(group));
@@ -2066,7 +2066,7 @@ static ddp_result one_group_fails(ddp_group *group) {
         result = ddp_fsdp_create(&fsdp, part, &m.desc);
         RANKS_CHECK(group, result == (turn < 2 ? DDP_ERR_INVALID : DDP_ERR_NO_MEMORY), "turn %d: %s: %s", turn,
                     ddp_result_name(result), ddp_last_error());
-        if (turn < 2) RANKS_CHECK(group, says("unit b, parameter b: its shape"), "turn %d: %s", turn, ddp_last_error());
+        if (turn < 2) RANKS_CHECK(group, says("unit b, parameter b: the shape"), "turn %d: %s", turn, ddp_last_error());
         RANKS_CHECK(group, turn < 2 || says("allocated"), "turn %d: %s", turn, ddp_last_error());
         RANKS_OK(group, ddp_group_status(world));
         RANKS_OK(group, ddp_group_status(part));

@@ -265,9 +265,9 @@ static void test_places(void **state) {
                 OK(ddp_sampler_load(&s, &saved));
             }
         }
-        says(ddp_loader_seek(l, -1), DDP_ERR_INVALID, "batch=-1, allowed are 0 to");
+        says(ddp_loader_seek(l, -1), DDP_ERR_INVALID, "batch=-1; use 0 to");
         saved.seed = 8;
-        says(ddp_loader_load(l, &saved), DDP_ERR_INVALID, "the state is of seed=8");
+        says(ddp_loader_load(l, &saved), DDP_ERR_INVALID, "state has seed=8");
         OK(ddp_loader_next(l, &b)); /* it continues at the same position */
         check_batch(&b, &s, 4);
         ddp_loader_destroy(l);
@@ -501,7 +501,7 @@ static void test_blocked(void **state) {
             for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;) assert_int_equal(result, DDP_ERR_TIMEOUT);
             check_batch(&b, &s, 10);
             data_await_blocked(&d);
-            for (int time = 0; time < 2; time++) says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT, "sample 13: not fetched after timeout_ms=100");
+            for (int time = 0; time < 2; time++) says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT, "sample 13: timed out after 100 ms: fetch has not returned");
             if (elsewhere) {
                 OK(ddp_loader_seek(l, 3));
                 OK(ddp_sampler_seek(&s, 30));
@@ -648,28 +648,28 @@ static void test_refused(void **state) {
 #define REFUSED(change, words) do { d = good; memcpy(t, data_fields, sizeof t); d.fields = t; change; says(ddp_loader_create(&l, &d), DDP_ERR_INVALID, words); \
                                     assert_null(l); } while (0)
     REFUSED(d.fetch = NULL, "ddp_loader_create: fetch is NULL");
-    REFUSED(d.sampler.dataset_size = 0, "sampler.dataset_size=0; an empty data set");
+    REFUSED(d.sampler.dataset_size = 0, "sampler.dataset_size=0; use 1 or more");
     REFUSED(d.sampler.dataset_size = -3, "sampler.dataset_size=-3");
     REFUSED(d.sampler.rank = 2, "rank=2");
     REFUSED(d.sampler.global_batch = 3; d.sampler.num_replicas = 2, "global_batch=3");
     REFUSED(d.batch_size = 0, "batch_size=0");
     REFUSED(d.batch_size = -1, "batch_size=-1");
-    REFUSED(d.batch_size = INT64_MAX / 4, "do not fit in memory");
+    REFUSED(d.batch_size = INT64_MAX / 4, "not fit in memory");
     REFUSED(d.fields = NULL, "fields is NULL");
-    REFUSED(d.field_count = 0, "field_count=0, allowed are 1 to 8");
+    REFUSED(d.field_count = 0, "field_count=0; use 1 to 8");
     REFUSED(d.field_count = 9, "field_count=9");
     REFUSED(t[1].dtype = DDP_DTYPE_DEFAULT, "fields[1].dtype=0");
     REFUSED(t[1].dtype = (ddp_dtype)99, "fields[1].dtype=99");
-    REFUSED(t[0].ndim = 8, "fields[0].ndim=8, allowed are 0 to 7");
+    REFUSED(t[0].ndim = 8, "fields[0].ndim=8; use 0 to 7");
     REFUSED(t[0].ndim = -1, "fields[0].ndim=-1");
     REFUSED(t[1].shape[0] = 0, "fields[1].shape has an entry below 1");
     REFUSED(t[1].shape[0] = -2, "fields[1].shape has an entry below 1");
-    REFUSED(t[1].ndim = 2; t[1].shape[0] = t[1].shape[1] = INT64_C(1) << 40, "fields[1].shape has an entry below 1, or overflows");
+    REFUSED(t[1].ndim = 2; t[1].shape[0] = t[1].shape[1] = INT64_C(1) << 40, "fields[1].shape has an entry below 1, or its product overflows");
     REFUSED(t[1].shape[0] = INT64_C(1) << 60, "fields[1] do not fit in memory");
-    REFUSED(d.worker_count = -2, "worker_count=-2, allowed are -1 to 64");
+    REFUSED(d.worker_count = -2, "worker_count=-2; use -1 to 64");
     REFUSED(d.worker_count = 65, "worker_count=65");
     REFUSED(d.prefetch = -1, "prefetch=-1");
-    REFUSED(d.extra_valid_batches = 65537, "extra_valid_batches=65537, allowed are 0 to 65536");
+    REFUSED(d.extra_valid_batches = 65537, "extra_valid_batches=65537; use 0 to 65536");
     REFUSED(d.timeout_ms = -1, "timeout_ms=-1");
     REFUSED(d.alloc_fn = memory_alloc, "set both alloc_fn and free_fn");
     says(ddp_loader_create(NULL, &good), DDP_ERR_INVALID, "out or desc is NULL");

@@ -398,7 +398,7 @@ static void state_comes_from_the_users_allocator(void **state) {
         assert_int_equal(allocations, 1);
         assert_int_equal(frees, 1);
         refuse = 1;
-        expect_bad(ddp_optimizer_create(&optimizer, group, &d), DDP_ERR_NO_MEMORY, "state_alloc_fn gave no memory");
+        expect_bad(ddp_optimizer_create(&optimizer, group, &d), DDP_ERR_NO_MEMORY, "could not be allocated by state_alloc_fn");
         assert_null(optimizer);
         refuse = 0;
     }
@@ -427,8 +427,8 @@ static ddp_optimizer_kernels device_kernels = {DDP_VERSION, device_update, devic
 /* A device without a table, whose memory the host cannot read, or with the table of another version. */
 static void kernels_of_a_device_are_checked(void **state) {
     static const char *const texts[2] = {
-        "rank 0/1 ddp_optimizer_create group=world: device test has no kernels for ddp_fsdp.h; compile ddp_cuda.cuh where ddp_fsdp.h is beside it",
-        "rank 0/1 ddp_optimizer_create group=world: device test has kernels for version 1 of ddp_fsdp.h, which is version"};
+        "rank 0/1 ddp_optimizer_create group=world: device test has no kernels for ddp_fsdp.h; put ddp_fsdp.h into the folder of ddp_cuda.cuh",
+        "rank 0/1 ddp_optimizer_create group=world: device test has kernels for version 1 of ddp_fsdp.h, but that header has version"};
     static model m;
     ddp_optimizer_kernels other = device_kernels;
     (void)state;
@@ -521,7 +521,7 @@ static void scaled_gradients_are_the_products(void **state) {
                 expect_ok(ddp_optimizer_step(b, 0.1f));
                 assert_memory_equal(m.value, other.value, sizeof m.value);
             }
-            expect_bad(ddp_optimizer_step_scaled(a, 0.1f, 0), DDP_ERR_INVALID, "grad_scale=0; pass a positive number");
+            expect_bad(ddp_optimizer_step_scaled(a, 0.1f, 0), DDP_ERR_INVALID, "grad_scale=0; use a positive number");
             expect_bad(ddp_optimizer_step_scaled(a, 0.1f, NAN), DDP_ERR_INVALID, "grad_scale=");
             expect_bad(ddp_optimizer_step_scaled(a, 0.1f, INFINITY), DDP_ERR_INVALID, "grad_scale=inf");
             assert_memory_equal(m.value, other.value, sizeof m.value);
@@ -561,32 +561,32 @@ static void bad_optimizers_are_told_what_is_wrong(void **state) {
     BAD(DDP_OPTIMIZER_ADAMW, d.eps = (float)INFINITY, "eps=inf");
     BAD(DDP_OPTIMIZER_SGD, d.momentum = (float)NAN, "momentum=");
     BAD(DDP_OPTIMIZER_LARS, d.dampening = -2, "dampening=-2");
-    BAD(DDP_OPTIMIZER_SGD, d.nesterov = 1, "nesterov with momentum=0 and dampening=0; it needs momentum and no dampening");
+    BAD(DDP_OPTIMIZER_SGD, d.nesterov = 1, "nesterov=1 with momentum=0 and dampening=0; use a positive momentum and dampening 0");
     BAD(DDP_OPTIMIZER_SGD, d.nesterov = 1; d.momentum = 0.9f; d.dampening = 0.1f, "nesterov");
     BAD(DDP_OPTIMIZER_LARS, d.trust_coefficient = -1, "trust_coefficient=-1");
     BAD(DDP_OPTIMIZER_ADAMW, d.weight_decay = -1, "weight_decay=-1");
     BAD(DDP_OPTIMIZER_ADAMW, d.params = NULL, "params is NULL");
     BAD(DDP_OPTIMIZER_ADAMW, d.param_count = 0, "param_count=0");
     BAD(DDP_OPTIMIZER_ADAMW, d.state_alloc_fn = count_alloc, "both state_alloc_fn and state_free_fn");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.dtype = DDP_BF16, "params[1] \"bias\" is bf16; only f32 and f64 are updated");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.shape[0] = -1, "params[1] \"bias\": value.ndim=1 or its shape is wrong");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.dtype = DDP_BF16, "params[1] \"bias\": value.dtype is bf16; use f32 or f64");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.shape[0] = -1, "params[1] \"bias\": value.ndim=1 or value.shape is invalid");
     BAD(DDP_OPTIMIZER_ADAMW, m.params[4].value.data = NULL, "params[4] \"gain\": value.data is NULL");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[4].grad.data = NULL, "params[4] \"gain\" has no gradient");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.dtype = DDP_F64, "params[0] \"matrix\" is f32, but its gradient f64");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.shape[0] = 3, "params[0] \"matrix\" has 91 elements, but its gradient 39");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[3].value.shape[0] = m.params[3].grad.shape[0] = 1, "params[3] \"use\" shares its values with params[2], but has another shape");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[4].grad.data = NULL, "params[4] \"gain\": grad.data is NULL");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.dtype = DDP_F64, "params[0] \"matrix\": value is f32, but grad is f64");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.shape[0] = 3, "params[0] \"matrix\": value has 91 elements, but grad has 39");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[3].value.shape[0] = m.params[3].grad.shape[0] = 1, "params[3] \"use\" and params[2] share value.data but differ in shape");
 #undef BAD
     expect_bad(ddp_optimizer_create(NULL, group, &good), DDP_ERR_INVALID, "out is NULL");
     expect_bad(ddp_optimizer_create(&optimizer, NULL, &good), DDP_ERR_INVALID, "group or desc is NULL");
     expect_ok(ddp_optimizer_create(&optimizer, group, &good));
     expect_bad(ddp_optimizer_step(NULL, 0.1f), DDP_ERR_INVALID, "ddp_optimizer_step: optimizer is NULL");
     expect_bad(ddp_optimizer_step(optimizer, (float)NAN), DDP_ERR_INVALID, "ddp_optimizer_step: lr=");
-    expect_bad(ddp_optimizer_step(optimizer, -1), DDP_ERR_INVALID, "lr=-1; pass 0 or more");
+    expect_bad(ddp_optimizer_step(optimizer, -1), DDP_ERR_INVALID, "lr=-1; use 0 or more");
     m.params[1].grad.data = NULL;
-    expect_bad(ddp_optimizer_step(optimizer, 1), DDP_ERR_INVALID, "params[1] \"bias\" has no gradient");
+    expect_bad(ddp_optimizer_step(optimizer, 1), DDP_ERR_INVALID, "params[1] \"bias\": grad.data is NULL");
     assert_int_equal(ddp_optimizer_get_step(optimizer), 0);
-    expect_bad(ddp_optimizer_get_state(optimizer, TENSORS, 0, NULL, &tensor), DDP_ERR_INVALID, "param=6, there are 6 parameters, numbered from 0");
-    expect_bad(ddp_optimizer_get_state(optimizer, 0, 2, NULL, &tensor), DDP_ERR_INVALID, "which=2, there are 2 states");
+    expect_bad(ddp_optimizer_get_state(optimizer, TENSORS, 0, NULL, &tensor), DDP_ERR_INVALID, "param=6 with 6 parameters; use 0 to param_count - 1");
+    expect_bad(ddp_optimizer_get_state(optimizer, 0, 2, NULL, &tensor), DDP_ERR_INVALID, "which=2, but each parameter has 2 states");
     ddp_optimizer_destroy(optimizer);
     ddp_group_destroy(group);
 }
@@ -688,16 +688,16 @@ static void bad_schedules_are_told_what_is_wrong(void **state) {
         expect_bad(DDP_ERR_INVALID, DDP_ERR_INVALID, "ddp_lr_at: " text); \
     } while (0)
     BAD(DDP_LR_LINEAR, d.kind = (ddp_lr_kind)5, "kind=5");
-    BAD(DDP_LR_LINEAR, d.max_lr = 0, "max_lr=0; pass a positive number");
+    BAD(DDP_LR_LINEAR, d.max_lr = 0, "max_lr=0; use a positive number");
     BAD(DDP_LR_CONSTANT, d.max_lr = INFINITY, "max_lr=inf");
-    BAD(DDP_LR_COSINE, d.min_lr = 2, "min_lr=2; pass 0 to max_lr=1");
+    BAD(DDP_LR_COSINE, d.min_lr = 2, "min_lr=2; use 0 to max_lr=1");
     BAD(DDP_LR_COSINE, d.min_lr = NAN, "min_lr=");
     BAD(DDP_LR_CONSTANT, d.warmup_steps = -1, "warmup_steps=-1");
-    BAD(DDP_LR_LINEAR, d.total_steps = 0, "total_steps=0; pass how many steps there are");
+    BAD(DDP_LR_LINEAR, d.total_steps = 0, "total_steps=0; use 1 or more");
     BAD(DDP_LR_LINEAR, d.warmup_steps = 25, "warmup_steps=25 is more than total_steps=24");
-    BAD(DDP_LR_WSD, d.decay_steps = 21, "decay_steps=21; pass 0 to 20, the steps after the warm-up");
+    BAD(DDP_LR_WSD, d.decay_steps = 21, "decay_steps=21; use 0 to 20, the steps after the warmup");
     BAD(DDP_LR_POLYNOMIAL, d.power = -1, "power=-1");
-    BAD(DDP_LR_COSINE, d.batch = 512, "batch=512 and base_batch=0; give both, or neither");
+    BAD(DDP_LR_COSINE, d.batch = 512, "batch=512 and base_batch=0; set both, or neither");
     BAD(DDP_LR_COSINE, (d.batch = -1, d.base_batch = 256), "batch=-1");
 #undef BAD
     assert_true(ddp_lr_at(NULL, 1) == 0);
@@ -850,30 +850,30 @@ static void bad_scalers_are_told_what_is_wrong(void **state) {
     } while (0)
     BAD(desc.init_scale = -1, "init_scale=-1");
     BAD(desc.init_scale = (float)INFINITY, "init_scale=inf");
-    BAD(desc.growth_factor = 1, "growth_factor=1; pass a number above 1");
-    BAD(desc.backoff_factor = 1, "backoff_factor=1; pass a number between 0 and 1");
+    BAD(desc.growth_factor = 1, "growth_factor=1; use a number above 1");
+    BAD(desc.backoff_factor = 1, "backoff_factor=1; use a number between 0 and 1");
     BAD(desc.growth_interval = -1, "growth_interval=-1");
-    BAD(desc.group_count = 5, "group_count=5; pass 0 to 4");
+    BAD(desc.group_count = 5, "group_count=5; use 0 to 4");
     BAD(desc.group_count = 1, "groups[0] is NULL");
 #undef BAD
     expect_bad(ddp_scaler_init(NULL, NULL), DDP_ERR_INVALID, "scaler is NULL");
     expect_ok(ddp_scaler_init(&scaler, NULL));
     assert_true(ddp_scaler_scale(&scaler) == 65536);
-    expect_bad(ddp_scaler_update(&scaler), DDP_ERR_INVALID, "ddp_scaler_update: no gradients have been unscaled");
+    expect_bad(ddp_scaler_update(&scaler), DDP_ERR_INVALID, "ddp_scaler_update: no gradients were unscaled");
     tensor.dtype = DDP_I32;
     tensor.ndim = 1;
     tensor.shape[0] = 2;
     tensor.data = data;
     expect_bad(ddp_scaler_unscale(&scaler, NULL, &tensor, 1), DDP_ERR_INVALID, "scaler or group is NULL");
-    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 1), DDP_ERR_INVALID, "gradient_count=1, and gradients is NULL");
-    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0] is i32; only floats have a scale");
+    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 1), DDP_ERR_INVALID, "gradient_count=1 is negative, or gradients is NULL");
+    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0].dtype is i32; use a floating-point dtype");
     tensor.dtype = DDP_F32;
     tensor.data = NULL;
     expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0].data is NULL");
     tensor.shape[0] = -2;
-    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0]: ndim=1 or its shape is wrong");
+    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0]: ndim=1 or shape is invalid");
     expect_ok(ddp_scaler_unscale(&scaler, group, NULL, 0));
-    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 0), DDP_ERR_INVALID, "once per update");
+    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 0), DDP_ERR_INVALID, "call ddp_scaler_update after each ddp_scaler_unscale");
     expect_ok(ddp_scaler_load(&scaler, &saved));
     assert_true(ddp_scaler_scale(&scaler) == 1024);
     saved.scale = 1e300;

@@ -508,7 +508,7 @@ static void test_save_inside_a_batch_that_a_load_cut(void **state) {
     assert_memory_equal(&at, &again, sizeof at);
     ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_save: the epoch was loaded inside a global batch, of which 10 samples are still out; save after them");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: the sampler was loaded inside a global batch with 10 samples left; save after those samples");
     /* Three batches of 4: the 10 that were left, and 2. */
     for (int k = 1; k < 6; k++) ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);
@@ -758,36 +758,35 @@ static void test_bad_desc(void **state) {
     assert_int_equal(ddp_sampler_init(&s, NULL), DDP_ERR_INVALID);
     assert_string_equal(ddp_last_error(), "ddp_sampler_init: desc is NULL");
     d = good; d.dataset_size = 0;
-    refuse(d, "ddp_sampler_init: dataset_size=0; set it to the number of samples, at least 1");
+    refuse(d, "ddp_sampler_init: dataset_size=0; use 1 or more");
     d = good; d.dataset_size = -5;
-    refuse(d, "ddp_sampler_init: dataset_size=-5; set it to the number of samples, at least 1");
+    refuse(d, "ddp_sampler_init: dataset_size=-5; use 1 or more");
     d = good; d.num_replicas = -1;
-    refuse(d, "ddp_sampler_init: num_replicas=-1 is negative");
+    refuse(d, "ddp_sampler_init: num_replicas=-1; use 1 or more, or 0 for 1");
     d = good; d.rank = 4;
-    refuse(d, "ddp_sampler_init: rank=4, allowed are 0 to 3 with num_replicas=4");
+    refuse(d, "ddp_sampler_init: rank=4; use 0 to 3 with num_replicas=4");
     d = good; d.rank = -1;
-    refuse(d, "ddp_sampler_init: rank=-1, allowed are 0 to 3 with num_replicas=4");
+    refuse(d, "ddp_sampler_init: rank=-1; use 0 to 3 with num_replicas=4");
     d = good; d.num_replicas = 0; d.rank = 1;
-    refuse(d, "ddp_sampler_init: rank=1, allowed are 0 to 0 with num_replicas=1");
+    refuse(d, "ddp_sampler_init: rank=1; use 0 to 0 with num_replicas=1");
     d = good; d.shuffle = (ddp_shuffle)3;
-    refuse(d, "ddp_sampler_init: shuffle=3 is none of the ddp_shuffle values");
+    refuse(d, "ddp_sampler_init: shuffle=3 is not a ddp_shuffle");
     d = good; d.global_batch = -4;
-    refuse(d, "ddp_sampler_init: global_batch=-4 is negative");
+    refuse(d, "ddp_sampler_init: global_batch=-4 is negative; use 0 or more");
     d = good; d.global_batch = 10;
-    refuse(d, "ddp_sampler_init: global_batch=10 is not divisible by num_replicas=4");
+    refuse(d, "ddp_sampler_init: global_batch=10 is not a multiple of num_replicas=4");
     d = good; d.window = -1;
-    refuse(d, "ddp_sampler_init: window=-1 is negative");
+    refuse(d, "ddp_sampler_init: window=-1 is negative; use 0 or more");
     d = good; d.alloc_fn = heap_alloc;
     refuse(d, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
     d = good; d.free_fn = heap_free;
     refuse(d, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
     d = good; d.dataset_size = INT64_MAX; d.shuffle = DDP_SHUFFLE_HASHED;
-    refuse(d, "ddp_sampler_init: dataset_size=9223372036854775807 is too large to pad to whole rounds of 4");
+    refuse(d, "ddp_sampler_init: dataset_size=9223372036854775807 is too large to pad to a multiple of 4");
     d.dataset_size = INT64_MAX - 3;
     assert_int_equal(ddp_sampler_init(&s, &d), DDP_OK);
     d = good; d.dataset_size = INT64_C(1) << 50; d.window = 1 << 14;
-    refuse(d, "ddp_sampler_init: window=16384 samples of a dataset_size=1125899906842624 are too many for the TORCH orders; "
-              "use a smaller window or DDP_SHUFFLE_HASHED");
+    refuse(d, "ddp_sampler_init: window=16384 of dataset_size=1125899906842624 is too large for the TORCH orders; use a smaller window or DDP_SHUFFLE_HASHED");
 }
 
 static void test_bad_calls(void **state) {
@@ -804,18 +803,18 @@ static void test_bad_calls(void **state) {
     assert_int_equal(ddp_sampler_length(NULL), 0);
     assert_int_equal(ddp_sampler_next(NULL, NULL), -1);
     assert_int_equal(ddp_sampler_seek(NULL, 0), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: sampler is NULL or was not initialised");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: sampler is NULL or not initialized; call ddp_sampler_init first");
     assert_int_equal(ddp_sampler_seek(&empty, 0), DDP_ERR_INVALID);
     assert_int_equal(ddp_sampler_seek(&s, 26), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=26, allowed are 0 to 25 on rank 0");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=26; use 0 to 25 on rank 0");
     assert_int_equal(ddp_sampler_seek(&s, -1), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=-1, allowed are 0 to 25 on rank 0");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=-1; use 0 to 25 on rank 0");
     assert_int_equal(ddp_sampler_save(&s, NULL), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_save: sampler or state is NULL, or the sampler was not initialised");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: sampler or state is NULL, or sampler is not initialized; call ddp_sampler_init first");
     assert_int_equal(ddp_sampler_save(NULL, &at), DDP_ERR_INVALID);
     assert_int_equal(ddp_sampler_save(&empty, &at), DDP_ERR_INVALID);
     assert_int_equal(ddp_sampler_load(&s, NULL), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_load: sampler or state is NULL, or the sampler was not initialised");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_load: sampler or state is NULL, or sampler is not initialized; call ddp_sampler_init first");
     ddp_sampler_free(&s);
 }
 
@@ -839,27 +838,27 @@ static void test_bad_states(void **state) {
     for (int k = 0; k < 10; k++) ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &good), DDP_OK);
     at = good; at.dataset_size = 99;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=99, the sampler has 100");
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has dataset_size=99, but sampler has 100; use a sampler with the same desc");
     at = good; at.seed = 6;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of seed=6, the sampler has 5");
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has seed=6, but sampler has 5; use a sampler with the same desc");
     at = good; at.shuffle = DDP_SHUFFLE_HASHED;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of shuffle=2, the sampler has 0");
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has shuffle=2, but sampler has 0; use a sampler with the same desc");
     at = good; at.no_shuffle = 1;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of no_shuffle=1, the sampler has 0");
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has no_shuffle=1, but sampler has 0; use a sampler with the same desc");
     at = good; at.position = 101;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=101 block_offset=2 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=101 block_offset=2 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
     at = good; at.position = -1;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=-1 block_offset=2 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=-1 block_offset=2 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
     at = good; at.position = 100;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=100 block_offset=2 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=100 block_offset=2 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
     at = good; at.block_offset = 8;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=8 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=8 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
     at = good; at.num_replicas = 0;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=0 global_batch=16 is no place in an epoch of 100 samples");
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=0 global_batch=16 is invalid in an epoch of 100 samples");
     at = good; at.global_batch = 0;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=2 global_batch=0 is no place in an epoch of 100 samples");
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=2 global_batch=0 is invalid in an epoch of 100 samples");
     memset(&at, 0, sizeof at);                      /* never saved */
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=0, the sampler has 100");
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has dataset_size=0, but sampler has 100; use a sampler with the same desc");
     assert_int_equal(ddp_sampler_load(&s, &good), DDP_OK);
     ddp_sampler_free(&s);
 }

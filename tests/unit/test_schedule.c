@@ -199,9 +199,9 @@ static void grid(void **state) {
                         continue;
                     }
                     assert_null(s);
-                    nearest = strstr(ddp_last_error(), "the nearest that works is ");
+                    nearest = strstr(ddp_last_error(), ", the nearest") ? strstr(ddp_last_error(), "; use ") : NULL;
                     if (!nearest) refused(result, "chunk_count="); /* names the kinds that allow more */
-                    else ddp_schedule_destroy(made(kinds[k], p, atoi(nearest + 26), v));
+                    else ddp_schedule_destroy(made(kinds[k], p, atoi(nearest + 6), v));
                     illegal++;
                 }
     assert_true(legal > 1000 && illegal > 700);
@@ -210,24 +210,23 @@ static void grid(void **state) {
 static void nearest(void **state) {
     static const struct { ddp_schedule_kind kind; int p, m, v, interval; const char *says; } cases[] = {
         {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 9, 2, 0,
-         "microbatch_count=9, interleaved-1F1B on 4 ranks has 2 rounds (microbatch_count / rank_count, rounded down) and "
-         "takes multiples of that; the nearest that works is 8"},
-        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 11, 2, 0, "the nearest that works is 12"},
-        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 14, 2, 0, "has 3 rounds"},
-        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 14, 2, 0, "the nearest that works is 15"},
-        {DDP_SCHEDULE_INTERLEAVED_1F1B, 8, 1000003, 2, 0, "the nearest that works is 1000000"},
-        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 4, 9, 2, 0, "takes multiples of 4; the nearest that works is 8"},
-        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 4, 1, 2, 0, "the nearest that works is 4"},
-        {DDP_SCHEDULE_DUALPIPE_V, 4, 7, 2, 0, "takes at least 8; the nearest that works is 8"},
-        {DDP_SCHEDULE_PIPEDREAM_2BW, 4, 3, 1, 0, "takes at least 4; the nearest that works is 4"},
-        {DDP_SCHEDULE_PIPEDREAM_2BW, 4, 12, 1, 3, "update_interval=3, PipeDream-2BW takes a divisor of microbatch_count=12 of at least 4; the nearest that works is 4"},
-        {DDP_SCHEDULE_PIPEDREAM, 4, 12, 1, 5, "the nearest that works is 4"},
-        {DDP_SCHEDULE_1F1B, 4, 12, 1, 3, "update_interval=3, 1F1B updates once"},
-        {DDP_SCHEDULE_1F1B, 4, 8, 2, 0, "chunk_count=2, 1F1B has 1; interleaved-1F1B"},
-        {DDP_SCHEDULE_ZB_V, 4, 8, 1, 0, "chunk_count=1, ZB-V has 2"},
+         "microbatch_count=9, but interleaved-1F1B on 4 ranks needs a multiple of 2 (microbatch_count / rank_count, rounded down); use 8, the nearest"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 11, 2, 0, "use 12, the nearest"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 14, 2, 0, "needs a multiple of 3"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 14, 2, 0, "use 15, the nearest"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 8, 1000003, 2, 0, "use 1000000, the nearest"},
+        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 4, 9, 2, 0, "needs a multiple of 4; use 8, the nearest"},
+        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 4, 1, 2, 0, "use 4, the nearest"},
+        {DDP_SCHEDULE_DUALPIPE_V, 4, 7, 2, 0, "needs at least 8; use 8, the nearest"},
+        {DDP_SCHEDULE_PIPEDREAM_2BW, 4, 3, 1, 0, "needs at least 4; use 4, the nearest"},
+        {DDP_SCHEDULE_PIPEDREAM_2BW, 4, 12, 1, 3, "update_interval=3, but PipeDream-2BW needs a divisor of microbatch_count=12 of at least 4; use 4, the nearest"},
+        {DDP_SCHEDULE_PIPEDREAM, 4, 12, 1, 5, "use 4, the nearest"},
+        {DDP_SCHEDULE_1F1B, 4, 12, 1, 3, "update_interval=3, but 1F1B updates once"},
+        {DDP_SCHEDULE_1F1B, 4, 8, 2, 0, "chunk_count=2, but 1F1B has 1; use another count only with interleaved-1F1B"},
+        {DDP_SCHEDULE_ZB_V, 4, 8, 1, 0, "chunk_count=1, but ZB-V has 2"},
         {DDP_SCHEDULE_1F1B, 0, 8, 1, 0, "rank_count=0"},
         {DDP_SCHEDULE_1F1B, 4, 0, 1, 0, "microbatch_count=0"},
-        {DDP_SCHEDULE_1F1B, 70000, 1, 1, 0, "rank_count=70000, allowed are 1 to 65536"},
+        {DDP_SCHEDULE_1F1B, 70000, 1, 1, 0, "rank_count=70000; use 1 to 65536"},
         {DDP_SCHEDULE_NAIVE, 4, 1, -1, 0, "chunk_count=-1"},
         {DDP_SCHEDULE_GPIPE, 60000, 10000000, 1, 0, "are more than"},
         {(ddp_schedule_kind)77, 4, 8, 1, 0, "kind=77"}};
@@ -249,7 +248,7 @@ static void nearest(void **state) {
     desc.alloc_fn = NULL;
     desc.kind = DDP_SCHEDULE_AUTO;
     desc.memory_limit = 0.5;
-    refused(ddp_schedule_create(&s, &desc), "the smallest that works is 1");
+    refused(ddp_schedule_create(&s, &desc), "use at least 1");
     desc.memory_limit = NAN;
     refused(ddp_schedule_create(&s, &desc), "memory_limit=");
     desc.memory_limit = 1;
@@ -519,7 +518,7 @@ static void auto_spans(void **state) {
     ok(ddp_schedule_check(s));
     ddp_schedule_destroy(s);
     for (int stage = 0; stage < 4; stage++) costs[stage].forward = 1e308;
-    refused(ddp_schedule_create(&s, &desc), "the time of 8 micro-batches is not a finite number; give smaller costs");
+    refused(ddp_schedule_create(&s, &desc), "the time of 8 micro-batches is not a finite number; use smaller costs");
 }
 
 /* Seconds of CPU time, which other programs on the machine hardly change. */
@@ -720,33 +719,33 @@ static void checker_says(void **state) {
         {"0F0,0F1,0B0,0B1\n1F0,1B0,1B1", "rank 1 position 2 1B1: its forward 1F1 is missing on this rank"},
         {"0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "rank 0 position 1 0F1: its backward 0B1 is missing on this rank"},
         {"0F0,0F1,0B0,0B1\n1F0,1B0", "rank 1 position 2: the list ends without 1F1"},
-        {"0F0,0F0,0B0", "rank 0 position 1 0F0: 0F0 of that stage and micro-batch is at position 0 already"},
-        {"0F0,0B0,0W0", "rank 0 position 2 0W0: 0B0 of that stage and micro-batch is at position 1 already"},
-        {"0F0,0B0\n0F1,0B1", "rank 1 position 0 0F1: stage 0 is on rank 0 already"},
-        {"0F0,2F0,2B0,0B0", "rank 0 position 1 2F0: there are 3 stages, but stage 1 is on no rank"},
-        {"0F0,0B9", "rank 0 position 1 0B9: 1 stages times 10 micro-batches need more than the 2 actions that there are"},
-        {"1F0,0F0,1B0,0B0", "rank 0 position 0 1F0: it waits for 0F0 at position 1 of rank 0"},
-        {"0F0,2F0,0B0,2B0\n1F0,1B0", "rank 0 position 2 0B0: it waits for 1B0 at position 1 of rank 1, which cannot get past 1B0 at position 1: a circle of 2 ranks"},
+        {"0F0,0F0,0B0", "rank 0 position 1 0F0: 0F0 of the same stage and micro-batch is already at position 0"},
+        {"0F0,0B0,0W0", "rank 0 position 2 0W0: 0B0 of the same stage and micro-batch is already at position 1"},
+        {"0F0,0B0\n0F1,0B1", "rank 1 position 0 0F1: stage 0 is already on rank 0"},
+        {"0F0,2F0,2B0,0B0", "rank 0 position 1 2F0: 3 stages, but stage 1 has no actions"},
+        {"0F0,0B9", "rank 0 position 1 0B9: 1 stages x 10 micro-batches need more than the 2 actions of the schedule"},
+        {"1F0,0F0,1B0,0B0", "rank 0 position 0 1F0: deadlock: it waits for 0F0 at position 1 of rank 0"},
+        {"0F0,2F0,0B0,2B0\n1F0,1B0", "rank 0 position 2 0B0: deadlock: it waits for 1B0 at position 1 of rank 1, which is blocked in 1B0 at position 1: a cycle of 2 ranks"},
         {"0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0", "rank 1 position 2 1B0: its message 1SEND_B0 is missing on this rank"},
         {"0F0,0B0,0RECV_B0,0SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0", "rank 0 position 1 0B0: its message 0RECV_B0 comes later on this rank, at position 2"},
         {"0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "rank 0 position 0 0SEND_F0: its tensor 0F0 comes later on this rank, at position 1"},
         {"0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1\n1RECV_F1,1RECV_F0,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1",
-         "rank 1 position 0 1RECV_F1: messages from rank 0 come in the order sent: 1RECV_F0 is to be received just before"},
+         "rank 1 position 0 1RECV_F1: messages from rank 0 arrive in the order of their sends: 1RECV_F0 must be received just before"},
         {"0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1", NULL},
         {"0F0,0F1,0F2,0F3,0SEND_F0,0SEND_F1,0SEND_F2,0SEND_F3,0RECV_B0,0B0,0RECV_B1,0B1,0RECV_B2,0B2,0RECV_B3,0B3\n"
-         "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F2,1F2,1B2,1SEND_B2,1RECV_F3,1F3,1B3,1SEND_B3", "a circle of 2 ranks, with room for one message between two ranks"},
-        {"0F0,0SEND_F0,1RECV_F0,1F0,1B0,0B0", "rank 0 position 1 0SEND_F0: stage 1 is on this rank too, nothing is sent to it"},
-        {"0F0,0SEND_F0,0B0", "rank 0 position 1 0SEND_F0: stage 0 has no stage to send to"},
-        {"0RECV_F0,0F0,0B0", "rank 0 position 0 0RECV_F0: stage 0 has no stage to receive from"},
-        {"0F0,0UNSHARD,0B0,0RESHARD", "rank 0 position 0 0F0: stage 0 is sharded here; UNSHARD goes before it"},
-        {"0UNSHARD,0UNSHARD,0F0,0B0,0RESHARD", "rank 0 position 1 0UNSHARD: stage 0 is unsharded already"},
+         "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F2,1F2,1B2,1SEND_B2,1RECV_F3,1F3,1B3,1SEND_B3", "a cycle of 2 ranks, with one message in flight between two ranks"},
+        {"0F0,0SEND_F0,1RECV_F0,1F0,1B0,0B0", "rank 0 position 1 0SEND_F0: stage 1 is on the same rank, so nothing is sent to it"},
+        {"0F0,0SEND_F0,0B0", "rank 0 position 1 0SEND_F0: stage 0 has no neighbor to send to"},
+        {"0RECV_F0,0F0,0B0", "rank 0 position 0 0RECV_F0: stage 0 has no neighbor to receive from"},
+        {"0F0,0UNSHARD,0B0,0RESHARD", "rank 0 position 0 0F0: stage 0 is sharded; put its UNSHARD before this action"},
+        {"0UNSHARD,0UNSHARD,0F0,0B0,0RESHARD", "rank 0 position 1 0UNSHARD: stage 0 is already unsharded"},
         {"0UNSHARD,0F0,0B0", "rank 0 position 3: the list ends without 0RESHARD"},
-        {"0F0,0REDUCE_GRAD,0B0", "rank 0 position 1 0REDUCE_GRAD: after 0 of the 1 weight gradients of stage 0"},
-        {"0F0,0B0,0REDUCE_GRAD,0F1,0B1", "rank 0 position 2 0REDUCE_GRAD: after 1 of the 2 weight gradients of stage 0"},
+        {"0F0,0REDUCE_GRAD,0B0", "rank 0 position 1 0REDUCE_GRAD: only 0 of 1 weight gradients of stage 0 come before it"},
+        {"0F0,0B0,0REDUCE_GRAD,0F1,0B1", "rank 0 position 2 0REDUCE_GRAD: only 1 of 2 weight gradients of stage 0 come before it"},
         {"0F0,1F0,1B0,0B0,0REDUCE_GRAD", "rank 0 position 5: the list ends without 1REDUCE_GRAD"},
-        {"(0F1;0F0)OVERLAP_F_B,0B0,0B1", "rank 0 position 0 0F1: it overlaps with 0F0; a forward and a backward can"},
-        {"(0F0;0B0)OVERLAP_F_B", "rank 0 position 0 0F0: it overlaps with 0B0, one of which needs the other"},
-        {"0UNSHARD", "there is no computation in any list"}};
+        {"(0F1;0F0)OVERLAP_F_B,0B0,0B1", "rank 0 position 0 0F1: it overlaps with 0F0; only a forward and a backward can overlap"},
+        {"(0F0;0B0)OVERLAP_F_B", "rank 0 position 0 0F0: it overlaps with 0B0, but one of them needs the other"},
+        {"0UNSHARD", "the lists have no computation (F, I, W or B)"}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         ddp_schedule_report report = DDP_ZERO;
@@ -774,18 +773,18 @@ static void csv(void **state) {
         "\n"
         "(3F7;4B12)OVERLAP_F_B,(3I1;4F9)OVERLAP_F_B\n";
     static const struct { const char *csv, *says; } cases[] = {
-        {"", "there is no text"}, {" \n\n", "there is no text"}, {"0F0,0X0", "line 1 cell 2 \"0X0\": there is no such action"},
-        {"0F0\nF0", "line 2 cell 1 \"F0\": an action starts with its stage"}, {"0F", "line 1 cell 1 \"0F\": after the action stands its micro-batch"},
-        {"0UNSHARD0", "this action takes no micro-batch"}, {"0F0 0F1", "something follows the action"}, {"65536F0", "stage, 0 to 65535"},
-        {"0F16777216", "micro-batch, 0 to 16777215"}, {"0F99999999999999999999", "micro-batch, 0 to 16777215"}, {"00F0", "an action starts with its stage"},
-        {"0F01", "after the action stands its micro-batch"}, {"-1F0", "an action starts with its stage"}, {"0BW0", "BW is an older spelling"},
-        {"(0F0;1B0)", "a pair reads (0F7;7B3)OVERLAP_F_B"}, {"(0F0)OVERLAP_F_B", "a pair reads"}, {"(0F0;1B0)OVERLAP_F_BB", "something follows"},
-        {"0f0", "there is no such action"}, {"0F0;", "something follows"}, {"0F0\t\x01", "\"0F0\t?\""},
-        {"\xef\xbb\xbf", "there is no text"}, {"\xef\xbb\xbf\n", "there is no text"}, {"\"\"\n\" \" \n", "there is no text"}, {"\xef\xbb", "line 1 cell 1"},
-        {"0F0\n\xef\xbb\xbf""0B0", "line 2 cell 1"}, {"\"0F0", "line 1 cell 1 \"\"0F0\": the quote does not end in this cell"},
-        {"\"0F0,0B0\"", "line 1 cell 1 \"\"0F0\": the quote does not end in this cell"}, {"\"", "the quote does not end"},
-        {"\"0F0\"x", "the quote does not end"}, {"\"\"0F0\"\"", "an action starts with its stage"},
-        {"0F0,\"0X0\"", "line 1 cell 2 \"0X0\": there is no such action"}};
+        {"", "csv is empty"}, {" \n\n", "csv is empty"}, {"0F0,0X0", "line 1 cell 2 \"0X0\": unknown action"},
+        {"0F0\nF0", "line 2 cell 1 \"F0\": an action must start with its stage"}, {"0F", "line 1 cell 1 \"0F\": an action must end with its micro-batch"},
+        {"0UNSHARD0", "this action has no micro-batch"}, {"0F0 0F1", "unexpected text after the action"}, {"65536F0", "stage, 0 to 65535"},
+        {"0F16777216", "micro-batch, 0 to 16777215"}, {"0F99999999999999999999", "micro-batch, 0 to 16777215"}, {"00F0", "an action must start with its stage"},
+        {"0F01", "an action must end with its micro-batch"}, {"-1F0", "an action must start with its stage"}, {"0BW0", "BW is an old name"},
+        {"(0F0;1B0)", "invalid overlapping pair; use the form (0F7;7B3)OVERLAP_F_B"}, {"(0F0)OVERLAP_F_B", "invalid overlapping pair"}, {"(0F0;1B0)OVERLAP_F_BB", "unexpected text after"},
+        {"0f0", "unknown action"}, {"0F0;", "unexpected text after"}, {"0F0\t\x01", "\"0F0\t?\""},
+        {"\xef\xbb\xbf", "csv is empty"}, {"\xef\xbb\xbf\n", "csv is empty"}, {"\"\"\n\" \" \n", "csv is empty"}, {"\xef\xbb", "line 1 cell 1"},
+        {"0F0\n\xef\xbb\xbf""0B0", "line 2 cell 1"}, {"\"0F0", "line 1 cell 1 \"\"0F0\": the quotation mark is not closed in this cell"},
+        {"\"0F0,0B0\"", "line 1 cell 1 \"\"0F0\": the quotation mark is not closed in this cell"}, {"\"", "the quotation mark is not closed"},
+        {"\"0F0\"x", "the quotation mark is not closed"}, {"\"\"0F0\"\"", "an action must start with its stage"},
+        {"0F0,\"0X0\"", "line 1 cell 2 \"0X0\": unknown action"}};
     ddp_schedule *s;
     char *text;
     int count;
@@ -824,7 +823,7 @@ static void csv(void **state) {
     free(text);
     ddp_schedule_destroy(s);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        if (strchr(cases[i].csv, 1)) refused(ddp_schedule_parse(&s, cases[i].csv), "something follows");
+        if (strchr(cases[i].csv, 1)) refused(ddp_schedule_parse(&s, cases[i].csv), "unexpected text after");
         else refused(ddp_schedule_parse(&s, cases[i].csv), cases[i].says);
         assert_null(s);
     }
@@ -847,8 +846,8 @@ static void pytorch_lists(void **state) {
     text = written(s, DDP_SCHEDULE_CSV);
     assert_string_equal(text, comms);
     free(text);
-    refused(ddp_schedule_lower(&to, s, 0), "the schedule has SEND and RECV already; leave that part out");
-    refused(ddp_schedule_lower(&to, s, DDP_LOWER_MERGE), "merging comes before them");
+    refused(ddp_schedule_lower(&to, s, 0), "the schedule already has SEND and RECV; leave that part out");
+    refused(ddp_schedule_lower(&to, s, DDP_LOWER_MERGE), "merge before they are added");
     refused(ddp_schedule_lower(&to, s, 16), "parts=0x10");
     refused(ddp_schedule_lower(NULL, s, 0), "out is NULL");
     ok(ddp_schedule_lower(&to, s, DDP_LOWER_SHARD | DDP_LOWER_REDUCE));
@@ -868,8 +867,8 @@ static void lowering(void **state) {
     assert_string_equal(text, "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\n"
                               "1UNSHARD,1RECV_F0,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1I1,1SEND_B1,1W0,1W1,1REDUCE_GRAD,1RESHARD\n");
     free(text);
-    refused(ddp_schedule_lower(&more, to, DDP_LOWER_SHARD), "UNSHARD and RESHARD already");
-    refused(ddp_schedule_lower(&more, to, DDP_LOWER_REDUCE), "REDUCE_GRAD already");
+    refused(ddp_schedule_lower(&more, to, DDP_LOWER_SHARD), "already has UNSHARD and RESHARD");
+    refused(ddp_schedule_lower(&more, to, DDP_LOWER_REDUCE), "already has REDUCE_GRAD");
     ddp_schedule_destroy(to);
     ddp_schedule_destroy(s);
     desc.kind = DDP_SCHEDULE_PIPEDREAM, desc.rank_count = 2, desc.microbatch_count = 4, desc.update_interval = 2;
@@ -913,7 +912,7 @@ static void pictures(void **state) {
                               "rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---\n"
                               "makespan 18.000, bubble 0.3333, 3 in flight\n");
     free(text);
-    refused(ddp_schedule_write(s, DDP_SCHEDULE_TEXT, small, &size), "room for 16 bytes, the text takes ");
+    refused(ddp_schedule_write(s, DDP_SCHEDULE_TEXT, small, &size), "*size_bytes=16 is too small; the text needs ");
     assert_true(size > 16 && strcmp(small, "untouched") == 0);
     refused(ddp_schedule_write(s, (ddp_schedule_format)9, small, &size), "format=9");
     refused(ddp_schedule_write(s, DDP_SCHEDULE_CSV, small, NULL), "size_bytes is NULL");
@@ -1100,7 +1099,7 @@ static void names(void **state) {
     }
     ok(ddp_schedule_kind_find("INTERLEAVED_1f1b", &kind));
     assert_int_equal(kind, DDP_SCHEDULE_INTERLEAVED_1F1B);
-    refused(ddp_schedule_kind_find("zb", &kind), "no schedule is called \"zb\"; there are 1F1B, naive");
+    refused(ddp_schedule_kind_find("zb", &kind), "name \"zb\" is not a schedule; use 1F1B, naive");
     refused(ddp_schedule_kind_find(NULL, &kind), "name or kind is NULL");
     assert_string_equal(ddp_schedule_kind_name(DDP_SCHEDULE_KIND_COUNT), "unknown ddp_schedule_kind");
     for (int k = 0; k < KINDS; k++) /* the sentence has all of them */
@@ -1239,10 +1238,10 @@ static void profile(void **state) {
     memset(&r, 0, sizeof r);
     ok(ddp_pipeline_profile(&desc, cost));
     assert_int_equal(r.count[2][2], 5);
-    refused(ddp_pipeline_profile(&desc, NULL), "desc, its run or cost is NULL");
+    refused(ddp_pipeline_profile(&desc, NULL), "desc, desc->run or cost is NULL");
     desc.run = NULL;
-    refused(ddp_pipeline_profile(&desc, cost), "desc, its run or cost is NULL");
-    refused(ddp_pipeline_profile(NULL, cost), "desc, its run or cost is NULL");
+    refused(ddp_pipeline_profile(&desc, cost), "desc, desc->run or cost is NULL");
+    refused(ddp_pipeline_profile(NULL, cost), "desc, desc->run or cost is NULL");
 }
 
 int main(void) {

@@ -180,13 +180,13 @@ static void create(void **state) {
     ok(ddp_tensor_create(near_group, &t, DDP_U8, 8, big));
     ddp_tensor_free(near_group, &t);
     REFUSED(ddp_tensor_create(NULL, NULL, DDP_F32, 0, NULL), "ddp_tensor_create: out is NULL");
-    REFUSED(ddp_tensor_create(near_group, &t, DDP_DTYPE_DEFAULT, 1, big), "rank 0/1 ddp_tensor_create group=near: out: dtype=0 is not");
+    REFUSED(ddp_tensor_create(near_group, &t, DDP_DTYPE_DEFAULT, 1, big), "rank 0/1 ddp_tensor_create group=near: out: dtype=0 is invalid");
     REFUSED(ddp_tensor_create(NULL, &t, (ddp_dtype)77, 1, big), "dtype=77");
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, -1, big), "ndim=-1; use 0 to 8");
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, 9, big), "ndim=9");
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, 2, NULL), "shape is NULL");
     big[3] = -2;
-    REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, 4, big), "shape[3]=-2 is negative");
+    REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, 4, big), "shape[3]=-2; use 0 or more");
     big[3] = INT64_MAX, big[4] = 3;
     REFUSED(ddp_tensor_create(NULL, &t, DDP_U8, 5, big), "(1, 1, 1, 9223372036854775807, 3) of u8 does not fit in memory");
     big[4] = 1;
@@ -211,11 +211,11 @@ static void views(void **state) {
     assert_true(v.ndim == 2 && v.shape[0] == 6 && v.shape[1] == 4 && v.shape[2] == 0);
     ok(ddp_tensor_view(&empty, 1, flat + 0, &v));
     assert_int_equal(v.shape[0], 0);
-    REFUSED(ddp_tensor_view(&t, 2, uneven, &v), "in is (2, 3, 4), whose 24 elements do not make (5, -1)");
-    REFUSED(ddp_tensor_view(&t, 2, both, &v), "shape[0] and shape[1] are both -1");
-    REFUSED(ddp_tensor_view(&t, 2, negative, &v), "do not make (-2, 12)");
-    REFUSED(ddp_tensor_view(&empty, 2, none, &v), "do not make (-1, 0)");
-    REFUSED(ddp_tensor_view(&t, 0, NULL, &v), "do not make ()");
+    REFUSED(ddp_tensor_view(&t, 2, uneven, &v), "in is (2, 3, 4), and its 24 elements do not fill (5, -1)");
+    REFUSED(ddp_tensor_view(&t, 2, both, &v), "shape[0] and shape[1] are both -1; use -1 once");
+    REFUSED(ddp_tensor_view(&t, 2, negative, &v), "do not fill (-2, 12)");
+    REFUSED(ddp_tensor_view(&empty, 2, none, &v), "do not fill (-1, 0)");
+    REFUSED(ddp_tensor_view(&t, 0, NULL, &v), "do not fill ()");
     REFUSED(ddp_tensor_view(&t, 1, NULL, &v), "shape is NULL");
     REFUSED(ddp_tensor_view(&t, 9, six, &v), "ndim=9");
     REFUSED(ddp_tensor_view(NULL, 1, flat, &v), "in is NULL");
@@ -227,10 +227,10 @@ static void views(void **state) {
     assert_true(v.data == data + 16 && v.shape[1] == 2 && v.shape[2] == 4);
     ok(ddp_tensor_slice(&t, 0, 2, 2, &v));
     assert_int_equal(ddp_tensor_count(&v), 0);
-    REFUSED(ddp_tensor_slice(&t, 1, 0, 1, &v), "in is (2, 3, 4): entries of dimension 1 do not lie together, as shape[0] is not 1; use ddp_tensor_copy_box");
-    REFUSED(ddp_tensor_slice(&t, 3, 0, 1, &v), "dim=3, but in is (2, 3, 4)");
+    REFUSED(ddp_tensor_slice(&t, 1, 0, 1, &v), "in is (2, 3, 4): a slice of dimension 1 is not contiguous, since shape[0] is not 1; use ddp_tensor_copy_box");
+    REFUSED(ddp_tensor_slice(&t, 3, 0, 1, &v), "dim=3 is not a dimension of in, which is (2, 3, 4)");
     REFUSED(ddp_tensor_slice(&t, -1, 0, 1, &v), "dim=-1");
-    REFUSED(ddp_tensor_slice(&t, 0, 1, 3, &v), "entries [1, 3) of dimension 0, but in is (2, 3, 4)");
+    REFUSED(ddp_tensor_slice(&t, 0, 1, 3, &v), "entries [1, 3) are outside dimension 0 of in, which is (2, 3, 4)");
     REFUSED(ddp_tensor_slice(&t, 0, 2, 1, &v), "entries [2, 1)");
     REFUSED(ddp_tensor_slice(&t, 0, -1, 1, &v), "entries [-1, 1)");
     REFUSED(ddp_tensor_slice(NULL, 0, 0, 1, &v), "in is NULL");
@@ -253,7 +253,7 @@ static void copies(void **state) {
                 in = with_data(groups[g], (ddp_dtype)from, 2, eight, start);
                 out.dtype = (ddp_dtype)to;
                 if (type != (ddp_dtype)from && (from >= DDP_I8 || type >= DDP_I8)) {
-                    REFUSED(ddp_tensor_copy(groups[g], &in, &out), "only floats become floats of another dtype");
+                    REFUSED(ddp_tensor_copy(groups[g], &in, &out), "only between floating-point dtypes");
                     assert_null(out.data);
                 } else {
                     ddp_device_cpu()->cast(want, type, start, (ddp_dtype)from, 8);
@@ -279,7 +279,7 @@ static void copies(void **state) {
         same.shape[0] = 3;
         REFUSED(ddp_tensor_copy(NULL, &same, &shifted), "in and out overlap");
         shorter.shape[0] = 3;
-        REFUSED(ddp_tensor_copy(NULL, &in, &shorter), "out is (3), but what goes there is (4)");
+        REFUSED(ddp_tensor_copy(NULL, &in, &shorter), "out is (3), but the result is (4)");
         shorter.shape[0] = 4, shorter.data = d;
         REFUSED(ddp_tensor_copy(NULL, &in, &shorter), "in and out overlap"); /* another size of elements */
         REFUSED(ddp_tensor_copy(NULL, NULL, &out), "in is NULL");
@@ -333,18 +333,18 @@ static void boxes(void **state) {
         ddp_tensor flat = tensor_of(other, DDP_F32, 1, 12, 0, 0, 0), f64 = tensor_of(other, DDP_F64, 2, 2, 3, 0, 0);
         int64_t extent[2] = {2, 3}, at[2] = {2, 0}, negative[2] = {-1, 0}, huge[2] = {INT64_MAX, 0};
         ok(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent));
-        REFUSED(ddp_tensor_copy_box(NULL, &in, at, &out, NULL, extent), "the box of (2, 3) at (2, 0) is not inside of in, which is (3, 4)");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, at + 0, huge), "the box of (9223372036854775807, 0) at (0, 0) is not inside of in");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, at, &out, NULL, extent), "the box of (2, 3) at offset (2, 0) is outside in, which is (3, 4)");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, at + 0, huge), "the box of (9223372036854775807, 0) at offset (0, 0) is outside in");
         extent[1] = 4;
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent), "the box of (2, 4) at (0, 0) is not inside of out, which is (4, 3)");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent), "the box of (2, 4) at offset (0, 0) is outside out, which is (4, 3)");
         extent[1] = -1;
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent), "the box of (2, -1)");
         extent[1] = 3;
-        REFUSED(ddp_tensor_copy_box(NULL, &in, negative, &out, NULL, extent), "at (-1, 0)");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, huge, &out, NULL, extent), "at (9223372036854775807, 0)");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, negative, &out, NULL, extent), "at offset (-1, 0)");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, huge, &out, NULL, extent), "at offset (9223372036854775807, 0)");
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, NULL), "extent is NULL");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &flat, NULL, extent), "in is (3, 4), but out is (12): not as many dimensions");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &f64, NULL, extent), "in is f32, but out is f64");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &flat, NULL, extent), "in is (3, 4), but out is (12); give both the same number of dimensions");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &f64, NULL, extent), "in is f32, but out is f64; give both the same dtype");
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &in, NULL, extent), "in and out overlap");
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, NULL, NULL, extent), "out is NULL");
         out.data = NULL;
@@ -380,15 +380,15 @@ static void transposes(void **state) {
         float data[12], other[12];
         ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0), out = in;
         int twice[2] = {1, 1}, beyond[2] = {0, 2}, swap[2] = {1, 0};
-        REFUSED(ddp_tensor_transpose(NULL, &in, twice, &out), "order[1]=1; each dimension from 0 to 1 comes once");
+        REFUSED(ddp_tensor_transpose(NULL, &in, twice, &out), "order[1]=1; use each dimension from 0 to 1 once");
         REFUSED(ddp_tensor_transpose(NULL, &in, beyond, &out), "order[1]=2");
         REFUSED(ddp_tensor_transpose(NULL, &in, NULL, &out), "order is NULL");
         REFUSED(ddp_tensor_transpose(NULL, &in, swap, NULL), "out is NULL");
-        REFUSED(ddp_tensor_transpose(NULL, &in, swap, &out), "out is (3, 4), but what goes there is (4, 3)");
+        REFUSED(ddp_tensor_transpose(NULL, &in, swap, &out), "out is (3, 4), but the result is (4, 3)");
         out = tensor_of(data, DDP_F32, 2, 4, 3, 0, 0);
         REFUSED(ddp_tensor_transpose(NULL, &in, swap, &out), "in and out overlap");
         out = tensor_of(other, DDP_I32, 2, 4, 3, 0, 0);
-        REFUSED(ddp_tensor_transpose(NULL, &in, swap, &out), "out is i32, but what goes there is f32");
+        REFUSED(ddp_tensor_transpose(NULL, &in, swap, &out), "out is i32, but the result is f32");
     }
 }
 
@@ -460,7 +460,7 @@ static void printed(ddp_group *group, const ddp_tensor *t, ddp_placement placeme
     assert_string_equal(text, want);
     assert_true(room == need && need == strlen(want) + 1);
     room = need - 1;
-    REFUSED(ddp_tensor_print(group, t, placement, text, &room), "text has room for");
+    REFUSED(ddp_tensor_print(group, t, placement, text, &room), "is too small");
     assert_int_equal(room, need);
 }
 
@@ -501,8 +501,8 @@ static void text(void **state) {
         free(n);
     }
     t = tensor_of(small, DDP_I8, 1, 4, 0, 0, 0);
-    REFUSED(ddp_tensor_print(NULL, &t, DDP_SHARD(1), NULL, &room), "SHARD(1) of a tensor that is (4)");
-    REFUSED(ddp_tensor_print(NULL, &t, (ddp_placement)-2, NULL, &room), "no placement (-2) of a tensor that is (4)");
+    REFUSED(ddp_tensor_print(NULL, &t, DDP_SHARD(1), NULL, &room), "SHARD(1) is invalid for a tensor of shape (4)");
+    REFUSED(ddp_tensor_print(NULL, &t, (ddp_placement)-2, NULL, &room), "unknown placement (-2) is invalid for a tensor of shape (4)");
     REFUSED(ddp_tensor_print(NULL, &t, 0, NULL, NULL), "size_bytes is NULL");
     REFUSED(ddp_tensor_print(NULL, NULL, 0, NULL, &room), "tensor is NULL");
 }
@@ -677,7 +677,7 @@ static void npy_damaged(void **state) {
     REFUSED(npy_save(NULL, &kept, NULL), "path is NULL");
     REFUSED(npy_save(NULL, NULL, path), "tensor is NULL");
     kept.dtype = (ddp_dtype)77;
-    REFUSED(npy_save(NULL, &kept, path), "dtype=77 is not a ddp_dtype of elements");
+    REFUSED(npy_save(NULL, &kept, path), "dtype=77 is invalid; use DDP_F32 to DDP_U64");
     kept = tensor_of(data, DDP_F32, 9, 12, 1, 1, 1);
     REFUSED(npy_save(NULL, &kept, path), "ndim=9 and shape are invalid");
     kept = tensor_of(data, DDP_F32, 1, -12, 0, 0, 0);
@@ -733,7 +733,7 @@ static void placements(void **state) {
     assert_string_equal(ddp_placement_name(DDP_PARTIAL), "PARTIAL");
     assert_string_equal(ddp_placement_name(DDP_SHARD(0)), "SHARD(0)");
     assert_string_equal(first, "SHARD(3)");
-    assert_string_equal(ddp_placement_name((ddp_placement)INT32_MIN), "no placement (-2147483648)");
+    assert_string_equal(ddp_placement_name((ddp_placement)INT32_MIN), "unknown placement (-2147483648)");
     for (int w = 1; w <= 9; w++)
         for (int64_t n = 0; n <= 20; n++) { /* successive pieces of ceil(n / w) */
             int64_t each = (n + w - 1) / w, next = 0;
@@ -749,13 +749,13 @@ static void placements(void **state) {
         }
     ok(ddp_placement_shard_box(DDP_SHARD(0), 1, far_away, 2, 3, &box));
     assert_true(box.offset[0] + box.shape[0] == INT64_MAX / 4);
-    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 1, wrong, 0, 1, &box), "shape[0]=-1 is negative");
-    REFUSED(ddp_placement_shard_box(DDP_SHARD(2), 2, shape, 0, 1, &box), "SHARD(2) of a tensor that is (20, 3)");
-    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 0, NULL, 0, 1, &box), "SHARD(0) of a tensor that is ()");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 1, wrong, 0, 1, &box), "shape[0]=-1; use 0 or more");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(2), 2, shape, 0, 1, &box), "SHARD(2) is invalid for a tensor of shape (20, 3)");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 0, NULL, 0, 1, &box), "SHARD(0) is invalid for a tensor of shape ()");
     REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 9, shape, 0, 1, &box), "ndim=9");
     REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, NULL, 0, 1, &box), "global_shape is NULL");
-    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 3, 3, &box), "rank=3 of world_size=3");
-    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 0, 0, &box), "rank=0 of world_size=0");
+    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 3, 3, &box), "rank=3 with world_size=3");
+    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 0, 0, &box), "rank=0 with world_size=0");
     REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 0, 1, NULL), "box is NULL");
 }
 
@@ -801,27 +801,27 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
         out.ndim = -1;
         REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "out: ndim=-1");
         out.ndim = 2;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is (3, 4) and out is (3, 5), both as REPLICATE");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is (3, 4) and out is (3, 5), both with placement REPLICATE; give both the same shape");
         REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_PARTIAL, DDP_REPLICATE, &out), "out is (3, 5), but REPLICATE of (3, 4) on rank 0 of 1 is (3, 4)");
         REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(1), DDP_REPLICATE, &out), "in is (3, 4), but SHARD(1) of (3, 5) on rank 0 of 1 is (3, 5)");
-        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(2), 0, &out), "SHARD(2) of a tensor that is (3, 4)");
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, (ddp_placement)-7, &out), "no placement (-7) of a tensor that is (3, 4)");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(2), 0, &out), "SHARD(2) is invalid for a tensor of shape (3, 4)");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, (ddp_placement)-7, &out), "unknown placement (-7) is invalid for a tensor of shape (3, 4)");
         out.dtype = DDP_I32;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is f32, but out is i32");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is f32, but out is i32; give both the same dtype");
         out.dtype = DDP_F32, out.ndim = 1;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is (3, 4), but out is (3): not as many dimensions");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is (3, 4), but out is (3); give both the same number of dimensions");
         half.data = data + 1;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &half), "in and out overlap, and REPLICATE to REPLICATE is not done in place");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &half), "in and out overlap, but REPLICATE to REPLICATE has no in-place form; use separate memory");
         in.data = NULL;
         REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &half), "in: data is NULL");
         REFUSED(ddp_tensor_redistribute_plan(near_group, &in, 0, 0, &half, NULL), "plan is NULL");
         ok(ddp_tensor_redistribute_plan(near_group, &in, 0, 0, &half, &plan));
         REFUSED(ddp_tensor_shard(near_group, &in, 0, &none), "whole: data is NULL");
         in.data = data;
-        REFUSED(ddp_tensor_shard(near_group, &in, DDP_SHARD(2), &none), "SHARD(2) of a tensor that is (3, 4)");
+        REFUSED(ddp_tensor_shard(near_group, &in, DDP_SHARD(2), &none), "SHARD(2) is invalid for a tensor of shape (3, 4)");
         REFUSED(ddp_tensor_shard(near_group, &in, 0, NULL), "out is NULL");
         REFUSED(ddp_tensor_shard(near_group, &in, 0, &half), "whole and out overlap");
-        REFUSED(ddp_tensor_distribute(near_group, &in, 1, 0, &none), "root=1; ranks are 0 to 0");
+        REFUSED(ddp_tensor_distribute(near_group, &in, 1, 0, &none), "root=1; use ranks 0 to 0");
         REFUSED(ddp_tensor_distribute(near_group, NULL, 0, 0, &none), "whole is NULL");
         REFUSED(ddp_tensor_distribute(near_group, &in, 0, 0, NULL), "out is NULL");
         REFUSED(ddp_tensor_distribute(NULL, &in, 0, 0, &none), "group is NULL");
@@ -865,20 +865,20 @@ static void layouts(void **state) { /* layouts without axes, and invalid ones */
     REFUSED(ddp_tensor_redistribute_mesh(&in, NULL, &a, &out, NULL), "from is NULL");
     REFUSED(ddp_tensor_redistribute_mesh(&in, &a, NULL, &out, NULL), "to is NULL");
     b = a, b.shape[1] = 5;
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from is of (3, 4), but to is of (3, 5)");
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &b, &b, &out, NULL), "in is (3, 4), but this rank's part of (3, 5) in layout `from` is (3, 5)");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from->shape is (3, 4), but to->shape is (3, 5); give both the same");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &b, &b, &out, NULL), "in is (3, 4), but the part of this rank of (3, 5) in layout from is (3, 5)");
     b = a, b.axis_count = 9;
     REFUSED(ddp_tensor_layout_box(&b, &box), "axis_count=9; use 0 to 8");
     b.axis_count = 2, b.axes[0] = near_group;
     REFUSED(ddp_tensor_layout_box(&b, &box), "axes[1] is NULL");
     b.axes[1] = near_group;
-    REFUSED(ddp_tensor_layout_box(&b, &box), "axes[0] and axes[1] are both near");
+    REFUSED(ddp_tensor_layout_box(&b, &box), "axes[0] and axes[1] are both group near");
     b.axis_count = 1, b.placement[0] = DDP_SHARD(2);
-    REFUSED(ddp_tensor_layout_box(&b, &box), "SHARD(2) of a tensor that is (3, 4)");
+    REFUSED(ddp_tensor_layout_box(&b, &box), "SHARD(2) is invalid for a tensor of shape (3, 4)");
     b.placement[0] = DDP_SHARD(1);
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from has 0 axes, but to has 1");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from->axis_count=0, but to->axis_count=1; give both the same");
     a = b, a.axes[0] = far_group;
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "axes[0] is group far in from, but near in to");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "axes[0] is group far in from, but group near in to; give both the same");
     a.ndim = -1;
     REFUSED(ddp_tensor_layout_box(&a, &box), "ndim=-1");
 }
@@ -933,8 +933,8 @@ static void without_memory(void **state) {
    version. */
 static void kernels_of_a_device_are_checked(void **state) {
     static const char *const texts[2] = {
-        "ddp_tp_create group=odd: device odd has no kernels for ddp_tensor.h; compile ddp_cuda.cuh where ddp_tensor.h is beside it",
-        "ddp_tp_create group=odd: device odd has kernels for version 1 of ddp_tensor.h, which is version"};
+        "ddp_tp_create group=odd: device odd has no kernels for ddp_tensor.h; put ddp_tensor.h into the folder of ddp_cuda.cuh",
+        "ddp_tp_create group=odd: device odd has kernels for version 1 of ddp_tensor.h, but that header has version"};
     static ddp_layer_kernels other[2];
     (void)state;
     other[0].version = 1;
