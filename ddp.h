@@ -167,7 +167,7 @@ typedef enum ddp_dtype {
    MAX of floats return NaN when an input is NaN. */
 typedef enum ddp_op { DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD } ddp_op;
 
-/* The order in which SUM and AVG add. TREE gives the same bits on every backend; see CONCEPTS above. */
+/* The order in which SUM and AVG add. TREE gives the same bits on every backend; see CONCEPTS. */
 typedef enum ddp_order {
     DDP_ORDER_DEFAULT = 0, /* TREE on CPU backends, ANY on NCCL */
     DDP_ORDER_TREE,
@@ -549,9 +549,10 @@ DDPDEF ddp_result ddp_barrier(ddp_group *group); /* returns when every rank has 
 
 /* --- point to point ---
    Matched by (peer, tag) in the order issued, independent of collectives. peer is another rank; tag >= 0.
-   Blocking, buffers and errors as above. A small blocking send may return before the receive is posted; do
-   not rely on it. A receive with another count or dtype is DDP_ERR_MISMATCH on both sides. Up to 16 messages
-   from one rank to another are in flight at once; later ones wait for these, whatever their tags. */
+   Blocking, buffers and errors: as for collectives. A small blocking send may return before the receive is
+   posted; do not rely on it. A receive with another count or dtype is DDP_ERR_MISMATCH on both sides. Up to
+   16 messages from one rank to another are in flight at once; later ones wait for these, whatever their tags.
+   */
 
 /* Sends count elements to peer. */
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer,
@@ -625,10 +626,10 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the
    norm before scaling. Call it after ddp_reducer_wait. Not collective: every rank computes the same from
-   equal gradients. Squares add per row (dim 0) in a fixed order and rows add exactly, so sharding cannot
-   change the result. A tied parameter counts once, as the sum. A norm that is not finite scales nothing.
-   Errors: DDP_ERR_INVALID when max_norm is not positive, when ddp_reducer_wait has not followed the last
-   ready, or when no_sync is on. */
+   equal gradients. Blocks until the device has computed the norm. Squares add per row (dim 0) in a fixed
+   order and rows add exactly, so sharding cannot change the result. A tied parameter counts once, as the sum.
+   A norm that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is not positive, when
+   ddp_reducer_wait has not followed the last ready, or when no_sync is on. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
 /* find_unused: 1 when no rank used the parameter in the last step, else 0. */
@@ -1024,8 +1025,9 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
       (ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype))
 // clang-format on
 
-/* NULL if every function has completed when it returns, as on the CPU. Otherwise the functions above run on
-   the stream that the calling thread uses, and copy has completed on return if either side is host memory. */
+/* NULL if every function has completed when it returns, as on the CPU. Otherwise the functions of a device
+   run on the stream that the calling thread uses, and copy has completed on return if either side is host
+   memory. */
 // clang-format off
 #define DDP_DEVICE_STREAMS(X)                                                                                \
     /* creates the device's state of a group; parent: of a split, or NULL */                                 \
@@ -1308,9 +1310,9 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what);
 
-/* The same over several groups that have this rank in common, such as the axes of a mesh, or a shard group
-   and its replicas. Each group receives the outcome of the ones before it, with its error line. So all ranks
-   of a mesh return the same result, and an error line that came from another group names that group.
+/* Like ddp_agree, over several groups that have this rank in common, such as the axes of a mesh, or a shard
+   group and its replicas. Each group receives the outcome of the ones before it, with its error line. So all
+   ranks of a mesh return the same result, and an error line that came from another group names that group.
    Skips NULL and groups of one rank. groups[0] is not NULL. Every rank passes the same number of groups in
    the same order. After a failure of one group it still agrees over the remaining ones, so that their ranks
    do not wait. */
@@ -1322,17 +1324,17 @@ DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const ch
 /* Writes entry `index` of a list as text, at most DDP_AGREE_TEXT bytes, and returns its hash. */
 typedef uint64_t (*ddp_describe_fn)(const void *list, int index, char *text);
 
-/* The same for a list that must be equal on all ranks. describe writes entry `index` as text and returns its
-   hash. After a mismatch the ranks compare the entries one after the other. The error line describes the
-   first one that differs, and *differs, which may be NULL, is its number. An early entry contains the count.
-   `mine` other than DDP_OK: the list is not read. */
+/* Like ddp_agree, for a list that must be equal on all ranks. describe writes entry `index` as text and
+   returns its hash. After a mismatch the ranks compare the entries one after the other. The error line
+   describes the first one that differs, and *differs, which may be NULL, is its number. An early entry
+   contains the count. `mine` other than DDP_OK: the list is not read. */
 DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list,
                                  int count, ddp_describe_fn describe, int *differs);
 
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* The same for a failure of a public call: "rank 1/4 ddp_agree group=world: ...". group may be NULL. */
+/* Like ddp_fail, for a failure of a public call: "rank 1/4 ddp_agree group=world: ...". group may be NULL. */
 DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format,
                               ...) __attribute__((format(printf, 4, 5)));
 

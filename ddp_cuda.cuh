@@ -256,13 +256,13 @@ DDPDEF ddp_result ddp_cuda_check(void);
 
 #if defined(DDP_USE_CUBLASLT)
 struct ddp_gemm;
-/* A product of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. user
-   is the group, which keeps a handle and 32 MiB from the first call on. The layers of ddp_tensor.h use this
-   function on a group of GPUs when ddp_tp_desc.gemm is NULL. The same call gives the same bits. Errors:
-   DDP_ERR_ENGINE names cuBLASLt's status. */
+/* A product of device memory by cuBLASLt, on this thread's stream (ddp_cuda_use_stream); only with
+   DDP_USE_CUBLASLT. user is the group, which keeps a handle and 32 MiB from the first call on. The layers of
+   ddp_tensor.h use this function on a group of GPUs when ddp_tp_desc.gemm is NULL. The same call gives the
+   same bits. Errors: DDP_ERR_ENGINE names cuBLASLt's status. */
 DDPDEF ddp_result ddp_cuda_gemm(const struct ddp_gemm *gemm, void *user);
-/* The same, but factors may be rounded to TF32. To use it for layers, set ddp_tp_desc.gemm to it and
-   gemm_user to the group. */
+/* Like ddp_cuda_gemm, but factors may be rounded to TF32. To use it for layers, set ddp_tp_desc.gemm to it
+   and gemm_user to the group. */
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
 #endif
 

@@ -179,7 +179,7 @@ extern "C" {
 typedef struct ddp_fsdp ddp_fsdp;           /* a sharded model; see ddp_fsdp_create */
 typedef struct ddp_optimizer ddp_optimizer; /* see ddp_optimizer_create */
 
-/* The strategies: see CONCEPTS above. */
+/* The strategies: see CONCEPTS. */
 typedef enum ddp_fsdp_strategy {
     /* ZeRO-3: values, gradients and optimizer state are split (Rajbhandari et al. 2020; FSDP, Zhao et al.
        2023) */
@@ -421,7 +421,7 @@ typedef struct ddp_fsdp_bytes {
 typedef struct ddp_fsdp_memory {
     ddp_fsdp_bytes now;       /* at the time of the call */
     ddp_fsdp_bytes peak;      /* the maximum of each purpose; total: the maximum of the sum */
-    ddp_fsdp_bytes predicted; /* the expected peak by the formulas above, without bookkeeping */
+    ddp_fsdp_bytes predicted; /* the expected peak by the formulas of CONCEPTS, without bookkeeping */
     size_t group_bytes;       /* part of now.total: group memory, which does not come from an allocator */
     size_t file_bytes;        /* in the offload file; not part of any total */
 } ddp_fsdp_memory;
@@ -480,7 +480,9 @@ DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm);
 
 /* Makes the step divide by the number of tokens of all ranks, replicas and micro-batches. With per_token,
    call it in every step after the last reduce_grads and before clip_grad_norm or step. In: *loss is this
-   rank's sum. Out: the mean over all of them. Collective, blocks. Like ddp_reducer_wait_mean. */
+   rank's sum. Out: the mean over all of them. Collective, blocks. Errors leave *loss unchanged:
+   DDP_ERR_INVALID without per_token, for a second call in a step, and on every rank for a negative count.
+   Like ddp_reducer_wait_mean. */
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 
 /* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards.
@@ -490,7 +492,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
    micro_batch_count times; DDP_ERR_MISMATCH when ranks unsharded or reduced in different orders. */
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
 
-/* Drops the gradients of the current step on all ranks, to start the step again. Collective. */
+/* Drops the gradients of the current step on all ranks, to start the step again. Collective, blocks. */
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
 
 /* Returns views of this rank's rows of a parameter: its master values and, between the last reduce_grads and
@@ -567,10 +569,10 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
    sharding. */
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
-/* The same with gradients times grad_scale, with the bits of a multiplication beforehand but without another
-   pass over memory: to unscale and to clip. LARS leaves the gradients multiplied, since it needs their norms
-   first. Collective as ddp_optimizer_step. Errors: DDP_ERR_INVALID when grad_scale is not positive and
-   finite. */
+/* Like ddp_optimizer_step, with gradients times grad_scale: to unscale and to clip. The bits are those of a
+   multiplication beforehand, without another pass over memory. LARS leaves the gradients multiplied, since it
+   needs their norms first. Collective where ddp_optimizer_step is. Errors: DDP_ERR_INVALID when grad_scale is
+   not positive and finite. */
 DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale);
 
 /* Returns a view of state number `which` of a parameter, with the value's shape, and its name in checkpoints
@@ -592,8 +594,9 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step);
 
 /* --- loss scaling --- */
 
-/* Initializes the caller's scaler; nothing has to be freed. Not collective, but with the same desc on every
-   rank. The groups must outlive the scaler. Errors: DDP_ERR_INVALID names the field. */
+/* Initializes the caller's scaler; nothing has to be freed. desc NULL: all defaults. Not collective, but the
+   desc is the same on every rank. The groups must outlive the scaler. Errors: DDP_ERR_INVALID names the
+   field. */
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc);
 
 /* The factor for the loss before backward. */

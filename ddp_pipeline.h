@@ -456,7 +456,7 @@ DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule);      /* 0 for
 DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule); /* 0 for NULL */
 /* Micro-batches per update; microbatch_count if there is one update; 0 for NULL. */
 DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule);
-/* DDP_SCHEDULE_KIND_COUNT for a parsed schedule. */
+/* The kind that the schedule was created with; DDP_SCHEDULE_KIND_COUNT for a parsed schedule and for NULL. */
 DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule);
 DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage); /* -1: on no rank */
 

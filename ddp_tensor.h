@@ -300,7 +300,7 @@ typedef struct ddp_tp_stats {
     size_t workspace_bytes; /* of the shared workspace */
 } ddp_tp_stats;
 
-/* The sharded dimension of a linear layer's weight: see CONCEPTS above. */
+/* The sharded dimension of a linear layer's weight: see CONCEPTS. */
 typedef enum ddp_tp_split { DDP_TP_COLUMN = 0, DDP_TP_ROW } ddp_tp_split;
 
 /* For ddp_tp_linear_create: y = x W' + b, W (out_features, in_features) as in PyTorch. */
@@ -372,7 +372,7 @@ typedef struct ddp_tp_dropout_desc {
    0. Errors: DDP_ERR_INVALID when the number of bytes overflows. */
 DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
                                     const int64_t *shape);
-/* Frees memory that ddp_tensor_create or a call below has allocated, and empties the tensor. NULL and empty
+/* Frees memory that ddp_tensor_create or another call has allocated, and empties the tensor. NULL and empty
    tensors are ignored. */
 DDPDEF void ddp_tensor_free(ddp_group *group, ddp_tensor *tensor);
 
@@ -418,8 +418,8 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement);
 DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
                                           int rank, int world_size, ddp_tensor_box *box);
 
-/* Extracts this rank's part of a tensor that every rank has in full. PARTIAL: rank 0 keeps the
-   values, the other ranks get zeros. */
+/* Extracts this rank's part of a tensor that every rank has in full. PARTIAL: rank 0 keeps the values, the
+   other ranks get zeros. whole and out do not overlap. */
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to,
                                    ddp_tensor *out);
 /* Distributes a tensor from root, with its shape and dtype; only root reads whole. PARTIAL: root keeps the
@@ -429,8 +429,8 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to,
                                         ddp_tensor *out);
 
-/* The inverse: the full tensor on root. out is allocated or written only there. global_shape has in->ndim
-   entries. Collective, blocks. Errors as above. */
+/* The inverse of ddp_tensor_distribute: the full tensor on root. out is allocated or written only there.
+   global_shape has in->ndim entries. Collective, blocks. Errors: as ddp_tensor_distribute. */
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                     const int64_t *global_shape, int root, ddp_tensor *out);
 
@@ -446,7 +446,7 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
    differ. Errors of collectives. */
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                           ddp_placement to, ddp_tensor *out);
-/* Returns the plan of that call without executing it. Not collective; data is not read. */
+/* Returns the plan of a ddp_tensor_redistribute without executing it. Not collective; data is not read. */
 DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                                ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan);
@@ -458,9 +458,10 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
    PARTIAL along several axes is summed one axis after the other, innermost first. in is this rank's part; out
    is written, or allocated by axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps;
    workspace_bytes is the maximum, with tensors between steps; collective names the step that sends most. out
-   NULL: only the plan; in's data is not read. Collective over all axes, blocks. Errors as above, along
-   each axis. For an invalid layout, or two that do not match, the axes are unknown: DDP_ERR_INVALID is
-   returned only on this rank. Then call ddp_group_abort on the axes: the other ranks are still waiting. */
+   NULL: only the plan; in's data is not read. Collective over all axes, blocks. Errors: as
+   ddp_tensor_redistribute, along each axis. For an invalid layout, or two that do not match, the axes are
+   unknown: DDP_ERR_INVALID is returned only on this rank. Then call ddp_group_abort on the axes: the other
+   ranks are still waiting. */
 DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from,
                                                const ddp_tensor_layout *to, ddp_tensor *out,
                                                ddp_tensor_plan *plan);
@@ -497,7 +498,7 @@ DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* NULL is ignored */
 /* The box of this rank's weight in the global weight (out_features, in_features). Fused query, key, value has
    three parts, 0 to 2, one below the other in the rank's weight; otherwise part is 0. */
 DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
-/* The same for the bias (out_features). */
+/* The box of this rank's bias in the global bias (out_features). part: as for the weight. */
 DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
 DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear);  /* columns of this rank's weight */
 DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows of this rank's weight */
