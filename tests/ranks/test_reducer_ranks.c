@@ -12,7 +12,7 @@ static ranks_mode run_mode;
 
 //== a model with test gradients ============================================================
 
-/* Where gradients are stored. */
+/* The location of gradients. */
 typedef enum layout { PLACED, FORWARD, BACKWARD, SCATTERED, PER_RANK, LAYOUTS } layout;
 
 typedef struct model {
@@ -322,7 +322,7 @@ static ddp_result unused_is_zero_here_and_reported_when_nobody_used_it(ddp_group
         else desc.find_unused = 1;
         RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
         for (int step = 0; step < 4; step++) {
-            /* somebody: used only by the last rank; nobody: used by no rank. */
+            /* nobody: a parameter used by no rank; somebody: one used only by the last rank. */
             int nobody = fixed ? 2 : step, somebody = fixed ? 3 : (step + 1) % 5;
             for (int i = 0; i < 5; i++) {
                 float *grad = (float *)m.params[i].grad.data;

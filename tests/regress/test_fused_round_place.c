@@ -2,7 +2,7 @@
 
     The large private all_reduce of two ranks fills, adds and drains in one loop from its fourth round on. The
     rounds before and after run step by step. There rank 0 filled its slot for rank 1 after its own place,
-    while the loop started at the beginning. Where the two met, rank 1's share had wrong sums. The loop is not
+    while the loop started at the beginning. If both were used, rank 1's share had wrong sums. The loop is not
     used on AMD, so this test pretends to run on another CPU. */
 #include "../../ddp.h"
 #include "../support/inner.h"

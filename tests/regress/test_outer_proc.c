@@ -92,8 +92,8 @@ static void be_first(void) {
     _exit(0);
 }
 
-/* AddressSanitizer starts a thread before main, which a process that has left its namespace cannot: hence a
-   process that never gets there. */
+/* AddressSanitizer starts a thread before main, which a process that has left its namespace cannot: therefore
+   a process that never gets there. */
 static void start_apart(void) {
     pid_t child;
     int status = 0;

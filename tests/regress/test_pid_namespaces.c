@@ -24,7 +24,7 @@ static void be_rank(int rank) {
 }
 
 /* A process that has left the namespace for its children cannot start threads. AddressSanitizer starts a
-   thread before main, which a process that has left its namespace cannot: hence a process that never gets
+   thread before main, which a process that has left its namespace cannot: therefore a process that never gets
    there. */
 static void start_apart(void) {
     pid_t child;
