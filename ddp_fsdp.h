@@ -40,9 +40,9 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-update  >>impl-optimizer
     >>impl-optimizer-step  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
-    >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-memory  >>impl-layout  >>impl-unshard
-    >>impl-shard-reduce  >>impl-reduce-order  >>impl-step  >>impl-saver  >>impl-create-check
-    >>impl-create  >>impl-wrap  >>impl-public
+    >>impl-boxes  >>impl-save-layout  >>impl-save  >>impl-load-files  >>impl-load  >>impl-sharding
+    >>impl-memory  >>impl-layout  >>impl-unshard  >>impl-shard-reduce  >>impl-reduce-order  >>impl-step
+    >>impl-saver  >>impl-create-check  >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
     Shard      A parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows. Rank
@@ -2332,12 +2332,18 @@ static void ddp__sibling_path(const char *dir, int which, char out[DDP__PATH_MAX
 }
 
 //== checkpoints: boxes ========================================================================= >>impl-boxes
-/* The part of each tensor that a rank holds, and its contiguous runs in the stored tensor. Used by save and
-   load. */
+/* The part of each tensor that a rank holds is a box. Save and load see a checkpoint as a list of tensors,
+   the same on every rank, with this rank's box of each. Together the boxes of all ranks tile each tensor.
 
-/* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous
-   at data, in host memory. data NULL or an empty extent: nothing. Every rank has the same list of tensors,
-   each with its own boxes, which together tile each tensor. */
+       tensor, 4 x 5       rank 0: offset 0 0, extent 4 2     in memory: |0 1 5 6 10 11 15 16|
+         0  1 | 2  3  4    rank 1: offset 0 2, extent 4 3     in memory: |2 3 4 7 8 9 12 13 14 17 18 19|
+         5  6 | 7  8  9
+        10 11 |12 13 14    in a file, by runs of contiguous elements:
+        15 16 |17 18 19      |0 1|2 3 4|5 6|7 8 9|10 11|12 13 14|15 16|17 18 19|
+                              r0   r1   r0   r1    r0     r1      r0     r1 */
+
+/* This rank's box of a tensor: offset and extent in the full tensor; row-major and contiguous at data, in
+   host memory. data NULL or an empty extent: no elements. */
 typedef struct ddp__checkpoint_slice {
     const char *name;
     ddp_dtype dtype;
@@ -2475,94 +2481,112 @@ typedef struct ddp__checkpoint_common {
     const ddp__checkpoint_slice *slices;
     int count;
     char dir[DDP__PATH_MAX];
-    const char *options;   /* text that must be equal on all ranks */
-    ddp__tensor_key *keys; /* the list by name */
-    int64_t *own_fingerprints,
-        *sum_fingerprints; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
-    void *extra;           /* extra_size bytes per tensor, and for two more; see ddp__checkpoint_begin */
-    uint32_t *crc;         /* per tensor */
+    const char *options;       /* text that must be equal on all ranks */
+    ddp__tensor_key *keys;     /* the list by name */
+    int64_t *own_fingerprints; /* two per tensor: of this rank's box */
+    int64_t *sum_fingerprints; /* two per tensor: of the boxes of all ranks */
+    void *extra;               /* extra_size bytes per tensor, and for two more; see ddp__checkpoint_begin */
+    uint32_t *crc;             /* per tensor */
     unsigned char *skip_write; /* per tensor: 1 = a lower rank writes this rank's box */
 } ddp__checkpoint_common;
 
 static ddp__checkpoint_common ddp__checkpoint_common_of(ddp_group *group, const char *call,
                                                         const ddp__checkpoint_slice *slices, int count) {
-    ddp__checkpoint_common task = {group, call, slices, count, "", "", NULL, NULL, NULL, NULL, NULL, NULL};
-    return task;
+    ddp__checkpoint_common common = {group, call, slices, count, "", "", NULL, NULL, NULL, NULL, NULL, NULL};
+    return common;
 }
 
 /* Describes an entry of the list that must be equal on all ranks: options and dir, then tensors. The hash
    also covers values that are too long for the text. */
 static uint64_t ddp__checkpoint_agree_entry(const void *list, int index, char *text) {
-    const ddp__checkpoint_common *t = (const ddp__checkpoint_common *)list;
-    const ddp__checkpoint_slice *s = index ? &t->slices[index - 1] : NULL;
-    const char *name = s ? s->name : t->dir;
+    const ddp__checkpoint_common *c = (const ddp__checkpoint_common *)list;
+    const ddp__checkpoint_slice *s = index ? &c->slices[index - 1] : NULL;
+    const char *name = s ? s->name : c->dir;
     size_t length = strlen(name);
     if (s)
         snprintf(text, DDP_AGREE_TEXT, "tensor %d '%.80s' %.100s of the %s", index - 1, name,
                  ddp_describe_shape(ddp_dtype_name(s->dtype), s->ndim, s->shape).text,
                  ddp__file_kind_names[s->file_kind]);
     else
-        snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options,
+        snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", c->count, c->options,
                  length > 150 ? name + length - 150 : name);
     uint64_t hash = ddp_hash(DDP_HASH_SEED, name, length);
     if (s) hash = ddp_hash(hash, s->shape, (size_t)s->ndim * sizeof s->shape[0]);
     return ddp_hash(hash, text, strlen(text) + 1);
 }
 
-/* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per
-   tensor of t->extra, a multiple of 8. own: the result of this rank before the call. */
-static ddp_result ddp__checkpoint_begin(ddp__checkpoint_common *t, const char *dir, const char *options,
-                                        size_t extra_size, ddp_result own) {
-    size_t n = (size_t)t->count + 2;
-    t->options = options;
-    if (own == DDP_OK) own = ddp__folder_path(dir, t->dir);
-    t->keys = (ddp__tensor_key *)ddp_host_alloc(
-        t->group, n * (sizeof *t->keys + 4 * sizeof *t->own_fingerprints + extra_size + sizeof *t->crc + 1));
-    if (t->keys) {
-        t->own_fingerprints = (int64_t *)(t->keys + n);
-        t->sum_fingerprints = t->own_fingerprints + 2 * n;
-        t->extra = t->sum_fingerprints + 2 * n;
-        t->crc = (uint32_t *)((char *)t->extra + n * extra_size);
-        t->skip_write = (unsigned char *)(t->crc + n);
+/* Collective. Allocates the tables, and fails unless all ranks pass the same options (as text), dir and list
+   of tensors. extra_size: bytes per tensor of `extra`, a multiple of 8. result: of this rank before the
+   call. */
+static ddp_result ddp__checkpoint_begin(ddp__checkpoint_common *c, const char *dir, const char *options,
+                                        size_t extra_size, ddp_result result) {
+    size_t n = (size_t)c->count + 2;
+    c->options = options;
+    if (result == DDP_OK) result = ddp__folder_path(dir, c->dir);
+    c->keys = (ddp__tensor_key *)ddp_host_alloc(
+        c->group, n * (sizeof *c->keys + 4 * sizeof *c->own_fingerprints + extra_size + sizeof *c->crc + 1));
+    if (c->keys) {
+        c->own_fingerprints = (int64_t *)(c->keys + n);
+        c->sum_fingerprints = c->own_fingerprints + 2 * n;
+        c->extra = c->sum_fingerprints + 2 * n;
+        c->crc = (uint32_t *)((char *)c->extra + n * extra_size);
+        c->skip_write = (unsigned char *)(c->crc + n);
     } else {
-        own = DDP_ERR_NO_MEMORY;
+        result = DDP_ERR_NO_MEMORY;
     }
-    if (own == DDP_OK) own = ddp__slices_check(t->slices, t->count, t->keys);
-    return ddp_agree_list(t->group, t->call, own, t, t->count + 1, ddp__checkpoint_agree_entry, NULL);
+    if (result == DDP_OK) result = ddp__slices_check(c->slices, c->count, c->keys);
+    return ddp_agree_list(c->group, c->call, result, c, c->count + 1, ddp__checkpoint_agree_entry, NULL);
 }
 
-/* Collective. Checks that the boxes of all ranks tile each tensor: their numbers add up to the tensor's. If
-   they do not, a second round counts a box that several ranks hold once, where it may repeat: the lowest of
-   these ranks writes it. */
-static ddp_result ddp__boxes_check_tiling(ddp__checkpoint_common *t) {
-    int numbers = 2 * t->count, k = 0;
-    for (int i = 0; i < numbers; i++)
-        t->own_fingerprints[i] = (int64_t)ddp__box_fingerprint(&t->slices[i / 2], 0, i % 2);
-    for (int round = 0; round < 2; round++) {
-        for (int r = 0; round && r < ddp_world_size(t->group) - 1; r++) {
-            memcpy(t->sum_fingerprints, t->own_fingerprints, (size_t)numbers * sizeof *t->sum_fingerprints);
-            DDP_TRY(ddp_host_collective(t->group, DDP_CALL_BROADCAST, t->sum_fingerprints,
-                                        t->sum_fingerprints, (size_t)numbers, DDP_I64, DDP_OP_SUM, r));
-            for (int i = 0; i < t->count && ddp_rank(t->group) > r; i++)
-                t->skip_write[i] |= t->slices[i].may_repeat && t->own_fingerprints[2 * i]
-                                    && memcmp(&t->own_fingerprints[2 * i], &t->sum_fingerprints[2 * i],
-                                              2 * sizeof *t->own_fingerprints)
-                                           == 0;
+/* Collective. Sets skip_write for the boxes that a lower rank holds too, if they may repeat. */
+static ddp_result ddp__boxes_skip_repeated(ddp__checkpoint_common *c) {
+    size_t fingerprints = 2 * (size_t)c->count, box_bytes = 2 * sizeof *c->own_fingerprints;
+    int64_t *other = c->sum_fingerprints; /* of rank r */
+    for (int r = 0; r < ddp_world_size(c->group) - 1; r++) {
+        memcpy(other, c->own_fingerprints, fingerprints * sizeof *other);
+        DDP_TRY(ddp_host_collective(c->group, DDP_CALL_BROADCAST, other, other, fingerprints, DDP_I64,
+                                    DDP_OP_SUM, r));
+        if (ddp_rank(c->group) <= r) continue;
+        for (int i = 0; i < c->count; i++) {
+            const int64_t *own = &c->own_fingerprints[2 * i];
+            if (c->slices[i].may_repeat && own[0] && memcmp(own, &other[2 * i], box_bytes) == 0)
+                c->skip_write[i] = 1;
         }
-        for (int i = 0; i < numbers; i++)
-            t->sum_fingerprints[i] = t->skip_write[i / 2] ? 0 : t->own_fingerprints[i];
-        DDP_TRY(ddp_host_collective(t->group, DDP_CALL_ALL_REDUCE, t->sum_fingerprints, t->sum_fingerprints,
-                                    (size_t)numbers, DDP_I64, DDP_OP_SUM, -1));
-        for (k = 0; k < numbers
-                    && (uint64_t)t->sum_fingerprints[k] % DDP__FINGERPRINT_PRIME
-                           == ddp__box_fingerprint(&t->slices[k / 2], 1, k % 2);)
-            k++;
-        if (k == numbers) return DDP_OK;
     }
-    return ddp_fail_in(DDP_ERR_MISMATCH, t->call, t->group,
+    return DDP_OK;
+}
+
+/* Collective. Sums the fingerprints of the boxes that ranks write. *wrong: the first tensor whose sum is not
+   the tensor's fingerprint, or the number of tensors. */
+static ddp_result ddp__boxes_sum(ddp__checkpoint_common *c, int *wrong) {
+    int fingerprints = 2 * c->count, k = 0;
+    int64_t *sum = c->sum_fingerprints;
+    for (int i = 0; i < fingerprints; i++) sum[i] = c->skip_write[i / 2] ? 0 : c->own_fingerprints[i];
+    DDP_TRY(ddp_host_collective(c->group, DDP_CALL_ALL_REDUCE, sum, sum, (size_t)fingerprints, DDP_I64,
+                                DDP_OP_SUM, -1));
+    for (; k < fingerprints; k++) {
+        uint64_t expected = ddp__box_fingerprint(&c->slices[k / 2], 1, k % 2);
+        if ((uint64_t)sum[k] % DDP__FINGERPRINT_PRIME != expected) break;
+    }
+    *wrong = k / 2;
+    return DDP_OK;
+}
+
+/* Collective. Checks that the boxes of all ranks tile each tensor. If they do not, the lowest rank writes
+   each box that several ranks hold, and the others do not count. */
+static ddp_result ddp__boxes_check_tiling(ddp__checkpoint_common *c) {
+    int wrong;
+    for (int i = 0; i < 2 * c->count; i++)
+        c->own_fingerprints[i] = (int64_t)ddp__box_fingerprint(&c->slices[i / 2], 0, i % 2);
+    DDP_TRY(ddp__boxes_sum(c, &wrong));
+    if (wrong == c->count) return DDP_OK;
+    DDP_TRY(ddp__boxes_skip_repeated(c));
+    DDP_TRY(ddp__boxes_sum(c, &wrong));
+    if (wrong == c->count) return DDP_OK;
+    return ddp_fail_in(DDP_ERR_MISMATCH, c->call, c->group,
                        "tensor '%.100s': the parts of the ranks overlap or leave a gap; set global_offset "
                        "and global_shape so that they cover it once",
-                       t->slices[k / 2].name);
+                       c->slices[wrong].name);
 }
 
 /* The fields of ddp_fsdp_state in state.json. Each is a number or a list of numbers, adjacent in memory: i64,
@@ -2579,16 +2603,27 @@ static const struct ddp__state_field {
 };
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
-//== checkpoints: saving ========================================================================= >>impl-save
-/* Writes a checkpoint: every rank writes its boxes, rank 0 writes headers, indexes and state.json, and
-   renames the folder. */
+//== checkpoints: layout of files ========================================================= >>impl-save-layout
+/* Plans the files of a checkpoint, and formats their headers, indexes and state.json. Every rank computes the
+   same plan from the list of tensors.
 
-/* bytes per piece: a save computes a checksum and writes the piece while it is in the cache; a load also
-   reads in such pieces */
-#define DDP__FILE_PIECE ((uint64_t)1 << 20)
+       dir.tmp, then dir                         written by
+         model-00001-of-00002.safetensors        all ranks
+         model-00002-of-00002.safetensors        all ranks
+         model.safetensors.index.json            rank 0
+         optimizer-00001-of-00001.safetensors    all ranks
+         optimizer.safetensors.index.json        rank 0
+         state.json                              rank 0, last: it has the checksums of all others
 
-/* A file of the checkpoint that is written. It has the tensors of its kind in [first_tensor, end_tensor)
-   of the list. */
+   A .safetensors file; tensor a has 3 ranks' rows, tensor b is one rank's:
+
+       byte 0    8                    header_bytes      + data_offset[b]
+       |length  |JSON, padded        |a: rows 0-1|a: 2-3|a: 4|b           |
+        rank 0   rank 0               rank 0      rank 1 rank 2 rank 1
+
+   The JSON has name, dtype, shape and data_offsets of each tensor, and its checksum (crc32c) as metadata. */
+
+/* A file of the checkpoint. It has the tensors of its kind in [first_tensor, end_tensor) of the list. */
 typedef struct ddp__save_file {
     char name[64];
     int kind, first_tensor, end_tensor;
@@ -2597,7 +2632,7 @@ typedef struct ddp__save_file {
 } ddp__save_file;
 
 typedef struct ddp__save_state {
-    ddp__checkpoint_common task;
+    ddp__checkpoint_common common;
     char tmp[DDP__PATH_MAX];
     int keep_count;
     size_t max_file_bytes;
@@ -2607,18 +2642,19 @@ typedef struct ddp__save_state {
     ddp__text text;
 } ddp__save_state;
 
-/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. It uses
-   the current values of crc; their text has a fixed length. */
+/* Formats the header of a file with its length in front, padded so that the data starts at a multiple of 8.
+   It uses the current values of crc. Their text has a fixed length, so the plan can use it before they are
+   known. */
 static void ddp__save_format_header(ddp__save_state *s, const ddp__save_file *file) {
     ddp__text *d = &s->text;
-    const ddp__checkpoint_slice *slices = s->task.slices;
+    const ddp__checkpoint_slice *slices = s->common.slices;
     d->length = 0;
     ddp__text_append(d, "12345678{\"__metadata__\":{\"format\":\"pt\""); /* Python's loaders expect it */
     for (int i = file->first_tensor; i < file->end_tensor; i++) {
         if (slices[i].file_kind != file->kind) continue;
         ddp__text_append(d, ",");
         ddp__text_append_json(d, "crc32c:", slices[i].name);
-        ddp__text_append(d, ":\"%08x\"", s->task.crc[i]);
+        ddp__text_append(d, ":\"%08x\"", s->common.crc[i]);
     }
     ddp__text_append(d, "}");
     for (int i = file->first_tensor; i < file->end_tensor; i++) {
@@ -2635,20 +2671,21 @@ static void ddp__save_format_header(ddp__save_state *s, const ddp__save_file *fi
     for (int i = 0; i < 8 && !d->failed; i++) d->data[i] = (char)((d->length - 8) >> 8 * i & 255);
 }
 
-/* Distributes the tensors over files. An entry of a header takes at most `entry` bytes: the name twice,
-   digits, words. */
+/* Distributes the tensors over files. An entry of a header takes at most entry_bytes: the name twice, digits,
+   keywords. */
 static ddp_result ddp__save_plan(ddp__save_state *s) {
     ddp__save_file *file = NULL;
     uint64_t used = 0, limit = s->max_file_bytes ? s->max_file_bytes : (uint64_t)4 << 30;
-    for (int k = 0; k < 2 * s->task.count; k++) {
-        int i = k % s->task.count, kind = k / s->task.count;
-        const ddp__checkpoint_slice *slice = &s->task.slices[i];
+    for (int k = 0; k < 2 * s->common.count; k++) { /* first the model, then the optimizer */
+        int i = k % s->common.count, kind = k / s->common.count;
+        const ddp__checkpoint_slice *slice = &s->common.slices[i];
         if (slice->file_kind != kind) continue;
         s->text.length = 0;
         ddp__text_append_json(&s->text, "", slice->name);
-        uint64_t bytes = ddp__slice_bytes(slice, 0),
-                 entry = 2 * s->text.length + 160 + 21 * (uint64_t)slice->ndim;
-        if (!file || file->kind != kind || bytes + entry > limit || used > limit - bytes - entry) {
+        uint64_t bytes = ddp__slice_bytes(slice, 0);
+        uint64_t entry_bytes = 2 * s->text.length + 160 + 21 * (uint64_t)slice->ndim;
+        if (!file || file->kind != kind || bytes + entry_bytes > limit
+            || used > limit - bytes - entry_bytes) {
             file = &s->files[s->file_count++];
             file->kind = kind;
             file->first_tensor = i;
@@ -2658,13 +2695,13 @@ static ddp_result ddp__save_plan(ddp__save_state *s) {
         s->data_offset[i] = file->data_bytes;
         file->data_bytes += bytes;
         file->end_tensor = i + 1;
-        used += bytes + entry;
+        used += bytes + entry_bytes;
     }
     for (int f = 0; f < s->file_count; f++) {
         file = &s->files[f];
+        int number = f + 1 - (file->kind ? s->kind_count[0] : 0);
         snprintf(file->name, sizeof file->name, "%s-%05d-of-%05d.safetensors",
-                 ddp__file_kind_names[file->kind], f + 1 - (file->kind ? s->kind_count[0] : 0),
-                 s->kind_count[file->kind]);
+                 ddp__file_kind_names[file->kind], number, s->kind_count[file->kind]);
         ddp__save_format_header(s, file);
         file->header_bytes = s->text.length;
         if (s->text.length > DDP__HEADER_MAX)
@@ -2675,95 +2712,36 @@ static ddp_result ddp__save_plan(ddp__save_state *s) {
     return s->text.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
 
-/* Plans the files. Rank 0 creates the folder dir.tmp with all files in their final size. Before that it
-   checks every folder that the save will replace. */
-static ddp_result ddp__save_begin(ddp__save_state *s) {
-    char path[DDP__PATH_MAX];
-    struct stat info;
-    int found;
-    ddp__sibling_path(s->task.dir, DDP__SIBLING_NEW, s->tmp);
-    DDP_TRY(ddp__save_plan(s));
-    if (ddp_rank(s->task.group) != 0) return DDP_OK;
-    DDP_TRY(ddp__folder_check(s->task.dir, &found));
-    for (int i = 0; i < s->keep_count && (i < 2 || found); i++) {
-        ddp__sibling_path(s->task.dir, i, path);
-        DDP_TRY(ddp__folder_check(path, &found));
+/* Appends a number of a field of ddp_fsdp_state, and returns the address of the next one. */
+static const char *ddp__text_append_number(ddp__text *text, char kind, const char *at) {
+    uint64_t bits;
+    int32_t narrow;
+    if (kind == '4') {
+        memcpy(&narrow, at, sizeof narrow);
+        ddp__text_append(text, "%d", (int)narrow);
+        return at + sizeof narrow;
     }
-    ddp__parent_path(s->task.dir, path);
-    if (stat(path, &info) != 0) return ddp__file_fail("cannot open the folder of dir,", path);
-    DDP_TRY(ddp__folder_sync(path)); /* find now an error that would also occur after the swap */
-    DDP_TRY(ddp__folder_delete(s->tmp));
-    if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("cannot create", s->tmp);
-    /* ours, but not whole yet */
-    DDP_TRY(ddp__file_create(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1));
-    for (int f = 0; f < s->file_count; f++)
-        DDP_TRY(ddp__file_create(s->tmp, s->files[f].name, NULL,
-                                 s->files[f].header_bytes + s->files[f].data_bytes));
-    return DDP_OK;
-}
-
-/* Writes this rank's runs of a tensor that starts at byte `at` of the file; *crc is their remainder within
-   the whole tensor. */
-static ddp_result ddp__save_slice(const ddp__checkpoint_slice *slice, const ddp__file *file, uint64_t at,
-                                  uint32_t *crc) {
-    ddp__box_runs runs = ddp__runs_of(slice);
-    uint64_t element = ddp_dtype_size(slice->dtype), size = runs.length * element, to, from, done = 0,
-             gap = 0;
-    uint32_t remainder = 0, shift = DDP__CRC_ONE; /* x^(8 * gap) */
-    while (ddp__runs_next(&runs, &to, &from)) {
-        const char *data = (const char *)slice->data + from * element;
-        if (to * element - done != gap) shift = ddp__crc_shift(gap = to * element - done);
-        if (gap) remainder = ddp__crc_multiply(remainder, shift);
-        for (uint64_t piece, p = 0; p < size; p += piece) {
-            piece = size - p < DDP__FILE_PIECE ? size - p : DDP__FILE_PIECE;
-            remainder = ddp__crc_update(remainder, data + p, (size_t)piece);
-            DDP_TRY(ddp__file_transfer(file, DDP__FILE_WRITE, data + p, piece, at + to * element + p));
-            if (piece == DDP__FILE_PIECE) ddp__file_start_writeback(file->fd, at + to * element + p, piece);
-        }
-        done = to * element + size;
-    }
-    *crc = ddp__crc_multiply(remainder, ddp__crc_shift(ddp__slice_bytes(slice, 0) - done));
-    return DDP_OK;
-}
-
-/* Writes this rank's boxes of all tensors. It opens only the files that have one. */
-static ddp_result ddp__save_slices(ddp__save_state *s) {
-    for (const ddp__save_file *out = s->files; out < s->files + s->file_count; out++) {
-        ddp_result result = DDP_OK;
-        ddp__file file;
-        file.fd = -1;
-        for (int i = out->first_tensor; i < out->end_tensor && result == DDP_OK; i++) {
-            const ddp__checkpoint_slice *slice = &s->task.slices[i];
-            if (slice->file_kind != out->kind || s->task.skip_write[i] || ddp__slice_bytes(slice, 1) == 0)
-                continue;
-            if (file.fd < 0) DDP_TRY(ddp__file_open(s->tmp, out->name, O_WRONLY, &file));
-            result = ddp__save_slice(slice, &file, out->header_bytes + s->data_offset[i], &s->task.crc[i]);
-        }
-        if (file.fd >= 0) DDP_TRY(ddp__file_sync_close(file.fd, file.path, result));
-    }
-    return DDP_OK;
+    memcpy(&bits, at, sizeof bits);
+    if (kind == 'u')
+        ddp__text_append(text, "%llu", (unsigned long long)bits);
+    else
+        ddp__text_append(text, "%lld", (long long)(int64_t)bits);
+    return at + sizeof bits;
 }
 
 static void ddp__save_format_state(ddp__save_state *s, const ddp_fsdp_state *state) {
     ddp__text *d = &s->text;
     d->length = 0;
     ddp__text_append(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d",
-                     ddp_world_size(s->task.group));
+                     ddp_world_size(s->common.group));
     for (int f = 0; f < DDP__STATE_FIELDS; f++) {
-        const char *at = (const char *)state + ddp__state_fields[f].at, *kind = ddp__state_fields[f].kinds;
-        ddp__text_append(d, ",\n \"%s\": %s", ddp__state_fields[f].name, kind[1] ? "[" : "");
-        for (int i = 0; kind[i]; at += kind[i++] == '4' ? 4 : 8) {
-            uint64_t bits = 0;
-            memcpy(&bits, at, kind[i] == '4' ? 4 : 8);
+        const char *at = (const char *)state + ddp__state_fields[f].at, *kinds = ddp__state_fields[f].kinds;
+        ddp__text_append(d, ",\n \"%s\": %s", ddp__state_fields[f].name, kinds[1] ? "[" : "");
+        for (int i = 0; kinds[i]; i++) {
             if (i) ddp__text_append(d, ", ");
-            if (kind[i] == 'u')
-                ddp__text_append(d, "%llu", (unsigned long long)bits);
-            else
-                ddp__text_append(d, "%lld",
-                                 kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits
-                                                : (long long)(int64_t)bits);
+            at = ddp__text_append_number(d, kinds[i], at);
         }
-        ddp__text_append(d, "%s", kind[1] ? "]" : "");
+        ddp__text_append(d, "%s", kinds[1] ? "]" : "");
     }
     ddp__text_append(d, ",\n \"files\": {");
     for (int f = 0; f < s->file_count; f++)
@@ -2783,12 +2761,100 @@ static void ddp__save_format_index(ddp__save_state *s, int kind) {
                      (unsigned long long)total);
     for (const ddp__save_file *file = s->files; file < s->files + s->file_count; file++)
         for (int i = file->first_tensor; i < file->end_tensor; i++) {
-            if (file->kind != kind || s->task.slices[i].file_kind != kind) continue;
+            if (file->kind != kind || s->common.slices[i].file_kind != kind) continue;
             ddp__text_append(d, entries++ ? ",\n  " : "\n  ");
-            ddp__text_append_json(d, "", s->task.slices[i].name);
+            ddp__text_append_json(d, "", s->common.slices[i].name);
             ddp__text_append(d, ": \"%s\"", file->name);
         }
     ddp__text_append(d, "}}\n");
+}
+
+//== checkpoints: saving ========================================================================= >>impl-save
+/* Writes a checkpoint in the order of ddp__checkpoint_save:
+
+       1. all ranks   compare the list of tensors, check that the boxes tile each tensor, plan the files
+       2. rank 0      creates dir.tmp, with all files in their final size
+       3. all ranks   write their boxes and sync the files
+       4. all ranks   combine the checksums of their boxes
+       5. rank 0      writes headers, indexes and state.json; swaps the names dir.tmp and dir
+
+   After each part all ranks agree on its result. */
+
+/* bytes per piece: a save computes the checksum of a piece and writes it while it is in the cache; a load
+   reads in such pieces too */
+#define DDP__FILE_PIECE ((uint64_t)1 << 20)
+
+/* Plans the files. Rank 0 creates the folder dir.tmp with all files in their final size. Before that it
+   checks every folder that the save will replace. */
+static ddp_result ddp__save_begin(ddp__save_state *s) {
+    char path[DDP__PATH_MAX];
+    struct stat info;
+    int found;
+    ddp__sibling_path(s->common.dir, DDP__SIBLING_NEW, s->tmp);
+    DDP_TRY(ddp__save_plan(s));
+    if (ddp_rank(s->common.group) != 0) return DDP_OK;
+    DDP_TRY(ddp__folder_check(s->common.dir, &found));
+    for (int i = 0; i < s->keep_count && (i < 2 || found); i++) {
+        ddp__sibling_path(s->common.dir, i, path);
+        DDP_TRY(ddp__folder_check(path, &found));
+    }
+    ddp__parent_path(s->common.dir, path);
+    if (stat(path, &info) != 0) return ddp__file_fail("cannot open the folder of dir,", path);
+    DDP_TRY(ddp__folder_sync(path)); /* find now an error that would also occur after the swap */
+    DDP_TRY(ddp__folder_delete(s->tmp));
+    if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("cannot create", s->tmp);
+    /* an incomplete state.json shows that the folder is ours */
+    DDP_TRY(ddp__file_create(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1));
+    for (int f = 0; f < s->file_count; f++)
+        DDP_TRY(ddp__file_create(s->tmp, s->files[f].name, NULL,
+                                 s->files[f].header_bytes + s->files[f].data_bytes));
+    return DDP_OK;
+}
+
+/* Writes this rank's runs of a tensor that starts at byte `start` of the file. *crc is their remainder within
+   the full tensor: the bytes of other ranks count as zeros. */
+static ddp_result ddp__save_slice(const ddp__checkpoint_slice *slice, const ddp__file *file, uint64_t start,
+                                  uint32_t *crc) {
+    ddp__box_runs runs = ddp__runs_of(slice);
+    uint64_t element_size = ddp_dtype_size(slice->dtype), size = runs.length * element_size, to, from;
+    uint64_t done = 0, gap = 0;                   /* bytes of the tensor; bytes between two runs */
+    uint32_t remainder = 0, shift = DDP__CRC_ONE; /* x^(8 * gap) */
+    while (ddp__runs_next(&runs, &to, &from)) {
+        const char *data = (const char *)slice->data + from * element_size;
+        uint64_t offset = to * element_size;
+        if (offset - done != gap) {
+            gap = offset - done;
+            shift = ddp__crc_shift(gap);
+        }
+        if (gap) remainder = ddp__crc_multiply(remainder, shift);
+        for (uint64_t piece, p = 0; p < size; p += piece) {
+            piece = size - p < DDP__FILE_PIECE ? size - p : DDP__FILE_PIECE;
+            remainder = ddp__crc_update(remainder, data + p, (size_t)piece);
+            DDP_TRY(ddp__file_transfer(file, DDP__FILE_WRITE, data + p, piece, start + offset + p));
+            if (piece == DDP__FILE_PIECE) ddp__file_start_writeback(file->fd, start + offset + p, piece);
+        }
+        done = offset + size;
+    }
+    *crc = ddp__crc_multiply(remainder, ddp__crc_shift(ddp__slice_bytes(slice, 0) - done));
+    return DDP_OK;
+}
+
+/* Writes this rank's boxes of all tensors. Opens only the files that have one. */
+static ddp_result ddp__save_slices(ddp__save_state *s) {
+    for (const ddp__save_file *out = s->files; out < s->files + s->file_count; out++) {
+        ddp_result result = DDP_OK;
+        ddp__file file;
+        file.fd = -1;
+        for (int i = out->first_tensor; i < out->end_tensor && result == DDP_OK; i++) {
+            const ddp__checkpoint_slice *slice = &s->common.slices[i];
+            if (slice->file_kind != out->kind || s->common.skip_write[i] || ddp__slice_bytes(slice, 1) == 0)
+                continue;
+            if (file.fd < 0) DDP_TRY(ddp__file_open(s->tmp, out->name, O_WRONLY, &file));
+            result = ddp__save_slice(slice, &file, out->header_bytes + s->data_offset[i], &s->common.crc[i]);
+        }
+        if (file.fd >= 0) DDP_TRY(ddp__file_sync_close(file.fd, file.path, result));
+    }
+    return DDP_OK;
 }
 
 static ddp_result ddp__save_text(ddp__save_state *s, const char *name, uint32_t *crc) {
@@ -2804,11 +2870,11 @@ static ddp_result ddp__save_rotate(const ddp__save_state *s, const char *previou
     int number = 0, found;
     DDP_TRY(ddp__folder_check(previous, &found));
     if (!found) return ddp__folder_delete(previous);
-    do ddp__sibling_path(s->task.dir, ++number, to);
+    do ddp__sibling_path(s->common.dir, ++number, to);
     while (ddp__folder_check(to, &found) == DDP_OK && found);
     for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: the name dir.number, which is free */
         if (number > 1)
-            ddp__sibling_path(s->task.dir, number - 1, from);
+            ddp__sibling_path(s->common.dir, number - 1, from);
         else
             memcpy(from, previous, sizeof from);
         if (number >= s->keep_count)
@@ -2825,22 +2891,23 @@ static ddp_result ddp__save_rotate(const ddp__save_state *s, const char *previou
 static ddp_result ddp__save_commit(ddp__save_state *s) {
     char previous[DDP__PATH_MAX], parent[DDP__PATH_MAX], text[440];
     struct stat info;
-    int there = lstat(s->task.dir, &info) == 0, swapped = 0;
-    ddp__parent_path(s->task.dir, parent);
+    int exists = lstat(s->common.dir, &info) == 0, swapped = 0;
+    ddp__parent_path(s->common.dir, parent);
     memcpy(previous, s->tmp, sizeof previous);
 #if defined(SYS_renameat2)
-    swapped = there
-              && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->task.dir, 2 /* RENAME_EXCHANGE */)
+    swapped = exists
+              && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->common.dir, 2 /* RENAME_EXCHANGE */)
                      == 0;
 #endif
     if (!swapped) {
-        ddp__sibling_path(s->task.dir, DDP__SIBLING_OLD, previous);
+        ddp__sibling_path(s->common.dir, DDP__SIBLING_OLD, previous);
         /* of a save that was killed after its second rename */
-        if (there) DDP_TRY(ddp__folder_delete(previous));
-        if (there && rename(s->task.dir, previous) != 0) return ddp__file_fail("cannot rename", s->task.dir);
-        if (rename(s->tmp, s->task.dir) != 0) {
+        if (exists) DDP_TRY(ddp__folder_delete(previous));
+        if (exists && rename(s->common.dir, previous) != 0)
+            return ddp__file_fail("cannot rename", s->common.dir);
+        if (rename(s->tmp, s->common.dir) != 0) {
             ddp_result result = ddp__file_fail("cannot rename", s->tmp);
-            return there && rename(previous, s->task.dir) != 0 ? DDP_ERR_SYSTEM : result;
+            return exists && rename(previous, s->common.dir) != 0 ? DDP_ERR_SYSTEM : result;
         }
     }
     s->tmp[0] = '\0'; /* on a later error nothing is deleted */
@@ -2853,7 +2920,7 @@ static ddp_result ddp__save_commit(ddp__save_state *s) {
         snprintf(text, sizeof text,
                  "the checkpoint is saved, but the previous one could not be renamed or deleted: %.350s",
                  ddp_last_error());
-        ddp_group_log(s->task.group, text);
+        ddp_group_log(s->common.group, text);
     }
     return DDP_OK;
 }
@@ -2862,8 +2929,8 @@ static ddp_result ddp__save_commit(ddp__save_state *s) {
    checksums. Then dir becomes the new checkpoint. */
 static ddp_result ddp__save_end(ddp__save_state *s, const ddp_fsdp_state *state) {
     uint32_t crc;
-    for (int i = 0; i < s->task.count; i++)
-        s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
+    for (int i = 0; i < s->common.count; i++)
+        s->common.crc[i] = ddp__crc_finish(s->common.crc[i], ddp__slice_bytes(&s->common.slices[i], 0));
     for (ddp__save_file *file = s->files; file < s->files + s->file_count; file++) {
         ddp__save_format_header(s, file);
         DDP_TRY(ddp__save_text(s, file->name, &file->crc));
@@ -2886,9 +2953,9 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
                                        int count, const ddp_fsdp_state *state, size_t max_file_bytes,
                                        int keep) {
     ddp__save_state saving = DDP_ZERO, *s = &saving;
-    ddp__checkpoint_common *t = &s->task;
+    ddp__checkpoint_common *c = &s->common;
     char options[96];
-    *t = ddp__checkpoint_common_of(group, "ddp_fsdp_save", slices, count);
+    *c = ddp__checkpoint_common_of(group, "ddp_fsdp_save", slices, count);
     s->text.group = group;
     s->max_file_bytes = max_file_bytes;
     s->keep_count = keep ? keep : 1;
@@ -2897,31 +2964,35 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
                                  : DDP_OK;
     snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes,
              s->keep_count);
-    result = ddp__checkpoint_begin(t, dir, options, sizeof *s->files + sizeof *s->data_offset, result);
+    result = ddp__checkpoint_begin(c, dir, options, sizeof *s->files + sizeof *s->data_offset, result);
     if (result == DDP_OK) {
-        s->files = (ddp__save_file *)t->extra;
+        s->files = (ddp__save_file *)c->extra;
         s->data_offset = (uint64_t *)(s->files + count + 2);
-        result = ddp__boxes_check_tiling(t);
+        result = ddp__boxes_check_tiling(c);
     }
-    if (result == DDP_OK) result = ddp_agree(group, t->call, ddp__save_begin(s), 0, "");
-    if (result == DDP_OK) result = ddp_agree(group, t->call, ddp__save_slices(s), 0, "");
-    if (result == DDP_OK) result = ddp__crc_combine(group, t->crc, count);
+    if (result == DDP_OK) result = ddp_agree(group, c->call, ddp__save_begin(s), 0, "");
+    if (result == DDP_OK) result = ddp_agree(group, c->call, ddp__save_slices(s), 0, "");
+    if (result == DDP_OK) result = ddp__crc_combine(group, c->crc, count);
     if (result == DDP_OK)
-        result = ddp_agree(group, t->call, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
+        result = ddp_agree(group, c->call, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
     if (result != DDP_OK && ddp_rank(group) == 0 && s->tmp[0]) {
-        ddp_saved_error told = ddp__saved_error_of(result);
+        ddp_saved_error error = ddp__saved_error_of(result);
         (void)ddp__folder_delete(s->tmp);
-        (void)ddp_error_restore(&told);
+        (void)ddp_error_restore(&error);
     }
     ddp_host_free(group, s->text.data);
-    ddp_host_free(group, t->keys);
+    ddp_host_free(group, c->keys);
     return result;
 }
 
-//== checkpoints: loading ======================================================================== >>impl-load
-/* Reads a checkpoint: every rank checks headers and a share of the checksums, then copies its boxes. */
+//== checkpoints: files of a load ========================================================== >>impl-load-files
+/* Finds the files of a checkpoint, reads their headers, and matches the stored tensors with the list that the
+   caller wants. Every rank reads all headers. Two kinds of folders:
 
-#define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
+       a checkpoint of ours     state.json lists all files with the checksums of their headers
+       a foreign model          of another program: model.safetensors.index.json, or only model.safetensors.
+                                It may lack checksums and have other float dtypes, and has no optimizer
+                                state */
 
 /* The stored data of a tensor of the list. file NULL = in no file. */
 typedef struct ddp__load_source {
@@ -2932,12 +3003,11 @@ typedef struct ddp__load_source {
 } ddp__load_source;
 
 typedef struct ddp__load_state {
-    ddp__checkpoint_common task; /* its crc: the checksum of all ranks' parts of each tensor */
-    ddp__load_source *sources;   /* per tensor */
+    ddp__checkpoint_common common; /* its crc: the checksum of all ranks' parts of each tensor */
+    ddp__load_source *sources;     /* per tensor */
     ddp__load_file *files;
     int file_count;
-    /* no state.json: a model of another program. It may lack checksums and have other float dtypes */
-    int foreign;
+    int foreign;       /* no state.json: a model of another program */
     char *text;        /* state.json, or the index of a foreign model */
     uint32_t text_crc; /* of the state, and of the headers of all files */
     char found[300];   /* describes it, for ranks that find different checkpoints */
@@ -2946,14 +3016,14 @@ typedef struct ddp__load_state {
     ddp_saved_error thread_error; /* the result of the second thread */
 } ddp__load_state;
 
-/* Reads a whole small file. If it is missing, *text is NULL and the result DDP_OK. */
+/* Reads a small file as a whole. If it is missing, *text is NULL and the result is DDP_OK. */
 static ddp_result ddp__load_text(ddp__load_state *l, const char *name, char **text, size_t *length) {
     ddp__file file DDP__AUTO_CLOSE;
-    ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, &file);
+    ddp_result result = ddp__file_open(l->common.dir, name, O_RDONLY, &file);
     if (result != DDP_OK) return file.fd == DDP__FILE_MISSING ? DDP_OK : result;
     if (file.size > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_CORRUPT, "%s is larger than 100 MB", file.path);
     *length = (size_t)file.size;
-    *text = (char *)ddp_host_alloc(l->task.group, *length + 1);
+    *text = (char *)ddp_host_alloc(l->common.group, *length + 1);
     return *text ? ddp__file_transfer(&file, DDP__FILE_READ, *text, *length, 0) : DDP_ERR_NO_MEMORY;
 }
 
@@ -2966,7 +3036,7 @@ static int ddp__load_add_file(ddp__load_state *l, ddp__string_view name, uint32_
     for (; file < l->files + l->file_count; file++)
         if (strcmp(file->name, name.text) == 0) return 1;
     l->file_count++;
-    file->dir = l->task.dir;
+    file->dir = l->common.dir;
     file->name = name.text;
     file->want_crc = want_crc;
     file->kind = !l->foreign
@@ -3041,12 +3111,12 @@ static ddp_result ddp__state_check(ddp__load_state *l, size_t length) {
         || memcmp(l->text + length - size, tail, size - 11) != 0)
         return ddp_fail(DDP_ERR_CORRUPT,
                         "%s/" DDP__STATE_FILE ": truncated, or not the " DDP__STATE_FILE " of a checkpoint",
-                        l->task.dir);
+                        l->common.dir);
     word.text += length - 11;
     l->text_crc = ddp__crc32c(l->text, length - 11);
     if (ddp__hex_read(word, &crc) && crc == l->text_crc) return DDP_OK;
     return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is damaged: its checksum is %08x, not %.8s",
-                    l->task.dir, l->text_crc, word.text);
+                    l->common.dir, l->text_crc, word.text);
 }
 
 /* Reads the files of a model of another program from its index. The headers of the files list the tensors. */
@@ -3067,13 +3137,13 @@ static int ddp__index_read(ddp__load_state *l, ddp__json *j) {
    model. */
 static ddp_result ddp__foreign_check(const ddp__load_state *l) {
     struct dirent *entry;
-    DIR *folder = opendir(l->task.dir);
+    DIR *folder = opendir(l->common.dir);
     int optimizer = 0;
-    if (!folder) return ddp__file_fail("cannot open", l->task.dir);
+    if (!folder) return ddp__file_fail("cannot open", l->common.dir);
     while ((entry = readdir(folder)) != NULL)
         optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_checkpoint_file(entry->d_name);
     closedir(folder);
-    return optimizer ? ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir) : DDP_OK;
+    return optimizer ? ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->common.dir) : DDP_OK;
 }
 
 /* Lists the files of the checkpoint: those in state.json, or in the index of a foreign model, or
@@ -3091,13 +3161,13 @@ static ddp_result ddp__load_list_files(ddp__load_state *l) {
         DDP_TRY(ddp__load_text(l, name, &l->text, &length));
     }
     /* an entry has seven characters or more */
-    l->files = (ddp__load_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
+    l->files = (ddp__load_file *)ddp_host_alloc(l->common.group, (length / 7 + 1) * sizeof *l->files);
     if (!l->files) return DDP_ERR_NO_MEMORY;
     ddp__json j = ddp__json_reader(l->text, length);
     if (!l->text)
         (void)ddp__load_add_file(l, ddp__string_view_of("model.safetensors"), 0);
     else if (!(l->foreign ? ddp__index_read(l, &j) : ddp__state_read(l, &j)))
-        return ddp__json_file_error(l->task.dir, name, 0, &j);
+        return ddp__json_file_error(l->common.dir, name, 0, &j);
     return DDP_OK;
 }
 
@@ -3107,7 +3177,7 @@ static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) 
     ddp__file in DDP__AUTO_CLOSE;
     unsigned char start[8];
     int index = !l->foreign && strstr(file->name, ".json");
-    ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, &in);
+    ddp_result result = ddp__file_open(l->common.dir, file->name, O_RDONLY, &in);
     if (in.fd == DDP__FILE_MISSING) return ddp_fail(DDP_ERR_CORRUPT, "%s is missing", in.path);
     if (result != DDP_OK) return result;
     uint64_t at = index ? 0 : sizeof start;
@@ -3118,7 +3188,7 @@ static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) 
         return ddp_fail(DDP_ERR_CORRUPT,
                         "%s: truncated: the header needs %llu bytes (at most 100 MB), the file has %llu",
                         in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
-    file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
+    file->text = (char *)ddp_host_alloc(l->common.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
     DDP_TRY(ddp__file_transfer(&in, DDP__FILE_READ, file->text, length, at));
     file->crc = ~ddp__crc_update(ddp__crc_update(0xffffffffu, start, (size_t)at), file->text, (size_t)length);
@@ -3131,7 +3201,7 @@ static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) 
         return ddp_fail(DDP_ERR_CORRUPT,
                         "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x",
                         in.path, (unsigned long long)(at + length), file->crc, file->want_crc);
-    DDP_TRY(ddp__header_read(l->task.group, file, (size_t)length, in.size - at - length));
+    DDP_TRY(ddp__header_read(l->common.group, file, (size_t)length, in.size - at - length));
     void *map = mmap(NULL, (size_t)in.size, PROT_READ, MAP_SHARED, in.fd, 0);
     if (map == MAP_FAILED) return ddp__file_fail("cannot map", in.path);
     file->map = (const unsigned char *)map;
@@ -3143,12 +3213,12 @@ static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) 
 static ddp_result ddp__load_match(ddp__load_state *l, const ddp__load_file *file, const ddp__file_tensor *r) {
     ddp_shape_text has = ddp_describe_shape(r->dtype->name, r->ndim, r->shape);
     const ddp__tensor_key key = {r->name, file->kind, 0};
-    ddp__tensor_key *found = (ddp__tensor_key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key,
-                                                        ddp__tensor_key_compare);
+    ddp__tensor_key *found = (ddp__tensor_key *)bsearch(&key, l->common.keys, (size_t)l->common.count,
+                                                        sizeof key, ddp__tensor_key_compare);
     if (!found)
         return ddp__file_tensor_fail(DDP_ERR_MISMATCH, file, r, "(%s) is not among the %d tensors to load",
-                                     has.text, l->task.count);
-    const ddp__checkpoint_slice *s = &l->task.slices[found->index];
+                                     has.text, l->common.count);
+    const ddp__checkpoint_slice *s = &l->common.slices[found->index];
     ddp__load_source *source = &l->sources[found->index];
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0
         || (r->dtype->dtype != s->dtype
@@ -3165,7 +3235,7 @@ static ddp_result ddp__load_match(ddp__load_state *l, const ddp__load_file *file
 
 /* Two names of one tied weight differ in the file. */
 static ddp_result ddp__tied_fail(const ddp__load_state *l, int index, const char *what) {
-    const char *first = l->task.slices[l->task.slices[index].tied_to - 1].name;
+    const char *first = l->common.slices[l->common.slices[index].tied_to - 1].name;
     return ddp__file_tensor_fail(DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
                                  "and tensor '%.100s' are one tied parameter, but %s; remove one of them "
                                  "from the files, or do not tie them",
@@ -3175,10 +3245,10 @@ static ddp_result ddp__tied_fail(const ddp__load_state *l, int index, const char
 /* A tied weight has several names; files have one or more of them. The first one found is read; the others
    must have its bytes. */
 static ddp_result ddp__load_ties(ddp__load_state *l) {
-    for (int i = 0; i < l->task.count; i++) {
+    for (int i = 0; i < l->common.count; i++) {
         ddp__load_source *source = &l->sources[i];
-        if (!l->task.slices[i].tied_to || !source->file) continue;
-        ddp__load_source *first = &l->sources[l->task.slices[i].tied_to - 1];
+        if (!l->common.slices[i].tied_to || !source->file) continue;
+        ddp__load_source *first = &l->sources[l->common.slices[i].tied_to - 1];
         if (!first->file) {
             *first = *source;
             memset(source, 0, sizeof *source);
@@ -3198,18 +3268,25 @@ static ddp_result ddp__load_open_files(ddp__load_state *l) {
         l->text_crc = ddp__crc_update(l->text_crc, &file->crc, sizeof file->crc);
     }
     DDP_TRY(ddp__load_ties(l));
-    for (int i = 0; i < l->task.count; i++) {
-        const ddp__checkpoint_slice *s = &l->task.slices[i];
+    for (int i = 0; i < l->common.count; i++) {
+        const ddp__checkpoint_slice *s = &l->common.slices[i];
         if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
-            return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is not in the files", l->task.dir,
+            return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is not in the files", l->common.dir,
                             s->name,
                             ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     }
     return DDP_OK;
 }
 
-/* Brings bytes [begin, end) of a tensor into memory. A disk that fails is a result here, and no signal when
-   the bytes are read. */
+//== checkpoints: loading ======================================================================== >>impl-load
+/* Loads in two passes over the tensors, each with two threads per rank. The first computes checksums: every
+   byte is read once by some rank, and all ranks compare. The second copies this rank's boxes. Only then is
+   the caller's memory written, so that a damaged checkpoint leaves the model unchanged. */
+
+#define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
+
+/* Brings bytes [begin, end) of a tensor into memory. A disk that fails is then an error here, instead of a
+   signal when the bytes are read. */
 static ddp_result ddp__load_pages(const ddp__load_source *source, uint64_t begin, uint64_t end) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin,
              low = (first + begin) / page * page;
@@ -3229,45 +3306,56 @@ static uint64_t ddp__clamp_to_part(uint64_t position, uint64_t begin, uint64_t s
     return position - begin < size ? position - begin : size;
 }
 
-/* Computes checksums of half of this rank's share: thread 0 or 1. On one machine the ranks share a
-   disk, and a share is one contiguous range of all tensors in sequence. Reading is a third slower when each
-   rank skips the bytes of the others.
-   Otherwise it is a part of every tensor: about the rows that this rank copies afterwards. */
-static ddp_result ddp__load_checksum_share(ddp__load_state *l, int thread) {
-    uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group);
-    uint64_t share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread;
-    uint64_t all = 0, before = 0;
-    int together = ddp_local_world_size(l->task.group) == ddp_world_size(l->task.group);
-    for (int i = 0; i < l->task.count; i++) all += l->sources[i].bytes;
-    for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
-        const ddp__load_source *source = &l->sources[i];
-        int tied_to = l->task.slices[i].tied_to;
-        const ddp__load_source *first = tied_to ? &l->sources[tied_to - 1]
-                                                : NULL; /* must have the same bytes */
-        uint64_t total = source->bytes, each = (together ? all : total) / shares + 1;
-        uint64_t at = ddp__clamp_to_part(each * share, before, total),
-                 end = ddp__clamp_to_part(each * (share + 1), before, total);
-        uint32_t remainder = 0;
-        for (uint64_t piece; at < end; at += piece) {
-            piece = end - at < DDP__FILE_PIECE ? end - at : DDP__FILE_PIECE;
-            DDP_TRY(ddp__load_pages(source, at, at + piece));
-            if (first) {
-                DDP_TRY(ddp__load_pages(first, at, at + piece));
-                int same = memcmp(first->data + at, source->data + at, (size_t)piece) == 0;
-                if (!same) return ddp__tied_fail(l, i, "their bytes differ");
-            }
-            remainder = ddp__crc_update(remainder, source->data + at, (size_t)piece);
+/* Adds the checksum of bytes [begin, end) of tensor i to its crc. A tied tensor is compared with the first
+   name's tensor, which must have the same bytes. */
+static ddp_result ddp__load_checksum_range(ddp__load_state *l, int i, uint64_t begin, uint64_t end) {
+    const ddp__load_source *source = &l->sources[i];
+    int tied_to = l->common.slices[i].tied_to;
+    const ddp__load_source *first = tied_to ? &l->sources[tied_to - 1] : NULL;
+    uint32_t remainder = 0;
+    for (uint64_t at = begin, piece; at < end; at += piece) {
+        piece = end - at < DDP__FILE_PIECE ? end - at : DDP__FILE_PIECE;
+        DDP_TRY(ddp__load_pages(source, at, at + piece));
+        if (first) {
+            DDP_TRY(ddp__load_pages(first, at, at + piece));
+            int same = memcmp(first->data + at, source->data + at, (size_t)piece) == 0;
+            if (!same) return ddp__tied_fail(l, i, "their bytes differ");
         }
-        (void)__atomic_fetch_xor(&l->task.crc[i], ddp__crc_multiply(remainder, ddp__crc_shift(total - end)),
-                                 __ATOMIC_RELAXED);
+        remainder = ddp__crc_update(remainder, source->data + at, (size_t)piece);
+    }
+    remainder = ddp__crc_multiply(remainder, ddp__crc_shift(source->bytes - end));
+    (void)__atomic_fetch_xor(&l->common.crc[i], remainder, __ATOMIC_RELAXED);
+    return DDP_OK;
+}
+
+/* Computes checksums of half of this rank's share: thread 0 or 1.
+
+       one machine        |tensor a     |tensor b              |tensor c|
+                          |rank 0, 0|rank 0, 1|rank 1, 0|rank 1, 1      |    rank, thread
+       several machines   each tensor is cut like that
+
+   On one machine the ranks share a disk. Reading is a third slower there if each rank skips the bytes of the
+   others. On several machines a share is about the rows that the rank copies afterwards. */
+static ddp_result ddp__load_checksum_share(ddp__load_state *l, int thread) {
+    uint64_t shares = 2 * (uint64_t)ddp_world_size(l->common.group);
+    uint64_t share = 2 * (uint64_t)ddp_rank(l->common.group) + (uint64_t)thread;
+    uint64_t all_bytes = 0, tensor_begin = 0;
+    int one_machine = ddp_local_world_size(l->common.group) == ddp_world_size(l->common.group);
+    for (int i = 0; i < l->common.count; i++) all_bytes += l->sources[i].bytes;
+    for (int i = 0; i < l->common.count; i++) {
+        uint64_t bytes = l->sources[i].bytes, share_bytes = (one_machine ? all_bytes : bytes) / shares + 1;
+        uint64_t begin = ddp__clamp_to_part(share_bytes * share, tensor_begin, bytes);
+        uint64_t end = ddp__clamp_to_part(share_bytes * (share + 1), tensor_begin, bytes);
+        DDP_TRY(ddp__load_checksum_range(l, i, begin, end));
+        if (one_machine) tensor_begin += bytes;
     }
     return DDP_OK;
 }
 
 static ddp_result ddp__load_compare_checksums(const ddp__load_state *l) {
-    for (int i = 0; i < l->task.count; i++) {
+    for (int i = 0; i < l->common.count; i++) {
         const ddp__load_source *source = &l->sources[i];
-        uint32_t crc = ddp__crc_finish(l->task.crc[i], source->bytes);
+        uint32_t crc = ddp__crc_finish(l->common.crc[i], source->bytes);
         if (source->file && source->record->has_crc && crc != source->record->crc)
             return ddp__file_tensor_fail(DDP_ERR_CORRUPT, source->file, source->record,
                                          "is damaged: its checksum is %08x, not %08x", crc,
@@ -3276,40 +3364,42 @@ static ddp_result ddp__load_compare_checksums(const ddp__load_state *l) {
     return DDP_OK;
 }
 
-/* Copies this rank's box, changing the dtype on the way where it is another one. A tensor that is in no file
-   becomes zero. */
+/* Copies this rank's box of a tensor from its file, and casts it to the dtype of the list. A tensor that is
+   in no file becomes zero. */
 static ddp_result ddp__load_copy(const ddp__load_state *l, int index) {
-    const ddp__checkpoint_slice *s = &l->task.slices[index];
+    const ddp__checkpoint_slice *s = &l->common.slices[index];
     const ddp__load_source *source = &l->sources[index];
-    ddp_dtype dtype = source->file ? source->record->dtype->dtype : s->dtype;
+    size_t box_bytes = (size_t)ddp__slice_bytes(s, 1);
+    if (!source->file && box_bytes) memset(s->data, 0, box_bytes);
+    if (!source->file) return DDP_OK;
+    ddp_dtype file_dtype = source->record->dtype->dtype;
+    uint64_t size = ddp_dtype_size(s->dtype), file_size = ddp_dtype_size(file_dtype), at, to, n;
+    uint64_t ready = 0; /* bytes of the tensor that are in memory */
+    double stage[512];  /* aligned for any dtype that is cast */
+    int casts = file_dtype != s->dtype;
+    uint64_t max = casts ? sizeof stage / file_size : DDP__FILE_PIECE / size;
     ddp__box_runs runs = ddp__runs_of(s);
-    uint64_t size = ddp_dtype_size(s->dtype), file_size = ddp_dtype_size(dtype), at, to, n, begin, ready = 0;
-    double stage[512]; /* what cast reads is aligned */
-    while (ddp__runs_next(&runs, &at, &to))
+    while (ddp__runs_next(&runs, &at, &to)) {
         for (uint64_t done = 0; done < runs.length; done += n) {
-            uint64_t most = dtype == s->dtype ? DDP__FILE_PIECE / size : sizeof stage / file_size;
             char *out = (char *)s->data + (to + done) * size;
-            n = runs.length - done < most ? runs.length - done : most;
-            begin = (at + done) * file_size;
-            if (!source->file) {
-                memset(out, 0, (size_t)(n * size));
-                continue;
-            }
-            if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
+            uint64_t begin = (at + done) * file_size;
+            n = runs.length - done < max ? runs.length - done : max;
+            if (begin + n * file_size > ready) { /* a piece has many short runs */
                 ready = begin + DDP__FILE_PIECE < source->bytes ? begin + DDP__FILE_PIECE : source->bytes;
                 DDP_TRY(ddp__load_pages(source, begin, ready));
             }
-            memcpy(dtype == s->dtype ? (void *)out : (void *)stage, source->data + begin,
-                   (size_t)(n * file_size));
-            if (dtype != s->dtype) ddp_device_cpu()->cast(out, s->dtype, stage, dtype, (size_t)n);
+            memcpy(casts ? (void *)stage : (void *)out, source->data + begin, (size_t)(n * file_size));
+            if (casts) ddp_device_cpu()->cast(out, s->dtype, stage, file_dtype, (size_t)n);
         }
+    }
     return DDP_OK;
 }
 
-/* The part of a pass that a thread does. To copy, both take one tensor after the other. */
+/* The work of a thread in a pass. In the second pass, each thread copies the next tensor that none has
+   copied. */
 static ddp_result ddp__load_thread_work(ddp__load_state *l, int thread) {
     if (!l->copying) return ddp__load_checksum_share(l, thread);
-    for (int i; (i = __atomic_fetch_add(&l->next_copy, 1, __ATOMIC_RELAXED)) < l->task.count;)
+    for (int i; (i = __atomic_fetch_add(&l->next_copy, 1, __ATOMIC_RELAXED)) < l->common.count;)
         DDP_TRY(ddp__load_copy(l, i));
     return DDP_OK;
 }
@@ -3320,30 +3410,30 @@ static void *ddp__load_thread_main(void *argument) {
     return NULL;
 }
 
-/* Computes checksums or copies, with two threads if the system has a second one: while one computes, the
-   other reads. */
-static ddp_result ddp__load_pass(ddp__load_state *l, int copies) {
-    pthread_t helper;
-    l->copying = copies;
-    int helped = pthread_create(&helper, NULL, ddp__load_thread_main, l) == 0;
+/* A pass: computes checksums, or copies. While one thread computes, the other one waits for the disk. If the
+   system has no thread, this one does both parts. */
+static ddp_result ddp__load_pass(ddp__load_state *l, int copying) {
+    pthread_t thread;
+    l->copying = copying;
+    int has_thread = pthread_create(&thread, NULL, ddp__load_thread_main, l) == 0;
     ddp_result result = ddp__load_thread_work(l, 0);
-    if (helped)
-        pthread_join(helper, NULL);
+    if (has_thread)
+        pthread_join(thread, NULL);
     else if (result == DDP_OK)
         result = ddp__load_thread_work(l, 1);
     return result == DDP_OK ? ddp_error_restore(&l->thread_error) : result;
 }
 
-/* Finds everything that can be wrong, before anything is written to. */
+/* The first pass, after opening the files: finds every error before the caller's memory is written. */
 static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp_scaler *scaler) {
-    ddp__checkpoint_common *t = &l->task;
+    ddp__checkpoint_common *c = &l->common;
     struct stat info;
-    DDP_TRY(ddp__checkpoint_begin(t, dir, "", sizeof *l->sources, DDP_OK));
-    l->sources = (ddp__load_source *)t->extra;
-    if (stat(t->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
-        size_t length = strlen(t->dir);
-        memcpy(t->dir + length, ".old", 5);
-        if (stat(t->dir, &info) != 0) t->dir[length] = '\0';
+    DDP_TRY(ddp__checkpoint_begin(c, dir, "", sizeof *l->sources, DDP_OK));
+    l->sources = (ddp__load_source *)c->extra;
+    if (stat(c->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
+        size_t length = strlen(c->dir);
+        memcpy(c->dir + length, ".old", 5);
+        if (stat(c->dir, &info) != 0) c->dir[length] = '\0';
     }
     ddp_result result = ddp__load_open_files(l);
     if (result == DDP_OK && scaler && l->state.scaler.scale > 0) {
@@ -3352,11 +3442,11 @@ static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp
     }
     snprintf(l->found, sizeof l->found,
              "finds checkpoint %08x in %.100s (the folder is not shared, or a save ended during the load)",
-             l->text_crc, t->dir);
-    DDP_TRY(ddp_agree(t->group, t->call, result, l->text_crc, l->found));
-    DDP_TRY(ddp_agree(t->group, t->call, ddp__load_pass(l, 0), 0, ""));
-    DDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
-    return ddp_agree(t->group, t->call, ddp__load_compare_checksums(l), 0, "");
+             l->text_crc, c->dir);
+    DDP_TRY(ddp_agree(c->group, c->call, result, l->text_crc, l->found));
+    DDP_TRY(ddp_agree(c->group, c->call, ddp__load_pass(l, 0), 0, ""));
+    DDP_TRY(ddp__crc_combine(c->group, c->crc, c->count));
+    return ddp_agree(c->group, c->call, ddp__load_compare_checksums(l), 0, "");
 }
 
 /* Collective. Fills this rank's boxes from a checkpoint of any world size, or from a model of another
@@ -3369,11 +3459,11 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
                                        const ddp_scaler *scaler, ddp_fsdp_state *state) {
     ddp_group *const groups[2] = {group, replicas};
     ddp__load_state loading = DDP_ZERO, *l = &loading;
-    l->task = ddp__checkpoint_common_of(group, "ddp_fsdp_load", slices, count);
+    l->common = ddp__checkpoint_common_of(group, "ddp_fsdp_load", slices, count);
     ddp_result result = ddp__load_check(l, dir, scaler);
-    if (replicas) result = ddp_agree(replicas, l->task.call, result, l->text_crc, l->found);
+    if (replicas) result = ddp_agree(replicas, l->common.call, result, l->text_crc, l->found);
     /* the first write to the caller's memory */
-    if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->task.call, ddp__load_pass(l, 1), 0, "");
+    if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->common.call, ddp__load_pass(l, 1), 0, "");
     if (result == DDP_OK && l->foreign) {
         state->step = 0;
         if (ddp_rank(group) == 0)
@@ -3389,7 +3479,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     }
     ddp_host_free(group, l->files);
     ddp_host_free(group, l->text);
-    ddp_host_free(group, l->task.keys);
+    ddp_host_free(group, l->common.keys);
     return result;
 }
 
