@@ -41,9 +41,10 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick
     >>impl-numbers  >>impl-elements  >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows
-    >>impl-optimizers  >>impl-quantise  >>impl-layers  >>impl-streams  >>impl-device
-    >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog
-    >>impl-nccl-group  >>impl-staged  >>impl-group  >>impl-public
+    >>impl-optimizers  >>impl-optimizer-calls  >>impl-quantise  >>impl-layers  >>impl-layer-rows
+    >>impl-streams  >>impl-device  >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls
+    >>impl-watchdog  >>impl-nccl-memory  >>impl-nccl-group  >>impl-staged  >>impl-staged-rounds
+    >>impl-staged-messages  >>impl-staged-groups  >>impl-group  >>impl-public
 
 CONCEPTS
     Group      ddp_cuda_group_create creates one from the ranks of a CPU group, its control group. Calls on it
@@ -832,26 +833,35 @@ static DDP__HD float ddp__cuda_round_odd(double x) {
     return ddp__cuda_from_bits(bits | 1);
 }
 
-/* Per dtype: the stored type, the type of the arithmetic, and the unsigned type in which integers wrap. */
+/* Properties of a dtype: `store` is the type in memory, `math` the type of the arithmetic, `wrap` the
+   unsigned type in which integers wrap. load and save convert between store and math. The line for DDP_BF16
+   becomes
+
+       template <> struct ddp__cuda_type<DDP_BF16> {
+           typedef uint16_t store;
+           typedef float math;
+           typedef float wrap;
+           static float load(uint16_t x) { return ddp__cuda_from_bf16(x); }
+           static uint16_t save(float x) { return ddp__cuda_to_bf16(x); }
+       };  */
 template <ddp_dtype D> struct ddp__cuda_type;
-#define DDP__CUDA_TYPE(dtype, kept, computed, wrapping, is_integer, to_math, to_kept) \
-    template <> struct ddp__cuda_type<dtype> {                                        \
-        typedef kept store;                                                           \
-        typedef computed math;                                                        \
-        typedef wrapping wrap;                                                        \
-        enum { INTEGER = is_integer };                                                \
-        static DDP__HD math load(store x) { return to_math(x); }                      \
-        static DDP__HD store save(math x) { return to_kept(x); }                      \
+#define DDP__CUDA_TYPE(dtype, store_type, math_type, wrap_type, to_math, to_store) \
+    template <> struct ddp__cuda_type<dtype> {                                     \
+        typedef store_type store;                                                  \
+        typedef math_type math;                                                    \
+        typedef wrap_type wrap;                                                    \
+        static DDP__HD math load(store x) { return to_math(x); }                   \
+        static DDP__HD store save(math x) { return to_store(x); }                  \
     };
-DDP__CUDA_TYPE(DDP_F32, float, float, float, 0, float, float)
-DDP__CUDA_TYPE(DDP_F64, double, double, double, 0, double, double)
-DDP__CUDA_TYPE(DDP_F16, uint16_t, float, float, 0, ddp__cuda_from_f16, ddp__cuda_to_f16)
-DDP__CUDA_TYPE(DDP_BF16, uint16_t, float, float, 0, ddp__cuda_from_bf16, ddp__cuda_to_bf16)
-DDP__CUDA_TYPE(DDP_I8, int8_t, int8_t, uint8_t, 1, int8_t, int8_t)
-DDP__CUDA_TYPE(DDP_U8, uint8_t, uint8_t, uint8_t, 1, uint8_t, uint8_t)
-DDP__CUDA_TYPE(DDP_I32, int32_t, int32_t, uint32_t, 1, int32_t, int32_t)
-DDP__CUDA_TYPE(DDP_I64, int64_t, int64_t, uint64_t, 1, int64_t, int64_t)
-DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, 1, uint64_t, uint64_t)
+DDP__CUDA_TYPE(DDP_F32, float, float, float, float, float)
+DDP__CUDA_TYPE(DDP_F64, double, double, double, double, double)
+DDP__CUDA_TYPE(DDP_F16, uint16_t, float, float, ddp__cuda_from_f16, ddp__cuda_to_f16)
+DDP__CUDA_TYPE(DDP_BF16, uint16_t, float, float, ddp__cuda_from_bf16, ddp__cuda_to_bf16)
+DDP__CUDA_TYPE(DDP_I8, int8_t, int8_t, uint8_t, int8_t, int8_t)
+DDP__CUDA_TYPE(DDP_U8, uint8_t, uint8_t, uint8_t, uint8_t, uint8_t)
+DDP__CUDA_TYPE(DDP_I32, int32_t, int32_t, uint32_t, int32_t, int32_t)
+DDP__CUDA_TYPE(DDP_I64, int64_t, int64_t, uint64_t, int64_t, int64_t)
+DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t)
 #undef DDP__CUDA_TYPE
 
 /* Calls f(C) with a runtime value as a compile-time constant, decltype(C)::value. value: one of the list; any
@@ -875,25 +885,27 @@ template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store
         return ddp__cuda_type<D>::save((math)x);
 }
 
-/* Combines two values of a reduction. MIN and MAX of floats follow IEEE 754-2019: NaN if either is NaN, and
+/* Returns the minimum or maximum of floats. They follow IEEE 754-2019: NaN if either is NaN, and
    -0 is below +0. */
 template <int GREATEST, class T> static DDP__HD T ddp__cuda_min_max(T a, T b) {
-    auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a != b ? y : GREATEST ? x & y : x | y;
-    return ddp__cuda_from_bits(a != a || (GREATEST ? a > b : a < b) ? x : tie);
+    auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b);
+    auto other = GREATEST ? x & y : x | y; /* equal values with different bits are +0 and -0 */
+    int is_a = GREATEST ? a > b : a < b;
+    if (a != b) other = y;
+    return ddp__cuda_from_bits(a != a || is_a ? x : other);
 }
-#define DDP__CUDA_COMBINE(type)                                                              \
-    template <ddp_op OP, class Wrap> static DDP__HD type ddp__cuda_combine(type a, type b) { \
-        if (OP == DDP_OP_MIN) return ddp__cuda_min_max<0>(a, b);                             \
-        if (OP == DDP_OP_MAX) return ddp__cuda_min_max<1>(a, b);                             \
-        return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);                \
-    }
-DDP__CUDA_COMBINE(float)
-DDP__CUDA_COMBINE(double)
-#undef DDP__CUDA_COMBINE
+
+/* Combines two values of a reduction. Integers wrap. */
 template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_combine(T a, T b) {
-    if (OP == DDP_OP_MIN) return a < b ? a : b;
-    if (OP == DDP_OP_MAX) return a > b ? a : b;
-    return OP == DDP_OP_PROD ? (T)(Wrap)((Wrap)a * (Wrap)b) : (T)(Wrap)((Wrap)a + (Wrap)b);
+    if constexpr (std::is_floating_point<T>::value) {
+        if (OP == DDP_OP_MIN) return ddp__cuda_min_max<0>(a, b);
+        if (OP == DDP_OP_MAX) return ddp__cuda_min_max<1>(a, b);
+        return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);
+    } else {
+        if (OP == DDP_OP_MIN) return a < b ? a : b;
+        if (OP == DDP_OP_MAX) return a > b ? a : b;
+        return OP == DDP_OP_PROD ? (T)(Wrap)((Wrap)a * (Wrap)b) : (T)(Wrap)((Wrap)a + (Wrap)b);
+    }
 }
 
 /* The divisor of an average, prepared on the CPU. A power of two is replaced by its reciprocal, which is
@@ -939,8 +951,8 @@ static DDP__HD uint64_t ddp__cuda_splitmix64(uint64_t x) {
 
 /* Stochastic rounding: rounds up with probability (dropped bits) / 2^16, so that the expected value is x. */
 static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t index) {
-    uint32_t bits = ddp__cuda_bits(x),
-             random = (uint32_t)(ddp__cuda_splitmix64(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
+    uint32_t bits = ddp__cuda_bits(x);
+    uint32_t random = (uint32_t)(ddp__cuda_splitmix64(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
     return ddp__cuda_finite(x) ? (uint16_t)((bits + random) >> 16) : ddp__cuda_to_bf16(x);
 }
 
@@ -948,21 +960,23 @@ static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t
 /* Loads and stores of up to 16 bytes, and the distribution of elements over threads. Every element kernel
    below uses them. */
 
+/* Returns a value of the largest word of 16, 8, 4 or 1 bytes that divides BYTES. */
+template <int BYTES> static DDP__HD auto ddp__cuda_word_of() {
+    if constexpr (BYTES % 16 == 0)
+        return uint4{};
+    else if constexpr (BYTES % 8 == 0)
+        return uint2{};
+    else if constexpr (BYTES % 4 == 0)
+        return uint32_t{};
+    else
+        return (unsigned char)0;
+}
+
 /* N elements in registers, loaded and stored as words of up to 16 bytes. */
 template <int N, class T> union ddp__cuda_pack {
-    enum {
-        BYTES = N * sizeof(T),
-        SIZE = BYTES % 16 == 0  ? 16
-               : BYTES % 8 == 0 ? 8
-               : BYTES % 4 == 0 ? 4
-                                : 1,
-        WORDS = BYTES / SIZE
-    };
-    typedef typename std::conditional<
-        SIZE == 16, uint4,
-        typename std::conditional<
-            SIZE == 8, uint2,
-            typename std::conditional<SIZE == 4, uint32_t, unsigned char>::type>::type>::type word;
+    enum { BYTES = N * sizeof(T) };
+    typedef decltype(ddp__cuda_word_of<BYTES>()) word;
+    enum { WORDS = BYTES / sizeof(word) };
     T at[N];
     word words[WORDS];
     unsigned char bytes[BYTES];
@@ -975,11 +989,12 @@ template <int N, class T> static DDP__HD void ddp__cuda_load(T *out, const void 
 #if defined(__CUDA_ARCH__)
     typedef ddp__cuda_pack<N, T> pack;
     pack in;
-    if (N == 1 && (uintptr_t)from % sizeof(T))
+    if (N == 1 && (uintptr_t)from % sizeof(T)) {
         for (int i = 0; i < (int)pack::BYTES; i++) in.bytes[i] = from[i];
-    else
+    } else {
         DDP__UNROLL
-    for (int i = 0; i < (int)pack::WORDS; i++) in.words[i] = ((const typename pack::word *)from)[i];
+        for (int i = 0; i < (int)pack::WORDS; i++) in.words[i] = ((const typename pack::word *)from)[i];
+    }
     DDP__UNROLL
     for (int i = 0; i < N; i++) out[i] = in.at[i];
 #else
@@ -988,6 +1003,7 @@ template <int N, class T> static DDP__HD void ddp__cuda_load(T *out, const void 
 #endif
 }
 
+/* Stores N elements from index `at`, with the same rules. */
 template <int N, class T> static DDP__HD void ddp__cuda_store(const T *in, void *base, size_t at) {
     unsigned char *to = (unsigned char *)base + at * sizeof(T);
 #if defined(__CUDA_ARCH__)
@@ -995,11 +1011,12 @@ template <int N, class T> static DDP__HD void ddp__cuda_store(const T *in, void 
     pack out;
     DDP__UNROLL
     for (int i = 0; i < N; i++) out.at[i] = in[i];
-    if (N == 1 && (uintptr_t)to % sizeof(T))
+    if (N == 1 && (uintptr_t)to % sizeof(T)) {
         for (int i = 0; i < (int)pack::BYTES; i++) to[i] = out.bytes[i];
-    else
+    } else {
         DDP__UNROLL
-    for (int i = 0; i < (int)pack::WORDS; i++) ((typename pack::word *)to)[i] = out.words[i];
+        for (int i = 0; i < (int)pack::WORDS; i++) ((typename pack::word *)to)[i] = out.words[i];
+    }
 #else
     DDP__CUDA_RECORD_ACCESS(N, to, N * sizeof(T));
     memcpy(to, in, N * sizeof(T));
@@ -1015,8 +1032,8 @@ typedef struct ddp__cuda_vectors {
     size_t head, vectors, count;
 } ddp__cuda_vectors;
 
-/* Returns `mask` without the heads that do not suit `array`. Bit h = with a head of h elements, groups of
-   `width` elements are aligned in every array checked until now. */
+/* Returns `mask` without the heads after which `array` is not aligned. Bit h of mask: after a head of h
+   elements, groups of `width` elements are aligned in every array checked until now. */
 static DDP__HD uint32_t ddp__cuda_aligned_heads(uint32_t mask, const void *array, int size, int width) {
     uintptr_t align = (uintptr_t)(width * size < 16 ? width * size : 16);
     for (int h = 0; h < width; h++)
@@ -1069,9 +1086,7 @@ static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t
         error = cuda->host_work(ddp__cuda_run_on_host<Work>, &work, sizeof work, stream);
     else
         error = cuda->launch(DDP__CUDA_KERNEL(ddp__cuda_kernel<Work>), grid, block, arguments, 0, stream);
-    return error == cudaSuccess
-               ? DDP_OK
-               : ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
+    return ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
 }
 
 /* Work on arrays of one length, by element. F has WIDTH, and run<N>(at) for N elements from index `at` on. */
@@ -1093,8 +1108,8 @@ template <class F>
 static ddp_result ddp__cuda_launch_elements(const F &f, uint32_t mask, size_t count, cudaStream_t stream,
                                             const char *function) {
     const ddp__cuda_vectors split = ddp__cuda_vectors_of(mask, count, F::WIDTH);
-    size_t rest = split.count - split.vectors * F::WIDTH,
-           longest = split.vectors > rest ? split.vectors : rest;
+    size_t rest = split.count - split.vectors * F::WIDTH;
+    size_t longest = split.vectors > rest ? split.vectors : rest;
     const ddp__cuda_elements_work<F> work = {f, split};
     return ddp__cuda_launch(work, (longest + DDP__CUDA_THREADS - 1) / DDP__CUDA_THREADS, stream, function);
 }
@@ -1226,11 +1241,14 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     }
     template <int N> DDP__HD void load(math *out, int source, size_t at) const {
         store in[N];
-        ddp__cuda_load<N>(in,
-                          !stride_bytes   ? src[source]
-                          : source == own ? src[1]
-                                          : (const unsigned char *)src[0] + (size_t)source * stride_bytes,
-                          at);
+        const void *base = src[0];
+        if (!stride_bytes)
+            base = src[source];
+        else if (source == own)
+            base = src[1];
+        else
+            base = (const unsigned char *)base + (size_t)source * stride_bytes;
+        ddp__cuda_load<N>(in, base, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = type::load(in[i]);
     }
@@ -1247,7 +1265,7 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     }
     template <int N> DDP__HD void run(size_t at) const {
         math level[LEVELS][N] = {}, value[N] = {};
-        int groups = src_count / 4, rest = src_count % 4, have = rest;
+        int groups = src_count / 4, rest = src_count % 4, has_value = rest;
         for (int g = 0; g < groups; g++) {
             int carry = 1;
             leaf<N>(value, 4 * g, 4, at);
@@ -1266,11 +1284,11 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
         DDP__UNROLL
         for (int k = 0; k < LEVELS; k++) {
             if (!(groups >> k & 1)) continue;
-            if (have)
+            if (has_value)
                 join<N>(value, level[k], value);
             else
                 copy<N>(value, level[k]);
-            have = 1;
+            has_value = 1;
         }
         finish<N>(value, at);
     }
@@ -1367,8 +1385,8 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
     }
 };
 
-/* One launch for up to 64 tensors. Tensor r has chunks first[r] to first[r + 1] - 1. Reads dtype S,
-   writes dtype D. */
+/* One launch for up to 64 tensors. Tensor r has chunks first[r] to first[r + 1] - 1. Reads dtype S, writes
+   dtype D. A block finds the tensor of its chunk by bisection. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_ranges {
     typedef ddp__cuda_convert<D, S, M> convert;
     void *flat;
@@ -1389,11 +1407,13 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_ranges {
                 high = middle;
         }
         const ddp_cuda_range &r = range[low];
-        size_t at = (number - first[low]) * DDP__CUDA_CHUNK,
-               n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
-        const convert f = {(out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at,
-                           (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at, factor,
-                           NULL};
+        size_t at = (number - first[low]) * DDP__CUDA_CHUNK;
+        size_t n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
+        convert f = {(out_type *)r.data + at, (const in_type *)flat + r.offset + at, factor, NULL};
+        if (pack) {
+            f.dst = (out_type *)flat + r.offset + at;
+            f.src = (const in_type *)r.data + at;
+        }
         uint32_t mask = ddp__cuda_aligned_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type),
                                                 convert::WIDTH);
         mask = ddp__cuda_aligned_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
@@ -1417,8 +1437,8 @@ static ddp_result ddp__cuda_ranges_launch(const ddp__cuda_ranges_call *call) {
     typedef decltype(dst_math() + src_math()) M;
     ddp__cuda_ranges<D, S, M> f = {call->flat, 0, call->pack, call->factor, {}, {0}};
     for (int done = 0; done < call->range_count; done += f.range_count) {
-        f.range_count = call->range_count - done < DDP__CUDA_LAUNCH_RANGES ? call->range_count - done
-                                                                           : DDP__CUDA_LAUNCH_RANGES;
+        f.range_count = call->range_count - done;
+        if (f.range_count > DDP__CUDA_LAUNCH_RANGES) f.range_count = DDP__CUDA_LAUNCH_RANGES;
         for (int i = 0; i < f.range_count; i++) {
             f.range[i] = call->ranges[done + i];
             f.first[i + 1] = f.first[i] + f.range[i].count / DDP__CUDA_CHUNK
@@ -1528,10 +1548,10 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         if (UNSCALE && has_high) ddp__cuda_store<N>(b, data, low + 32);
     }
     DDP__HD value partial(size_t number, int lane, int64_t *cells) const {
-        size_t row = pieces == 1 ? number : number / pieces,
-               begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
-        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE,
-               at = (size_t)lane * WIDTH;
+        size_t row = pieces == 1 ? number : number / pieces;
+        size_t begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
+        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE;
+        size_t at = (size_t)lane * WIDTH;
         value sums = {};
         int bad = 0;
         if (((uintptr_t)data + first * sizeof(store)) % 16 == 0) {
@@ -1601,7 +1621,10 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
         digits[1] = digits[0];
         digits[0] = digit;
     }
-    for (; bits && !(bits >> 63); shift++, low = low << 1 & 0xffffffff) bits = bits << 1 | low >> 31;
+    for (; bits && !(bits >> 63); shift++) {
+        bits = bits << 1 | low >> 31;
+        low = low << 1 & 0xffffffff;
+    }
     return ldexp((double)(bits | ((low | rest) != 0)), 32 * (top - 1) - 1074 - shift);
 }
 
@@ -1618,7 +1641,7 @@ static ddp_result ddp__cuda_sum_squares(void *data, size_t rows, size_t row_coun
     });
 }
 
-//== optimizers ======================================================================== >>impl-optimizers
+//== optimizers ============================================================================ >>impl-optimizers
 /* AdamW, LAMB and SGD, one pass over all state, for ddp_cuda_adamw, ddp_cuda_sgd and the optimizer of
    ddp_fsdp.h. Every operation is rounded, so the bits are those of the CPU. */
 
@@ -1638,11 +1661,14 @@ static DDP__HD void ddp__cuda_write_copy(const ddp__cuda_copy &copy, const float
         return;
     }
     DDP__UNROLL
-    for (int i = 0; i < N; i++)
-        half[i] = copy.dtype == DDP_F16 ? ddp__cuda_to_f16(w[i])
-                  : !copy.stochastic
-                      ? ddp__cuda_to_bf16(w[i])
-                      : ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
+    for (int i = 0; i < N; i++) {
+        if (copy.dtype == DDP_F16)
+            half[i] = ddp__cuda_to_f16(w[i]);
+        else if (!copy.stochastic)
+            half[i] = ddp__cuda_to_bf16(w[i]);
+        else
+            half[i] = ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
+    }
     ddp__cuda_store<N>(half, copy.data, at);
 }
 
@@ -1731,13 +1757,17 @@ template <class F>
 static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t count, cudaStream_t stream,
                                           const char *function) {
     const void *arrays[5] = {f.value, f.state0, f.state1, f.grad, f.copy.data};
-    const int size = (int)sizeof *f.value,
-              sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
+    const int size = (int)sizeof *f.value;
+    const int sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
     uint32_t mask = (1u << F::WIDTH) - 1;
     for (int i = 0; i < 5; i++)
         if (arrays[i]) mask = ddp__cuda_aligned_heads(mask, arrays[i], sizes[i], F::WIDTH);
     return ddp__cuda_launch_elements(f, mask, count, stream, function);
 }
+
+//== optimizers: descs and calls ====================================================== >>impl-optimizer-calls
+/* Turns the descs of ddp_cuda_adamw and ddp_cuda_sgd, and struct ddp_update of ddp_fsdp.h, into the kernel of
+   the section above. The other functions of the optimizer table follow: scale, clip and trust. */
 
 /* Checks desc and copies it to out with its defaults resolved. */
 static ddp_result ddp__cuda_check_step_desc(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, int adam,
@@ -1781,51 +1811,34 @@ static ddp__cuda_update<G, ADAM> ddp__cuda_update_of(const ddp_cuda_step_desc *d
     /* The conversion to float keeps the host compiler from fusing the two operations. */
     const float decay_factor = 1.0f - (float)(lr * d->weight_decay);
     const float inv_sqrt_bias_correction2 = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
-    if (ADAM)
-        return {d->master,
-                (void *)d->grad,
-                d->first,
-                d->second,
-                (float)(lr / (1.0 - pow((double)d->beta1, step))),
-                d->beta1,
-                1.0f - d->beta1,
-                d->beta2,
-                1.0f - d->beta2,
-                d->eps,
-                0,
-                1,
-                d->grad_factor,
-                decay_factor,
-                inv_sqrt_bias_correction2,
-                0,
-                0,
-                NULL,
-                NULL,
-                0,
-                d->skip,
-                copy};
-    return {d->master,
-            (void *)d->grad,
-            d->momentum != 0 ? d->first : NULL,
-            NULL,
-            d->lr,
-            d->momentum,
-            1.0f - d->dampening,
-            0,
-            0,
-            0,
-            d->weight_decay,
-            1,
-            d->grad_factor,
-            0,
-            0,
-            d->step == 1,
-            d->nesterov,
-            NULL,
-            NULL,
-            0,
-            d->skip,
-            copy};
+    ddp__cuda_update<G, ADAM> u = {};
+    u.value = d->master;
+    u.grad = (void *)d->grad;
+    u.scale = 1;
+    u.grad_scale = d->grad_factor;
+    u.skip = d->skip;
+    u.copy = copy;
+    if (ADAM) {
+        u.state0 = d->first;
+        u.state1 = d->second;
+        u.rate = (float)(lr / (1.0 - pow((double)d->beta1, step)));
+        u.beta1 = d->beta1;
+        u.one_minus_beta1 = 1.0f - d->beta1;
+        u.beta2 = d->beta2;
+        u.one_minus_beta2 = 1.0f - d->beta2;
+        u.eps = d->eps;
+        u.decay_factor = decay_factor;
+        u.inv_sqrt_bias_correction2 = inv_sqrt_bias_correction2;
+    } else {
+        u.state0 = d->momentum != 0 ? d->first : NULL;
+        u.rate = d->lr;
+        u.beta1 = d->momentum;
+        u.one_minus_beta1 = 1.0f - d->dampening;
+        u.decay = d->weight_decay;
+        u.first = d->step == 1;
+        u.nesterov = d->nesterov;
+    }
+    return u;
 }
 
 template <int ADAM>
@@ -1841,30 +1854,27 @@ static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t st
 #if defined(DDP_FSDP_KERNELS_H)
 template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u) {
     typedef typename ddp__cuda_type<D>::math T;
-    const ddp__cuda_update<D, ADAM> f = {
-        (T *)u->value,
-        u->grad,
-        (T *)u->state0,
-        (T *)u->state1,
-        (T)u->rate,
-        (T)u->beta1,
-        (T)u->one_minus_beta1,
-        (T)u->beta2,
-        (T)u->one_minus_beta2,
-        (T)u->eps,
-        (T)u->decay,
-        (T)u->scale,
-        (T)(u->grad_scale ? u->grad_scale : 1),
-        (T)u->decay_factor,
-        (T)u->inv_sqrt_bias_correction2,
-        u->first,
-        u->nesterov,
-        u->grad_scale_at,
-        u->scale_at,
-        u->kind == DDP_UPDATE_LAMB,
-        NULL,
-        {},
-    };
+    ddp__cuda_update<D, ADAM> f = {};
+    f.value = (T *)u->value;
+    f.grad = u->grad;
+    f.state0 = (T *)u->state0;
+    f.state1 = (T *)u->state1;
+    f.rate = (T)u->rate;
+    f.beta1 = (T)u->beta1;
+    f.one_minus_beta1 = (T)u->one_minus_beta1;
+    f.beta2 = (T)u->beta2;
+    f.one_minus_beta2 = (T)u->one_minus_beta2;
+    f.eps = (T)u->eps;
+    f.decay = (T)u->decay;
+    f.scale = (T)u->scale;
+    f.grad_scale = (T)(u->grad_scale ? u->grad_scale : 1);
+    f.decay_factor = (T)u->decay_factor;
+    f.inv_sqrt_bias_correction2 = (T)u->inv_sqrt_bias_correction2;
+    f.first = u->first;
+    f.nesterov = u->nesterov;
+    f.grad_scale_at = u->grad_scale_at;
+    f.scale_at = u->scale_at;
+    f.lamb = u->kind == DDP_UPDATE_LAMB;
     return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_this_thread.stream,
                                    "ddp_device_cuda update");
 }
@@ -1875,8 +1885,8 @@ struct ddp__cuda_clip {
     const ddp_exact_sum *sum;
     float limit, *factor, *norm;
     template <int N> DDP__HD void run(size_t) const {
-        float n = (float)ddp__cuda_sqrt(ddp__cuda_exact_value(sum)),
-              f = n > limit && n <= 3.402823466e38f ? ddp__cuda_div(limit, n) : 1.0f;
+        float n = (float)ddp__cuda_sqrt(ddp__cuda_exact_value(sum));
+        float f = n > limit && n <= 3.402823466e38f ? ddp__cuda_div(limit, n) : 1.0f;
         ddp__cuda_store<1>(&f, factor, 0);
         ddp__cuda_store<1>(&n, norm, 0);
     }
@@ -1887,12 +1897,11 @@ struct ddp__cuda_trust {
     const ddp_exact_sum *sums;
     double lr, c, decay, *out;
     template <int N> DDP__HD void run(size_t at) const {
-        double value = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at)),
-               grad = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at + 1));
+        double value = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at));
+        double grad = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at + 1));
         double below = decay < 0 ? grad : ddp__cuda_add(grad, ddp__cuda_mul(decay, value));
-        double rate = value == 0 || grad == 0
-                          ? lr
-                          : ddp__cuda_mul(lr, ddp__cuda_div(ddp__cuda_mul(c, value), below));
+        double rate = lr;
+        if (value != 0 && grad != 0) rate = ddp__cuda_mul(lr, ddp__cuda_div(ddp__cuda_mul(c, value), below));
         ddp__cuda_store<1>(&rate, out, at);
     }
 };
@@ -1957,7 +1966,8 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
 
     /* Loads up to EACH elements. Returns their number. */
     DDP__HD int load(store *in, size_t at) const {
-        int n = at >= count ? 0 : count - at < EACH ? (int)(count - at) : (int)EACH;
+        size_t rest = at < count ? count - at : 0;
+        int n = rest < EACH ? (int)rest : (int)EACH;
         if (n == EACH && src_aligned)
             ddp__cuda_load<EACH>(in, src, at);
         else
@@ -1986,9 +1996,9 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
         int8_t out[EACH];
         size_t at = block * DDP_CUDA_QUANT_BLOCK + (size_t)(lane * EACH);
         int n = load(in, at), special = largest >= 0x7f800000u, zero = largest < (27u << 23); /* 2^-100 */
-        float scale = special ? ddp__cuda_from_bits(0x7fc00000u)
-                      : zero  ? 0.0f
-                              : ddp__cuda_div(ddp__cuda_from_bits(largest), 127.0f);
+        float scale = ddp__cuda_div(ddp__cuda_from_bits(largest), 127.0f);
+        if (zero) scale = 0.0f;
+        if (special) scale = ddp__cuda_from_bits(0x7fc00000u); /* NaN */
         /* The division has rounded up, and scale * 127 overflows: use the next smaller scale. */
         if (!special && !ddp__cuda_finite(ddp__cuda_mul(scale, 127.0f)))
             scale = ddp__cuda_from_bits(ddp__cuda_bits(scale) - 1);
@@ -2040,11 +2050,13 @@ static ddp_result ddp__cuda_dequantise_launch(void *dst, const int8_t *q, const 
                                      "ddp_cuda_dequantise8");
 }
 
-//== layers ================================================================================ >>impl-layers
+//== layers: elements ========================================================================== >>impl-layers
+/* ddp_layer_kernels of ddp_tensor.h in T, f32 or f64. Here: kernels in which a thread computes an element.
+   The section below has those in which a team of threads computes a row or a column. Unlike in the
+   optimizers, the compiler may fuse multiplications with additions: bits differ from the CPU's, but not
+   between runs.
 
-/* ddp_layer_kernels of ddp_tensor.h in T, f32 or f64. A thread computes an element; a team of threads
-   computes a row or a column, with sums in f64 that are joined in halves. Unlike in the optimizers, the
-   compiler may fuse multiplications with additions: bits differ from the CPU's, but not between runs. */
+   A kernel is a struct with its arguments and cell(i, j), which computes row i, column j of the output. */
 #if defined(DDP_TENSOR_KERNELS_H)
 #define DDP__CUDA_LAYER "ddp_device_cuda layer"
 #if defined(__CUDA_ARCH__) /* memory of layers is aligned to its elements */
@@ -2068,14 +2080,16 @@ template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp
 
 /* Returns word e % 4 of block e / 4 of Philox 4x32-10 (Salmon et al. 2011). */
 static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
-    uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0, k0 = (uint32_t)key,
-             k1 = (uint32_t)(key >> 32);
-    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
+    uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0;
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
         uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
         c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
         c1 = (uint32_t)b;
         c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
         c3 = (uint32_t)a;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
     }
     if (e & 2) return e & 1 ? c3 : c2;
     return e & 1 ? c1 : c0;
@@ -2092,6 +2106,8 @@ template <class F> struct ddp__cuda_layer_cells {
         f.cell(i, (int64_t)at - i * columns);
     }
 };
+
+/* Launches F, made of these fields, on all elements of a matrix. */
 template <class F, class... Fields>
 static ddp_result ddp__cuda_launch_cells(int64_t rows, int64_t columns, Fields... fields_of_f) {
     const ddp__cuda_layer_cells<F> all = {{fields_of_f...}, columns};
@@ -2099,7 +2115,7 @@ static ddp_result ddp__cuda_launch_cells(int64_t rows, int64_t columns, Fields..
                                      DDP__CUDA_LAYER);
 }
 
-/* Matrix product without cuBLASLt. */
+/* c = op(a) op(b), or c += op(a) op(b): the matrix product without cuBLASLt. */
 template <class T> struct ddp__cuda_gemm_cell {
     ddp_gemm g;
     DDP__HD void cell(int64_t i, int64_t j) const {
@@ -2115,6 +2131,7 @@ static ddp_result ddp__cuda_plain_gemm(const ddp_gemm *g) {
     return ddp__cuda_launch_cells<ddp__cuda_gemm_cell<double>>(g->m, g->n, *g);
 }
 
+/* y = x, for matrices with a distance between rows. */
 template <class T> struct ddp__cuda_copy_cell {
     const void *x;
     int64_t x_step;
@@ -2130,6 +2147,7 @@ static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void 
     return ddp__cuda_launch_cells<ddp__cuda_copy_cell<T>>(rows, columns, x, x_step, y, y_step);
 }
 
+/* y += bias, for every row of y. */
 template <class T> struct ddp__cuda_bias_cell {
     const void *bias;
     void *y;
@@ -2145,31 +2163,39 @@ static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *
     return ddp__cuda_launch_cells<ddp__cuda_bias_cell<T>>(rows, columns, bias, y, y_step);
 }
 
-/* Activation, or its backward if dy is not NULL. A gated row has `columns` gates and `columns` ups. */
+/* Activation, or its backward if dy is not NULL. A gated row has `columns` gates and `columns` ups:
+
+       forward    out[i][j] = f(gate) * up            x: | gate gate ... | up up ... |
+       backward   the gradients of x, with the same layout
+
+   GELU is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), the tanh form. */
 template <class T> struct ddp__cuda_activation_cell {
-    ddp_tp_activation form;
+    ddp_tp_activation activation;
     int64_t columns;
     const void *x, *dy;
     void *out;
-    static DDP__HD T bend(T x) { return (T)1.5957691216057307 * (x + (T)0.044715 * x * x * x); }
+    static DDP__HD T gelu_argument(T x) { return (T)1.5957691216057307 * (x + (T)0.044715 * x * x * x); }
     DDP__HD void cell(int64_t i, int64_t j) const {
-        int gated = form == DDP_TP_SILU_GATED;
+        int gated = activation == DDP_TP_SILU_GATED;
         int64_t at = i * columns + j, from = gated ? at + i * columns : at;
         T value = ddp__cuda_layer_load<T>(x, from),
           up = gated ? ddp__cuda_layer_load<T>(x, from + columns) : 1;
-        T s = ddp__cuda_sigmoid(form == DDP_TP_GELU ? bend(value) : value), d;
+        T s = ddp__cuda_sigmoid(activation == DDP_TP_GELU ? gelu_argument(value) : value);
         if (!dy) {
-            ddp__cuda_layer_store<T>(out, at, form == DDP_TP_RELU ? (value < 0 ? 0 : value) : value * s * up);
+            T y = value * s * up;
+            if (activation == DDP_TP_RELU) y = value < 0 ? 0 : value; /* NaN stays NaN */
+            ddp__cuda_layer_store<T>(out, at, y);
             return;
         }
-        d = ddp__cuda_layer_load<T>(dy, at);
+        T d = ddp__cuda_layer_load<T>(dy, at);
         if (gated) ddp__cuda_layer_store<T>(out, from + columns, d * value * s);
-        if (form == DDP_TP_RELU)
-            d = value > 0 ? d : value <= 0 ? 0 : value;
-        else if (gated)
+        if (activation == DDP_TP_RELU) {
+            if (!(value > 0)) d = value <= 0 ? 0 : value; /* NaN stays NaN */
+        } else if (gated) {
             d *= up * s * (1 + value * (1 - s));
-        else
+        } else {
             d *= s + value * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * value * value);
+        }
         ddp__cuda_layer_store<T>(out, from, d);
     }
 };
@@ -2185,6 +2211,7 @@ static ddp_result ddp__cuda_activate(ddp_tp_activation activation, int64_t rows,
     return ddp__cuda_activate_backward<T>(activation, rows, columns, x, NULL, y);
 }
 
+/* y = x * scale, or 0 where the random number of the element is below the threshold. */
 template <class T> struct ddp__cuda_dropout_cell {
     ddp_dropout op;
     DDP__HD void cell(int64_t i, int64_t j) const {
@@ -2197,8 +2224,9 @@ template <class T> static ddp_result ddp__cuda_dropout(const ddp_dropout *op) {
     return ddp__cuda_launch_cells<ddp__cuda_dropout_cell<T>>(op->rows, op->columns, *op);
 }
 
-/* Rows with index[] in host memory. Each launch passes as many indices as fit into a kernel's arguments, so
-   that the host does not wait for a copy. */
+/* Work on rows with an index each: tokens or targets, which are in host memory. Each launch passes as many
+   indices as fit into a kernel's arguments, so that the host does not wait for a copy. Row i of a launch is
+   row begin + i of op. */
 #define DDP__CUDA_LAUNCH_INDICES 896
 template <class Op> struct ddp__cuda_indexed_rows {
     Op op;
@@ -2223,27 +2251,51 @@ static ddp_result ddp__cuda_launch_indexed(const Op *op, const int32_t *index,
     return DDP_OK;
 }
 
-/* Embedding lookup. BACK: the first row of a token adds all rows of this token, in order. These are the
-   additions of the CPU. */
-template <class T, int BACK> struct ddp__cuda_lookup_row : ddp__cuda_indexed_rows<ddp_lookup> {
-    DDP__HD void chunk(size_t row, size_t thread, size_t threads) const {
-        int64_t me = (int64_t)row, n = op.columns, from = index[me] - op.first,
-                here = from >= 0 && from < op.count;
-        for (int64_t k = 0; BACK && k < me && here; k++) here = index[k] != index[me];
-        for (int64_t j = (int64_t)thread; j < n && (here || !BACK); j += (int64_t)threads) {
-            T x = here ? ddp__cuda_layer_load<T>(BACK ? op.out : op.in, from * n + j) : 0;
-            for (int64_t k = me; BACK && k < count; k++)
-                if (index[k] == index[me]) x += ddp__cuda_layer_load<T>(op.in, (begin + k) * n + j);
-            ddp__cuda_layer_store<T>(op.out, (BACK ? from : begin + me) * n + j, x);
+/* Embedding lookup: out row i = table row of token i, if this rank has it; otherwise zeros. */
+template <class T> struct ddp__cuda_lookup_row : ddp__cuda_indexed_rows<ddp_lookup> {
+    DDP__HD void chunk(size_t i, size_t thread, size_t threads) const {
+        int64_t n = op.columns, table_row = index[i] - op.first;
+        int is_here = table_row >= 0 && table_row < op.count;
+        for (int64_t j = (int64_t)thread; j < n; j += (int64_t)threads) {
+            T x = is_here ? ddp__cuda_layer_load<T>(op.in, table_row * n + j) : 0;
+            ddp__cuda_layer_store<T>(op.out, (begin + (int64_t)i) * n + j, x);
         }
     }
 };
 template <class T> static ddp_result ddp__cuda_lookup(const ddp_lookup *op) {
-    return ddp__cuda_launch_indexed(op, op->index, ddp__cuda_launch_chunks<ddp__cuda_lookup_row<T, 0>>);
+    return ddp__cuda_launch_indexed(op, op->index, ddp__cuda_launch_chunks<ddp__cuda_lookup_row<T>>);
 }
+
+/* Its backward: gradient of the table += gradients of its rows. The first row with a token adds all rows with
+   this token, in order. These are the additions of the CPU. */
+template <class T> struct ddp__cuda_lookup_backward_row : ddp__cuda_indexed_rows<ddp_lookup> {
+    DDP__HD void chunk(size_t row, size_t thread, size_t threads) const {
+        int64_t i = (int64_t)row, n = op.columns, table_row = index[i] - op.first;
+        if (table_row < 0 || table_row >= op.count) return;
+        for (int64_t k = 0; k < i; k++)
+            if (index[k] == index[i]) return;
+        for (int64_t j = (int64_t)thread; j < n; j += (int64_t)threads) {
+            T x = ddp__cuda_layer_load<T>(op.out, table_row * n + j);
+            for (int64_t k = i; k < count; k++)
+                if (index[k] == index[i]) x += ddp__cuda_layer_load<T>(op.in, (begin + k) * n + j);
+            ddp__cuda_layer_store<T>(op.out, table_row * n + j, x);
+        }
+    }
+};
 template <class T> static ddp_result ddp__cuda_lookup_backward(const ddp_lookup *op) {
-    return ddp__cuda_launch_indexed(op, op->index, ddp__cuda_launch_chunks<ddp__cuda_lookup_row<T, 1>>);
+    return ddp__cuda_launch_indexed(op, op->index, ddp__cuda_launch_chunks<ddp__cuda_lookup_backward_row<T>>);
 }
+#endif
+
+//== layers: rows and columns ============================================================== >>impl-layer-rows
+/* Layer kernels with sums: norms, the loss, and sums of columns. A team of threads of a warp computes a row
+   (ddp__cuda_launch_rows). Each lane adds its elements in f64, then the lanes are joined in halves:
+
+       row        0 1 2 ... 31 | 32 33 ... 63 | 64 ...       lane e: columns e, e + 32, e + 64 ...
+       lanes      0   1   ...   15   16   ...   31           partial(): sums of a lane
+                  0+16  1+17  ...  15+31                     join(): 16 sums, then 8, 4, 2, 1
+                  all lanes have the sums of the row         finish(): lane e writes columns e, e + 32 ... */
+#if defined(DDP_TENSOR_KERNELS_H)
 
 /* Base of row kernels with N sums. */
 template <int N, int THREADS, class Part> struct ddp__cuda_layer_rows : Part {
@@ -2262,12 +2314,13 @@ template <class F, class Op> static ddp_result ddp__cuda_launch_sums(const Op &o
     return ddp__cuda_launch_rows(f, (size_t)count, ddp__cuda_this_thread.stream, DDP__CUDA_LAYER);
 }
 
-/* Column sums over rows: of x; or, with stats, of dy * h and dy for norm_backward. The teams of four
-   neighbouring columns read cache lines together. */
+/* Sums of columns, with a team of 8 threads per column: lane e adds rows e, e + 8 ... Sums of dy; or, with
+   stats, of dy * h, where h is x normalized (norm_backward). The teams of four neighbouring columns read
+   cache lines together. */
 struct ddp__cuda_column_sums {
     int64_t rows, columns;
     const void *dy, *x, *stats;
-    int accumulate, also_dy; /* second: 1 = also writes the sums of dy to the next row of out */
+    int accumulate, also_dy; /* also_dy: 1 = writes the sums of dy to the next row of out */
     void *out;
 };
 template <class T>
@@ -2321,10 +2374,10 @@ template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp
         return v;
     }
     static DDP__HD value join(value a, const value &b) {
-        double n = a.at[0] + b.at[0], off = b.at[1] - a.at[1];
+        double n = a.at[0] + b.at[0], difference = b.at[1] - a.at[1];
         if (b.at[0] <= 0) return a;
-        a.at[1] += off * (b.at[0] / n);
-        a.at[2] += b.at[2] + off * off * (a.at[0] * b.at[0] / n);
+        a.at[1] += difference * (b.at[0] / n);
+        a.at[2] += b.at[2] + difference * difference * (a.at[0] * b.at[0] / n);
         a.at[0] = n;
         return a;
     }
@@ -2343,6 +2396,7 @@ template <class T> static ddp_result ddp__cuda_norm(const ddp_norm *op) {
     return ddp__cuda_launch_sums<ddp__cuda_layer_norm<T>>(*op, op->rows);
 }
 
+/* g: the gradient of the normalized x. h: x normalized. dx = scale * (g - mean(g) - h * mean(g * h)). */
 template <class T>
 struct ddp__cuda_layer_norm_backward : ddp__cuda_layer_rows<2, 32, ddp__cuda_plain_rows<ddp_norm_backward>> {
     DDP__HD T g(int64_t row, int64_t j) const {
@@ -2355,17 +2409,20 @@ struct ddp__cuda_layer_norm_backward : ddp__cuda_layer_rows<2, 32, ddp__cuda_pla
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         value v = {};
-        for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32) {
+        int64_t i = (int64_t)row;
+        for (int64_t j = lane; j < op.columns; j += 32) {
             v.at[0] += op.rms ? 0 : (double)g(i, j);
             v.at[1] += (double)g(i, j) * (double)h(i, j);
         }
         return v;
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
-        T mean = (T)(v.at[0] / (double)op.columns), along = (T)(v.at[1] / (double)op.columns),
-          scale = ddp__cuda_layer_load<T>(op.stats, 2 * (int64_t)row + 1);
-        for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32)
-            ddp__cuda_layer_store<T>(op.dx, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
+        int64_t i = (int64_t)row;
+        T mean_g = (T)(v.at[0] / (double)op.columns), mean_gh = (T)(v.at[1] / (double)op.columns);
+        T scale = ddp__cuda_layer_load<T>(op.stats, 2 * i + 1);
+        for (int64_t j = lane; j < op.columns; j += 32)
+            ddp__cuda_layer_store<T>(op.dx, i * op.columns + j,
+                                     scale * (g(i, j) - mean_g - h(i, j) * mean_gh));
     }
 };
 
@@ -2377,7 +2434,8 @@ template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_back
     return op->dx ? ddp__cuda_launch_sums<ddp__cuda_layer_norm_backward<T>>(*op, op->rows) : DDP_OK;
 }
 
-/* Cross-entropy in three steps, with a reduction over ranks after the first two.
+/* Cross-entropy in three steps, with a reduction over ranks after the first two. A value has three numbers:
+   {logit of the target, sum of exponentials, largest logit}.
      STEP 0   loss_max   the largest logit of the row
      STEP 1   loss_sum   the target's logit, found by one lane of one rank, and the sum of exponentials
      STEP 2   loss_end   one lane reads all three for the others; max[i] becomes the loss */
@@ -2389,40 +2447,46 @@ struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_indexed_rows
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         const ddp_loss &op = this->op;
-        int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first;
+        int64_t i = this->begin + (int64_t)row, target = this->index[row] - op.first;
         value v = {{0, 0, -(double)INFINITY}};
-        T most = STEP == 1 ? ddp__cuda_layer_load<T>(op.max, i) : 0;
-        if (STEP == 2 && lane == 0)
-            for (int k = 0; k < 3; k++)
-                v.at[k] = (double)(k == 2 ? ddp__cuda_layer_load<T>(op.max, i)
-                                          : ddp__cuda_layer_load<T>(op.sums, k * op.rows + i));
-        for (int64_t j = lane; j < op.count && this->index[row] != op.ignore && STEP != 2; j += 32) {
-            T x = ddp__cuda_layer_load<T>(op.logits, at + j) - most, e = exp(x);
-            v.at[2] = (double)x > v.at[2] ? (double)x : v.at[2];
+        if (STEP == 2) {
+            if (lane != 0) return v;
+            v.at[0] = (double)ddp__cuda_layer_load<T>(op.sums, i);
+            v.at[1] = (double)ddp__cuda_layer_load<T>(op.sums, op.rows + i);
+            v.at[2] = (double)ddp__cuda_layer_load<T>(op.max, i);
+            return v;
+        }
+        if (this->index[row] == op.ignore) return v;
+        T max = STEP == 1 ? ddp__cuda_layer_load<T>(op.max, i) : 0;
+        for (int64_t j = lane; j < op.count; j += 32) {
+            T x = ddp__cuda_layer_load<T>(op.logits, i * op.columns + j) - max, e = exp(x);
+            if ((double)x > v.at[2]) v.at[2] = (double)x;
             if (STEP == 0) continue;
             v.at[0] += j == target ? (double)x : 0;
             v.at[1] += (double)e;
-            if (op.dlogits) ddp__cuda_layer_store<T>(op.dlogits, at + j, e);
+            if (op.dlogits) ddp__cuda_layer_store<T>(op.dlogits, i * op.columns + j, e);
         }
         return v;
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
         const ddp_loss &op = this->op;
-        int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first,
-                words = this->index[row] == op.ignore ? 0 : op.count;
+        int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first;
         if (STEP == 0 && lane == 0) ddp__cuda_layer_store<T>(op.max, i, (T)v.at[2]);
         if (STEP == 1 && lane < 2) ddp__cuda_layer_store<T>(op.sums, lane * op.rows + i, (T)v.at[lane]);
         if (STEP != 2) return;
-        double log_sum = log(v.at[1]), all = v.at[2] + log_sum,
-               factor = op.scale * (1 + 2 * op.z_loss * all) / v.at[1];
-        T loss = this->index[row] == op.ignore
-                     ? 0
-                     : (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * all * all : 0));
+        /* log_sum: of exp(logit - max). log_z: of exp(logit), which z_loss keeps small. */
+        int ignored = this->index[row] == op.ignore;
+        int64_t words = ignored ? 0 : op.count;
+        double log_sum = log(v.at[1]), log_z = v.at[2] + log_sum;
+        double factor = op.scale * (1 + 2 * op.z_loss * log_z) / v.at[1];
+        T loss = (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * log_z * log_z : 0));
+        if (ignored) loss = 0;
         if (lane == 0) ddp__cuda_layer_store<T>(op.max, i, loss);
         if (lane == 0 && op.losses) ddp__cuda_layer_store<T>(op.losses, i, loss);
         for (int64_t j = lane; j < op.columns && op.dlogits; j += 32) {
             T d = j < words ? ddp__cuda_layer_load<T>(op.dlogits, at + j) * (T)factor : 0;
-            ddp__cuda_layer_store<T>(op.dlogits, at + j, j == target && j < words ? d - (T)op.scale : d);
+            if (j == target && j < words) d -= (T)op.scale;
+            ddp__cuda_layer_store<T>(op.dlogits, at + j, d);
         }
     }
 };
@@ -2512,19 +2576,24 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     ddp_result result;
     *state = streams;
     if (!streams) return DDP_ERR_NO_MEMORY;
-    streams->stream[DDP_STREAM_COMPUTE] = parent_streams ? parent_streams->stream[DDP_STREAM_COMPUTE]
-                                          : args         ? args->stream
-                                                         : ddp__cuda_this_thread.stream;
-    if (args) streams->stream[DDP_STREAM_COMM] = args->comm_stream;
+    const char *function = "creating the group";
+    streams->stream[DDP_STREAM_COMPUTE] = ddp__cuda_this_thread.stream;
+    if (args) {
+        streams->device = args->device;
+        streams->stream[DDP_STREAM_COMPUTE] = args->stream;
+        streams->stream[DDP_STREAM_COMM] = args->comm_stream;
+    }
+    if (parent_streams) {
+        streams->device = parent_streams->device;
+        streams->stream[DDP_STREAM_COMPUTE] = parent_streams->stream[DDP_STREAM_COMPUTE];
+    }
     if (parent_streams || args)
-        result = ddp__cuda_fail(
-            cuda->set_device(streams->device = parent_streams ? parent_streams->device : args->device),
-            "creating the group", "cudaSetDevice");
+        result = ddp__cuda_fail(cuda->set_device(streams->device), function, "cudaSetDevice");
     else
-        result = ddp__cuda_fail(cuda->get_device(&streams->device), "creating the group", "cudaGetDevice");
+        result = ddp__cuda_fail(cuda->get_device(&streams->device), function, "cudaGetDevice");
     if (result == DDP_OK && !streams->stream[DDP_STREAM_COMM]) {
-        result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1),
-                                "creating the group", "cudaStreamCreateWithPriority");
+        result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1), function,
+                                "cudaStreamCreateWithPriority");
         streams->owns_comm = result == DDP_OK;
     }
     ddp_error_save(&streams->failed, result);
@@ -2798,9 +2867,8 @@ static ddp_result ddp__cuda_cublaslt_open(ddp_group *group, const ddp_gemm *g, d
    c' = op(b)' op(a)'. So cuBLASLt's A is b and its B is a, with the same transpositions. */
 static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cuda_lt_call *d) {
     cudaDataType_t type = g->dtype == DDP_F32 ? CUDA_R_32F : CUDA_R_64F;
-    cublasComputeType_t compute = g->dtype == DDP_F64 ? CUBLAS_COMPUTE_64F
-                                  : tf32              ? CUBLAS_COMPUTE_32F_FAST_TF32
-                                                      : CUBLAS_COMPUTE_32F;
+    cublasComputeType_t compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    if (g->dtype == DDP_F64) compute = CUBLAS_COMPUTE_64F;
     cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
     cublasStatus_t s = cublasLtMatmulDescInit(&d->product, compute, type);
@@ -2848,17 +2916,13 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_cublaslt *p,
                                         cudaStream_t stream) {
     const float f32[2] = {1, g->accumulate ? 1.0f : 0.0f};
     const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
-    const void *alpha = g->dtype == DDP_F32 ? (const void *)f32 : f64,
-               *beta = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
-    int64_t key[8] = {g->m,
-                      g->n,
-                      g->k,
-                      g->lda,
-                      g->ldb,
-                      g->ldc,
-                      (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1
-                          | tf32,
-                      256};
+    const void *alpha = f64, *beta = f64 + 1;
+    if (g->dtype == DDP_F32) {
+        alpha = f32;
+        beta = f32 + 1;
+    }
+    int64_t flags = (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1 | tf32;
+    int64_t key[8] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc, flags, 256};
     ddp__cuda_lt_call d;
     int index = 0;
     cublasStatus_t s = ddp__cuda_lt_describe(g, tf32, &d);
@@ -3238,7 +3302,7 @@ static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
     size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size;
     int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
     ddp__nccl_tree t = {call, call->count * size, 0, 0, 0};
-    size_t most = DDP__NCCL_WORKSPACE_MAX / world / vector * vector, room = DDP__NCCL_WORKSPACE_FIRST;
+    size_t max_share = DDP__NCCL_WORKSPACE_MAX / world / vector * vector, bytes = DDP__NCCL_WORKSPACE_FIRST;
     if (n->world_size > DDP__CUDA_TREE_MAX_SOURCES)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "DDP_ORDER_TREE has at most %d ranks, but the group has %d; use DDP_ORDER_ANY",
@@ -3247,14 +3311,14 @@ static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype,
                                     call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
     t.share = ddp_round_up(scatter ? t.block : (call->count + world - 1) / world * size, vector);
-    if (t.share > most) t.share = most;
-    while (room < world * t.share) room *= 2;
+    if (t.share > max_share) t.share = max_share;
+    while (bytes < world * t.share) bytes *= 2;
     /* A captured call cannot allocate and uses more rounds. Otherwise the first call of a size allocates. */
     if (world * t.share > n->workspace.size_bytes && !n->capturing)
         DDP_TRY(ddp_agree(n->control, "allocating the buffers of a reduction in tree order",
-                          ddp__nccl_workspace_grow(n, room), 0, ""));
-    most = n->workspace.size_bytes / world / vector * vector;
-    if (t.share > most) t.share = most;
+                          ddp__nccl_workspace_grow(n, bytes), 0, ""));
+    max_share = n->workspace.size_bytes / world / vector * vector;
+    if (t.share > max_share) t.share = max_share;
     for (; t.first < t.block; t.first += t.count) {
         size_t round = scatter ? t.share : t.share * world;
         t.count = t.block - t.first < round ? t.block - t.first : round;
@@ -3710,12 +3774,11 @@ static void *ddp__nccl_watchdog_main(void *argument) {
     }
 }
 
-//== NCCL: groups and group memory ===================================================== >>impl-nccl-group
-/* Creates, splits and closes groups, and allocates group memory. Every step that needs all ranks begins with
-   ddp_agree, so that a failure of one rank is returned on all. */
+//== NCCL: group memory =================================================================== >>impl-nccl-memory
+/* ddp_group_alloc and ddp_group_free. Memory is registered with NCCL, so that transfers need no copy through
+   NCCL's own buffers. */
 
-/* Registers the region with NCCL if that is possible. Transfers then need no copy through NCCL's own buffers.
-   If NCCL refuses, the region works without. */
+/* Registers the region with NCCL if that is possible. If NCCL refuses, the region works without. */
 static void ddp__nccl_region_register(ddp__nccl *n, ddp__cuda_region *region, size_t size_bytes) {
 #if DDP__NCCL_VERSION >= 22700
     ncclResult_t error = ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window,
@@ -3802,6 +3865,14 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     return ddp_agree(group, "ddp_group_free", ddp__cuda_group_fail(group, error, "cudaStreamSynchronize"), 0,
                      "");
 }
+
+//== NCCL: creating and closing groups ===================================================== >>impl-nccl-group
+/* Creates, splits and closes groups. Every step that needs all ranks begins with ddp_agree, so that a failure
+   of one rank is returned on all:
+
+       open    own state -> agree -> id of rank 0 -> control and watchdog groups -> watchdog -> communicator
+       split   own state -> agree -> communicator -> control and watchdog groups -> watchdog
+       close   own calls end -> watchdog ends -> wait for the other ranks -> free */
 
 /* Returns 1 if every rank has finished its calls and destroys the group within DDP__NCCL_CLOSE_TIMEOUT_MS. */
 static int ddp__nccl_wait_all_leave(ddp__nccl *n) {
@@ -3897,8 +3968,9 @@ static ddp_result ddp__nccl_start_watchdog(ddp__nccl *n) {
     error = pthread_create(&n->watchdog.thread, NULL, ddp__nccl_watchdog_main, n);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     n->watchdog.running = error == 0;
-    return !error ? DDP_OK
-                  : ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
+    if (error)
+        return ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
+    return DDP_OK;
 }
 
 /* Uses the user's communicator. It must have the rank, size and device of the group. */
@@ -4082,7 +4154,7 @@ typedef struct ddp__cuda_message {
     void *memory;                    /* pinned */
     size_t capacity;
     cudaEvent_t event;
-    int stage; /* a send: DOWN, WIRE, FREE; a receive: WIRE, UP, FREE */
+    int stage; /* a send: TO_HOST, TRANSFER, FREE; a receive: TRANSFER, TO_DEVICE, FREE */
     ddp_call call;
     ddp_work work;
     ddp_result result; /* of its ddp_send, which the poll of another message may start */
@@ -4183,50 +4255,61 @@ static ddp_result ddp__cuda_staged_wait_event(ddp__cuda_staged *s, cudaEvent_t e
     }
 }
 
-/* --- rounds --- */
+//== host-staged groups: collectives in rounds ========================================== >>impl-staged-rounds
+/* ddp__cuda_staged_run executes a collective. Rank by rank, block j of a call with many blocks moves as
+
+       user's buffer (GPU)    [.. block j: round 0 | round 1 | round 2 ..]
+            | round k of every block, ddp__cuda_stage_copy
+       stage (pinned)         [round k of block 0][round k of block 1] ...      in k & 1, out k & 1
+            | the same collective on the CPU group, with smaller counts
+       stage of the peers     and back to their buffers, in the same way */
 
 typedef struct ddp__cuda_rounds {
     const ddp_call *call;
-    size_t max_count,
-        round_elements; /* elements of the largest block of any rank; elements of a block per round */
-    int in_place;       /* 1 = the call of the CPU group is in place, with one block */
+    size_t max_count;      /* elements of the largest block of any rank */
+    size_t round_elements; /* elements of a block per round */
+    int in_place;          /* 1 = the call of the CPU group is in place, with one block */
 } ddp__cuda_rounds;
 
 /* Returns the number of elements that round k moves of a block with `count` elements. */
 static size_t ddp__cuda_elements_of_round(const ddp__cuda_rounds *p, size_t count, size_t k) {
     size_t begin = k * p->round_elements;
-    return begin >= count ? 0 : count - begin < p->round_elements ? count - begin : p->round_elements;
+    if (begin >= count) return 0;
+    return count - begin < p->round_elements ? count - begin : p->round_elements;
 }
 
-/* Copies the data of round k that this rank sends to the stage (up 0), or that it receives from the stage (up
-   1). On the stage, blocks are adjacent; in _v calls they are a step apart. A block that goes to all peers is
-   copied once. If all blocks fit into one round, they are adjacent on both sides, and one copy moves them. */
+static cudaError_t ddp__cuda_staging_copy(const ddp__cuda_staged *s, unsigned char *device,
+                                          unsigned char *stage, size_t size_bytes, int to_device) {
+    void *dst = to_device ? device : stage, *src = to_device ? stage : device;
+    return DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, s->staging.stream);
+}
+
+/* Copies the data of round k that this rank sends to the stage (to_device 0), or that it receives from the
+   stage (to_device 1). On the stage, blocks are adjacent; in _v calls they are round_elements apart. A block
+   that goes to all peers is copied once. If all blocks fit into one round, they are adjacent on both sides,
+   and one copy moves them. */
 static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p,
                                         unsigned char *stage, size_t k, int to_device) {
     const ddp_call *call = p->call;
     const size_t *counts = to_device ? call->recv_counts : call->send_counts;
-    size_t element = ddp_dtype_size(call->dtype), stage_bytes = 0, last_begin = SIZE_MAX;
-    unsigned char *data = (unsigned char *)(to_device || call->kind == DDP_CALL_BROADCAST
-                                                ? call->recv
-                                                : (void *)call->send);
+    size_t element = ddp_dtype_size(call->dtype), round_bytes = p->round_elements * element;
+    size_t stage_bytes = 0, last_begin = SIZE_MAX;
+    int reads_recv = to_device || call->kind == DDP_CALL_BROADCAST;
+    unsigned char *data = (unsigned char *)(reads_recv ? call->recv : (void *)call->send);
     int adjacent = !call->recv_counts && p->max_count <= p->round_elements;
     cudaError_t error = cudaSuccess;
     for (int j = 0; j < s->world_size && error == cudaSuccess; j++) {
         ddp_bytes block = to_device ? ddp_call_receives(call, s->rank, j) : ddp_call_sends(call, s->rank, j);
         size_t n = ddp__cuda_elements_of_round(p, block.size / element, k) * element;
-        unsigned char *device_data = data + block.begin + k * p->round_elements * element;
-        unsigned char *stage_data = stage + (counts ? (size_t)j * p->round_elements * element : stage_bytes);
+        size_t stage_begin = counts ? (size_t)j * round_bytes : stage_bytes;
         if (n == 0 || (!counts && block.begin == last_begin)) continue;
         last_begin = block.begin;
         stage_bytes += n;
         if (!adjacent)
-            error = DDP__CUDA_RUNTIME->memcpy_async(to_device ? device_data : stage_data,
-                                                    to_device ? stage_data : device_data, n,
-                                                    cudaMemcpyDefault, s->staging.stream);
+            error = ddp__cuda_staging_copy(s, data + block.begin + k * round_bytes, stage + stage_begin, n,
+                                           to_device);
     }
-    if (adjacent && stage_bytes)
-        error = DDP__CUDA_RUNTIME->memcpy_async(to_device ? data : stage, to_device ? stage : data,
-                                                stage_bytes, cudaMemcpyDefault, s->staging.stream);
+    if (adjacent && stage_bytes) error = ddp__cuda_staging_copy(s, data, stage, stage_bytes, to_device);
     return error;
 }
 
@@ -4371,7 +4454,10 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     return result == DDP_OK && idle != DDP_OK ? ddp__cuda_staged_fail(s, idle, 1) : result;
 }
 
-/* --- sends and receives --- */
+//== host-staged groups: sends and receives =========================================== >>impl-staged-messages
+/* A send is copied to pinned memory, then sent by the CPU group. A receive is received into pinned memory,
+   then copied to the device. The polls of messages advance both. Messages run in parallel with
+   collectives. */
 
 /* Returns a free message with room for `size` bytes, or a new one. The caller holds the lock. */
 static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owner, size_t size,
@@ -4493,7 +4579,9 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
     return result;
 }
 
-/* --- memory, create and close --- */
+//== host-staged groups: memory, creating and closing =================================== >>impl-staged-groups
+/* Group memory of a staged group is private to each rank. A group has two splits of the user's CPU group: for
+   collectives and for messages. */
 
 /* ddp.h agrees before each of these two calls, which also waits for this rank's earlier collectives. */
 static ddp_result ddp__cuda_staged_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
