@@ -641,7 +641,7 @@ static ddp_result ddp__cuda_by_uuid(const char *prefix, int count, int *device) 
                     devices);
 }
 
-/* Chooses a device by list or local rank. given: the device of ddp_launch_desc or of the user's communicator;
+/* Chooses a device by list or local rank. preset: the device of ddp_launch_desc or of the user's comm;
    -1 = none. If the launcher shows each rank only one GPU (CUDA_VISIBLE_DEVICES), it is number 0 on every
    rank; ddp__cuda_pick detects ranks that share it. */
 static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int preset, int count,
@@ -693,8 +693,8 @@ static ddp_result ddp__cuda_choose_device(const ddp_cuda_pick_desc *desc, int lo
                           "cudaGetDeviceProperties");
 }
 
-/* Chooses the device of this rank: *mine. Collective over control; NULL = one rank.
-     given    the device of the user's communicator; -1 = none
+/* Chooses the device of this rank: *own. Collective over control; NULL = one rank.
+     preset   the device of the user's communicator; -1 = none
      result   this rank's result of earlier checks
      equal    describes what must be equal on all ranks; may be empty
      *shared  1 = two ranks have the same device
@@ -3552,7 +3552,7 @@ static const char *ddp__nccl_describe(char out[160], const ddp__nccl_call_id *ca
     return out;
 }
 
-/* Describes ranks that have not made a call, and their last calls. words: last states of all ranks. */
+/* Describes ranks that have not made a call, and their last calls. states: the last ones of all ranks. */
 static void ddp__nccl_describe_missing(const ddp__nccl *n, const ddp__nccl_rank_state *states,
                                        const ddp__nccl_call_id *call, char *out, size_t size) {
     size_t at = 0;
@@ -3573,11 +3573,11 @@ static void ddp__nccl_describe_missing(const ddp__nccl *n, const ddp__nccl_rank_
         snprintf(out, size, "the peer has not issued its send or receive, or in another order");
 }
 
-/* Fails the group with an error such as "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is ... on
+/* Fails the group with an error such as "CAUSE; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is ... on
    rank 0; ...", which names the missing ranks. Right after a call, the last states of the other ranks can be
    older than the call. In this case no rank is reported as missing. */
 static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *states, ddp_result cause,
-                             const char *what) {
+                             const char *cause_text) {
     char text[640], call[160], missing[300] = "";
     ddp__nccl_call_id first = DDP_ZERO;
     int states_are_current = cause == DDP_ERR_TIMEOUT;
@@ -3588,7 +3588,7 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *states, d
     }
     if (states_are_current && (first.seq || first.is_message))
         ddp__nccl_describe_missing(n, states, &first, missing, sizeof missing);
-    snprintf(text, sizeof text, "%.180s; %s of group=%.60s is pending on rank %d%s%.160s", what,
+    snprintf(text, sizeof text, "%.180s; %s of group=%.60s is pending on rank %d%s%.160s", cause_text,
              ddp__nccl_describe(call, &first), ddp_group_name(n->group), n->rank, missing[0] ? "; " : "",
              missing);
     ddp__nccl_poison(n->group, n, cause, text);
@@ -3600,7 +3600,7 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *states, d
 static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states) {
     int timeout_ms = ddp_group_timeout_ms(n->group), done = 1;
     double now = ddp_now();
-    char what[200] = "";
+    char problem[200] = "";
     const char *host_call = NULL;
     ddp__nccl_ops *ops = &n->ops;
     ncclResult_t asked = ncclSuccess, state = ncclSuccess;
@@ -3616,7 +3616,7 @@ static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states
             ops->since = now;
         }
         if (ops->count && now - ops->since > timeout_ms * 1e-3)
-            snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
+            snprintf(problem, sizeof problem, "timed out after %d ms", timeout_ms);
         if (n->comm.host_call && now - n->comm.host_since > timeout_ms * 1e-3) host_call = n->comm.host_call;
         if (n->comm.handle && !n->comm.busy && n->failure.cause == DDP_OK)
             asked = ncclCommGetAsyncError(n->comm.handle, &state);
@@ -3626,13 +3626,13 @@ static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states
     if (result != DDP_OK) {
         ddp__nccl_report(n, states, DDP_ERR_ENGINE, ddp_last_error());
     } else if (host_call) {
-        snprintf(what, sizeof what,
+        snprintf(problem, sizeof problem,
                  "%s: timed out after %d ms; check that the hosts of the ranks reach each other "
                  "(NCCL_DEBUG=INFO shows each attempt)",
                  host_call, timeout_ms);
-        ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, what);
-    } else if (what[0]) {
-        ddp__nccl_report(n, states, DDP_ERR_TIMEOUT, what);
+        ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, problem);
+    } else if (problem[0]) {
+        ddp__nccl_report(n, states, DDP_ERR_TIMEOUT, problem);
     }
 }
 
@@ -3641,7 +3641,7 @@ static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states
    since that rank sends no further state. */
 static int ddp__nccl_read_states(ddp__nccl *n, const ddp__nccl_rank_state *states) {
     int left = 0;
-    char text[DDP__CUDA_TEXT_MAX], what[160];
+    char text[DDP__CUDA_TEXT_MAX], call_text[160];
     for (int r = 0; r < n->world_size; r++) {
         if (states[r].result != DDP_OK && r != n->rank)
             ddp__nccl_set_cause(n, (ddp_result)states[r].result, states[r].text, 1);
@@ -3667,7 +3667,7 @@ static int ddp__nccl_read_states(ddp__nccl *n, const ddp__nccl_rank_state *state
         }
         if (needs.seq == 0) continue;
         snprintf(text, sizeof text, "rank %d destroyed the group, but %s needs it", r,
-                 ddp__nccl_describe(what, &needs));
+                 ddp__nccl_describe(call_text, &needs));
         ddp__nccl_poison(n->group, n, DDP_ERR_PEER_LOST, text);
     }
     return left != 0;
@@ -3732,9 +3732,9 @@ static ddp_result ddp__nccl_send_state(ddp__nccl *n, ddp__nccl_rank_state *own, 
     return ddp_all_gather(n->watchdog.group, own, states, sizeof *own, DDP_U8, work);
 }
 
-/* The watchdog thread. Memory after n: this rank's state to send (words), the last states of all ranks
-   (heard), and the states that are being received (hearing). All ranks receive a state in the same round. So
-   after the state of a rank that leaves, no rank sends another one. */
+/* The watchdog thread. Memory after n: the state of this rank (own), the last states of all ranks (states),
+   and the states that are being received (incoming). All ranks receive a state in the same round. So after
+   the state of a rank that leaves, no rank sends another one. */
 static void *ddp__nccl_watchdog_main(void *argument) {
     ddp__nccl *n = (ddp__nccl *)argument;
     ddp__nccl_rank_state *own = (ddp__nccl_rank_state *)(n + 1), *states = own + 1,
@@ -4062,9 +4062,9 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     return ddp__nccl_finish_open(n, result, state);
 }
 
-/* Creates the child's communicator. *made is NULL on ranks without a child. If the split fails, waits for the
-   abort of the parent before it aborts *made: a user's non-blocking parent has a thread that
-   writes *made. */
+/* Creates the child's communicator. *comm is NULL on ranks without a child. If the split fails, waits for the
+   abort of the parent before it aborts *comm: a user's non-blocking parent has a thread that
+   writes *comm. */
 static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *comm) {
     ddp_result result = ddp__nccl_connect(p, "ncclCommSplit", [&](ncclConfig_t *config) {
         return ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, comm, config);
@@ -4137,8 +4137,8 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
    group, which determine bits and failures. A call is cut into rounds. While the CPU group executes one
    round, the next one is copied:
 
-       copy stream    down 0   down 1            up 0   down 2   up 1   ...
-       CPU group                       round 0          round 1         ...
+       copy stream    to host 0   to host 1              to device 0   to host 2   to device 1   ...
+       CPU group                              round 0                  round 1                   ...
 
    A call returns after its results are copied, so every stream sees them. Host pointers also work. */
 
@@ -4221,8 +4221,8 @@ static void ddp__cuda_staged_poison(ddp_group *, void *state, ddp_result cause, 
     ddp_group_poison(s->messages.group, cause, text);
 }
 
-/* Fails both CPU groups on all ranks. An earlier cause is retained. Parameter alone: 1 = no other rank has
-   failed. */
+/* Fails both CPU groups on all ranks. An earlier cause is retained. only_this_rank: 1 = no other rank
+   has failed. */
 static ddp_result ddp__cuda_staged_fail(ddp__cuda_staged *s, ddp_result result, int only_this_rank) {
     char text[DDP__CUDA_TEXT_MAX], prefix[20] = "";
     ddp_result first;
