@@ -10333,7 +10333,8 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->order[k]];
         size_t bytes = grad->range_count * ddp_dtype_size(bucket->wire);
-        unsigned char *from = pack ? grad->data : flat, *to = pack ? flat : grad->data;
+        unsigned char *from = pack ? grad->data : flat;
+        unsigned char *to = pack ? flat : grad->data;
         if (!grad->range_count || grad->in_place) continue;
         if (bucket->wire == bucket->dtype)
             reducer->device->copy(to, from, bytes);
@@ -11242,7 +11243,14 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
 
 /* Before each step all ranks exchange whether they have a batch. A rank without one contributes zeros to the
    buckets of the step, so that every rank makes the same calls (like Join, PyTorch's context manager for
-   uneven inputs). */
+   uneven inputs).
+
+       rank 0       batch       batch    batch    end: broadcast parameters
+       rank 1       batch       zeros    zeros    end: receive them, since it missed optimizer steps 1 and 2
+       divided by   2 ranks     1        1
+
+   Rank 1 is inside one call of ddp_join_step during steps 1 and 2. With desc.step_fn it makes the optimizer
+   steps itself, and nothing is broadcast. With DDP_JOIN_STOP all ranks end when the first one ends. */
 struct ddp_join {
     ddp_join_desc desc;
     int lowest_active;   /* lowest rank with a batch in the last step that any rank made */
