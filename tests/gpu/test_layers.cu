@@ -179,7 +179,7 @@ static ddp_result embedding(place *p) {
     int32_t tokens[24];
     twin w, y, dy, dw;
     desc.vocab = 10, desc.padded_vocab = 16, desc.channels = 7;
-    /* Some often. */
+    /* Some tokens are frequent. */
     for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? 10 : 3));
     OK(ddp_tp_embedding_create(&near, p->near, &desc));
     OK(ddp_tp_embedding_create(&far, p->far, &desc));
@@ -235,7 +235,7 @@ static ddp_result norm(place *p, int rms, int64_t n) {
     OK(ddp_device_cuda()->use_stream(p->d->group, DDP_STREAM_COMM)); /* as calls of another group may do */
     OK(ddp_tp_layer_norm_forward(far, w.far, b.far, x.far, rows, stats.far, y.far));
     NEAR(stats);
-    /* Dx is dy. */
+    /* In place: dx is the same array as dy. */
     OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, dy.near, dw.near, db.near));
     OK(ddp_tp_layer_norm_backward(far, w.far, x.far, stats.far, dy.far, rows, dy.far, dw.far, db.far));
     NEAR(y);

@@ -492,7 +492,7 @@ static void run_world(ranks_mode mode, int world) {
         for (int m = 0; m < 4; m++)
             for (int replicas = 1; replicas <= 2; replicas++, turn++) {
                 plan p;
-                /* Not in the promise. */
+                /* The documented rule excludes these numbers. */
                 if (each ? micro[m] > 1 && !even : micro[m] == 3 && world > 1) continue;
                 if (replicas == 2 && (world != 4 || ((m & 1) && s != DDP_FSDP_FULL_SHARD))) continue;
                 memset(&p, 0, sizeof p);

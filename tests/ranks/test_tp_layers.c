@@ -116,7 +116,7 @@ static ddp_result slope_is(const place *at, const char *what, objective value, v
 //== embedding ==============================================================================
 
 static void tokens_of(int32_t *tokens, int64_t vocab) {
-    /* Some often. */
+    /* Some tokens are frequent. */
     for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? vocab : (vocab + 3) / 4));
 }
 

@@ -448,7 +448,7 @@ static ddp_result mlp(const place *at, ddp_tp_activation kind, int64_t channels,
         TRY(same_bits(at, names[kind], c, &first_of[4], r.y, r.y_count));
         TRY(same_bits(at, names[kind], c, &first_of[5], dx, xp.rows * xp.columns));
         for (int i = 0; i < 4; i++) TRY(same_bits(at, names[kind], c, &first_of[i], grads[i], p[i].rows * p[i].columns));
-        /* Which has no derivative at 0. */
+        /* RELU has no derivative at 0. */
         if (at->dtype == DDP_F64 && !at->accumulate && kind != DDP_TP_RELU) {
             variable v[5] = {{"x", r.x, dx, x, xp}, {"w1", r.weights[0], grads[0], w1, p[0]}, {"w2", r.weights[2], grads[2], w2, p[2]},
                              {"b1", r.weights[1], grads[1], b1, p[1]}, {"b2", r.weights[3], grads[3], b2, p[3]}};

@@ -402,7 +402,7 @@ static void train(ddp_group *group, const ddp_device *device, float *out, float 
         params[p].value.shape[0] = rows[p];
         params[p].value.shape[1] = 2;
         assert_int_equal(device->alloc(group, (size_t)rows[p] * 8, &params[p].value.data), DDP_OK);
-        /* Others are placed. */
+        /* The reducer places the others. */
         if (p & 1) assert_int_equal(device->alloc(group, (size_t)rows[p] * 8 + 128, &params[p].grad.data), DDP_OK);
     }
     desc.params = params;
