@@ -788,7 +788,7 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
 /* Continues at a saved position, on any W and rank. The unused entries of the order are distributed to the
-   ranks by the rules above, as an order of their own (padding still repeats the start of the epoch). With the
+   ranks by the same rules, as an order of their own (padding still repeats the start of the epoch). With the
    W and global_batch of the save, each rank gets exactly the samples that it would have had. No sample is
    repeated or lost; drop_last leaves out the tail for the current W. Errors change nothing: DDP_ERR_INVALID
    names a dataset_size, seed, shuffle or no_shuffle that differs from the sampler's; DDP_ERR_CORRUPT. */

@@ -385,11 +385,11 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
 
 /* --- elements of tensors ---
    A call with `out` writes to the memory of out, which must have the right shape. If out->data is NULL, it
-   allocates out like ddp_tensor_create. out->dtype 0 = in's. Not collective, and blocking. Errors: as for
-   tensors. */
+   allocates out like ddp_tensor_create. out->dtype 0 = in's. Not collective, and blocking. in and out do not
+   overlap, unless stated otherwise. Errors: as for tensors. */
 
 /* Copies between equal shapes, and converts dtypes: any float to any float, rounding to nearest even;
-   integers only to the same dtype. */
+   integers only to the same dtype. In place: out->data == in->data, for dtypes of the same size. */
 DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_tensor *out);
 /* Copies the box of extent[] entries from in_offset[] to out_offset[]; offsets NULL = 0. The same ndim and
    dtype; no overlap. out must be allocated. */
