@@ -40,8 +40,9 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory
     >>impl-tensor-boxes  >>impl-tensor-text  >>impl-tensor-layout  >>impl-tensor-plan
-    >>impl-tp-gemm  >>impl-tp-kernels  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-mlp
-    >>impl-tp-embedding  >>impl-tp-loss  >>impl-tp-norm  >>impl-tp-random  >>impl-public
+    >>impl-tp-math  >>impl-tp-gemm-kernel  >>impl-tp-kernels  >>impl-tp-gemm  >>impl-tp-context
+    >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss  >>impl-tp-norm
+    >>impl-tp-random  >>impl-public
 
 CONCEPTS
     Placement  The distribution of one global tensor over the W ranks of a group. REPLICATE: every rank has
@@ -600,6 +601,7 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION)) \
     && !defined(DDP_TENSOR_IMPLEMENTATION_INCLUDED)
 #define DDP_TENSOR_IMPLEMENTATION_INCLUDED
+#define DDP__TENSOR_BODIES /* this inclusion compiles the bodies */
 
 //== structs ================================================================================== >>impl-structs
 #include <math.h>
@@ -1992,18 +1994,87 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     return result;
 }
 
-//== matrix products ========================================================================== >>impl-tp-gemm
-/* C = A B, after Goto and van de Geijn (2008): blocks of A and B are packed so that the innermost loop reads
-   both with stride one and keeps a tile of C in registers, MR rows by two vectors. A tile begins with what C
-   holds and is written back after KC terms, so an element of C is one chain of additions in the order of k,
-   however m, n or k is cut.
+//== numeric helpers of kernels =============================================================== >>impl-tp-math
+/* The exponential, random words and sums that the kernels below share, and the block sizes of products. */
 
-             2 vectors    B: packed in panels of two vectors' columns
-           +----+----+
-        MR | C tile  |    A: packed in panels of MR rows
-           +----+----+
-   The packed blocks are on the stack: nothing is allocated, and any number of threads may call it. */
+#define DDP__TP_LANES 16 /* partial sums of a reduction: enough that the compiler vectorises it */
+#define DDP__TP_BLOCK 64 /* loops of this length are vectorised; the compiler unrolls shorter ones first */
 
+/* total = the sum of `term`, an expression of k, over k from 0 to n - 1, in double. The order of additions
+   depends only on n:
+       partial[lane] = term(lane) + term(lane + 16) + term(lane + 32) + ...      lane = 0 to 15
+       partial[0]   += the terms that are left after the last full group of 16
+       total         = partial[0] + partial[1] + ... + partial[15] */
+#define DDP__TP_SUM(total, k, n, term)                                                      \
+    do {                                                                                    \
+        double partial_[DDP__TP_LANES] = DDP_ZERO;                                          \
+        int64_t first_ = 0;                                                                 \
+        for (; first_ + DDP__TP_LANES <= (n); first_ += DDP__TP_LANES)                      \
+            for (int lane_ = 0; lane_ < DDP__TP_LANES; lane_++) {                           \
+                int64_t k = first_ + lane_;                                                 \
+                partial_[lane_] += (term);                                                  \
+            }                                                                               \
+        for (int64_t k = first_; k < (n); k++) partial_[0] += (term);                       \
+        for (int lane_ = 1; lane_ < DDP__TP_LANES; lane_++) partial_[0] += partial_[lane_]; \
+        (total) = partial_[0];                                                              \
+    } while (0)
+
+/* exp(x) within 2e-7. x is clamped to -87 and 88; NaN stays NaN. x = n ln 2 + r with |r| <= ln(2) / 2, and a
+   Taylor polynomial of r. It has no branches, so that loops of it are vectorised. */
+static inline float ddp__tp_exp(float x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    float shifted, n, r, power, scale;
+    uint32_t bits;
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    shifted = x * 1.44269504f + magic;
+    n = shifted - magic;
+    r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
+    r = r + n * 2.12194440e-4f;
+    power = 1.0f
+            + r
+                  * (1.0f
+                     + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits + 127u - 0x4B400000u) << 23;
+    memcpy(&scale, &bits, sizeof scale);
+    return power * scale;
+}
+
+static inline float ddp__tp_sigmoid_f32(float x) { return 1.0f / (1.0f + ddp__tp_exp(-x)); }
+static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+/* Of differences to the largest logit. Minus infinity gives 0. */
+static inline float ddp__tp_loss_exp_f32(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); }
+static inline double ddp__tp_loss_exp_f64(double x) { return exp(x); }
+
+/* Philox 4x32-10 (Salmon et al. 2011): four words that depend only on key, stream and counter. */
+enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
+static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0,
+                                        uint32_t k1) {
+    uint64_t a = (uint64_t)0xd2511f53u * *c0, b = (uint64_t)0xcd9e8d57u * *c2;
+    *c0 = (uint32_t)(b >> 32) ^ *c1 ^ k0;
+    *c1 = (uint32_t)b;
+    *c2 = (uint32_t)(a >> 32) ^ *c3 ^ k1;
+    *c3 = (uint32_t)a;
+}
+
+/* The words of `count` consecutive counters, at most DDP__TP_BLOCK. */
+static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int count, uint32_t *words) {
+    uint32_t c[4][DDP__TP_BLOCK], k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int k = 0; k < count; k++) {
+        c[0][k] = (uint32_t)(counter + (uint64_t)k);
+        c[1][k] = (uint32_t)((counter + (uint64_t)k) >> 32);
+        c[2][k] = stream;
+        c[3][k] = 0;
+    }
+    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
+        for (int k = 0; k < count; k++) ddp__tp_philox_round(&c[0][k], &c[1][k], &c[2][k], &c[3][k], k0, k1);
+    for (int k = 0; k < count; k++)
+        for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
+}
+
+/* Block sizes of matrix products, see >>impl-tp-gemm-kernel. */
 #if defined(__AVX512F__)
 #define DDP__GEMM_VECTOR 64 /* bytes */
 #elif defined(__AVX__)
@@ -2012,14 +2083,14 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
 #define DDP__GEMM_VECTOR 16
 #endif
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define DDP__GEMM_MR 12 /* 24 sums of 32 registers */
+#define DDP__GEMM_MR 12 /* rows of a tile: 24 sums in 32 registers */
 #else
-#define DDP__GEMM_MR 6 /* 12 of 16 */
+#define DDP__GEMM_MR 6 /* 12 sums in 16 registers */
 #endif
-#define DDP__GEMM_WIDE (2 * DDP__GEMM_VECTOR) /* bytes of a tile's row */
-#define DDP__GEMM_KC_BYTES 1024               /* bytes of the terms of a packed block */
-#define DDP__GEMM_MC (2 * DDP__GEMM_MR)       /* rows of A packed at a time */
-#define DDP__GEMM_NC_BYTES 896                /* bytes of the columns of B packed at a time */
+#define DDP__GEMM_NR_BYTES (2 * DDP__GEMM_VECTOR) /* of a row of a tile */
+#define DDP__GEMM_KC_BYTES 1024                   /* of the terms of a packed block */
+#define DDP__GEMM_MC (2 * DDP__GEMM_MR)           /* rows of A that are packed at a time */
+#define DDP__GEMM_NC_BYTES 896                    /* of the columns of B that are packed at a time */
 #define DDP__GEMM_INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define DDP__GEMM_UNROLL _Pragma("clang loop unroll(full)")
@@ -2028,134 +2099,399 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
 #else
 #define DDP__GEMM_UNROLL _Pragma("GCC unroll 16")
 #endif
+#endif /* the first part of the bodies */
 
-typedef float ddp__gemm_f32 __attribute__((vector_size(DDP__GEMM_VECTOR)));
-typedef double ddp__gemm_f64 __attribute__((vector_size(DDP__GEMM_VECTOR)));
+/* The next two sections are compiled for float and for double: below them, this header includes itself with
+   DDP__REAL set. ddp__real(norm) is then ddp__tp_norm_f32 or ddp__tp_norm_f64. */
+#if defined(DDP__REAL)
 
-/* Element (i, k), i < count, k < depth, at in[i * outer + k * step] goes to out[panel][k][i - panel * width].
-   The last panel is filled with zeros. */
-DDP__GEMM_INLINE void ddp__gemm_pack(const size_t size, const int64_t width, unsigned char *out,
-                                     int64_t count, int64_t depth, const unsigned char *in, int64_t outer,
-                                     int64_t step) {
-    const int64_t s = (int64_t)size;
-    for (int64_t first = 0; first < count; first += width, out += width * depth * s) {
-        const unsigned char *from = in + first * outer * s;
-        int64_t w = count - first < width ? count - first : width, i = 0;
-        if (w < width) memset(out, 0, (size_t)(width * depth * s));
-        if (outer == 1 && w == width) {
+//== matrix product of one type ======================================================== >>impl-tp-gemm-kernel
+/* C = A B or C += A B, after Goto and van de Geijn (2008). Blocks of A and B are packed in the order in which
+   the innermost loop reads them. That loop keeps a tile of C in registers, MR rows by NR columns (two
+   vectors). ddp_gemm_builtin calls ddp__real(gemm_run).
+
+     for each NC columns of C                     packed B, KC terms in panels of NR columns
+         for each KC terms of the sum     pack        +----+----+----+
+             for each MC rows of C        pack        |    |    |    |
+                 for each tile                        +----+----+----+
+                                               +--+   +----+
+                     packed A, in panels       +--+   |tile|   c (MC x NC)
+                     of MR rows                +--+   +----+
+                                                KC
+
+   A tile starts with the values of C and is written back after KC terms. An element of C is therefore one
+   chain of additions in the order of k, for any m, n and k. The packed blocks are on the stack: nothing is
+   allocated, and any number of threads may call it. */
+
+typedef DDP__REAL ddp__real(vector) __attribute__((vector_size(DDP__GEMM_VECTOR)));
+
+/* Packs `count` rows of A (or columns of B) with `depth` terms each into panels of `width`. Element (i, k) is
+   read from in[i * outer + k * step] and written to out[panel][k][i - panel * width]. The last panel is
+   padded with zeros. */
+DDP__GEMM_INLINE void ddp__real(gemm_pack)(const int64_t width, DDP__REAL *out, int64_t count, int64_t depth,
+                                           const DDP__REAL *in, int64_t outer, int64_t step) {
+    const size_t size = sizeof(DDP__REAL);
+    for (int64_t first = 0; first < count; first += width, out += width * depth) {
+        const DDP__REAL *from = in + first * outer;
+        int64_t panel_width = count - first < width ? count - first : width, i = 0;
+        if (panel_width < width) memset(out, 0, (size_t)(width * depth) * size);
+        if (outer == 1 && panel_width == width) {
             for (int64_t k = 0; k < depth; k++)
-                memcpy(out + k * width * s, from + k * step * s, (size_t)width * size);
+                memcpy(out + k * width, from + k * step, (size_t)width * size);
             continue;
         }
-        for (; i + 4 <= w; i += 4)
+        for (; i + 4 <= panel_width; i += 4)
             for (int64_t k = 0; k < depth; k++)
                 for (int64_t j = i; j < i + 4; j++)
-                    memcpy(out + (k * width + j) * s, from + (j * outer + k * step) * s, size);
-        for (; i < w; i++)
+                    memcpy(out + k * width + j, from + j * outer + k * step, size);
+        for (; i < panel_width; i++)
             for (int64_t k = 0; k < depth; k++)
-                memcpy(out + (k * width + i) * s, from + (i * outer + k * step) * s, size);
+                memcpy(out + k * width + i, from + i * outer + k * step, size);
     }
 }
 
-/* One tile: rows (a constant at each call, so that the sums stay in registers) by two vectors, over depth; m
-   x n of it are wanted. fresh: C is 0. */
-#define DDP__GEMM_TILE(name, type, vec)                                                              \
-    DDP__GEMM_INLINE void name(const int rows, int64_t depth, const type *a, const type *b, type *c, \
-                               int64_t ldc, int m, int n, int fresh) {                               \
-        enum { lanes = DDP__GEMM_VECTOR / sizeof(type), wide = 2 * lanes };                          \
-        int inside = m >= rows && n >= wide, m_edge = inside ? 0 : m < rows ? m : rows;              \
-        size_t edge_bytes = (size_t)(n < wide ? n : wide) * sizeof(type);                            \
-        type edge[DDP__GEMM_MR * wide], *to = inside ? c : edge;                                     \
-        int64_t row = inside ? ldc : (int64_t)wide;                                                  \
-        vec sum[DDP__GEMM_MR][2];                                                                    \
-        if (!inside) memset(edge, 0, sizeof edge);                                                   \
-        for (int i = 0; i < m_edge && !fresh; i++) memcpy(edge + i * wide, c + i * ldc, edge_bytes); \
-        DDP__GEMM_UNROLL                                                                             \
-        for (int i = 0; i < rows; i++) {                                                             \
-            if (fresh)                                                                               \
-                memset(sum[i], 0, sizeof sum[i]);                                                    \
-            else                                                                                     \
-                memcpy(sum[i], to + i * row, sizeof sum[i]);                                         \
-        }                                                                                            \
-        for (int64_t k = 0; k < depth; k++, a += DDP__GEMM_MR, b += wide) {                          \
-            vec left, right;                                                                         \
-            memcpy(&left, b, sizeof left);                                                           \
-            memcpy(&right, b + lanes, sizeof right);                                                 \
-            DDP__GEMM_UNROLL                                                                         \
-            for (int i = 0; i < rows; i++) {                                                         \
-                sum[i][0] += a[i] * left;                                                            \
-                sum[i][1] += a[i] * right;                                                           \
-            }                                                                                        \
-        }                                                                                            \
-        DDP__GEMM_UNROLL                                                                             \
-        for (int i = 0; i < rows; i++) memcpy(to + i * row, sum[i], sizeof sum[i]);                  \
-        for (int i = 0; i < m_edge; i++) memcpy(c + i * ldc, edge + i * wide, edge_bytes);           \
+/* One tile: c (m, n) += a b over depth terms, or = with overwrite. a and b are panels. m <= rows and
+   n <= NR at the edges of C. `rows` is a constant in each call, so that the sums stay in registers. */
+DDP__GEMM_INLINE void ddp__real(gemm_tile)(const int rows, int64_t depth, const DDP__REAL *a,
+                                           const DDP__REAL *b, DDP__REAL *c, int64_t ldc, int m, int n,
+                                           int overwrite) {
+    enum { lanes = DDP__GEMM_VECTOR / sizeof(DDP__REAL), nr = 2 * lanes };
+    DDP__REAL edge[DDP__GEMM_MR * nr]; /* a full tile, in place of a part of C */
+    ddp__real(vector) sum[DDP__GEMM_MR][2];
+    DDP__REAL *tile = c;
+    int64_t tile_step = ldc;
+    int edge_rows = 0;
+    size_t edge_bytes = (size_t)(n < nr ? n : nr) * sizeof(DDP__REAL);
+    if (m < rows || n < nr) {
+        tile = edge;
+        tile_step = nr;
+        edge_rows = m < rows ? m : rows;
+        memset(edge, 0, sizeof edge);
+        for (int i = 0; i < edge_rows && !overwrite; i++) memcpy(edge + i * nr, c + i * ldc, edge_bytes);
     }
-DDP__GEMM_TILE(ddp__gemm_tile_f32, float, ddp__gemm_f32)
-DDP__GEMM_TILE(ddp__gemm_tile_f64, double, ddp__gemm_f64)
-#undef DDP__GEMM_TILE
-
-/* The tiles of a packed block of A and one of B. */
-#define DDP__GEMM_BLOCK(name, type, tile)                                                             \
-    static void name(int64_t m, int64_t n, int64_t depth, const void *packed_a, const void *packed_b, \
-                     void *to, int64_t ldc, int fresh) {                                              \
-        const type *a = (const type *)packed_a, *b = (const type *)packed_b;                          \
-        const int wide = DDP__GEMM_WIDE / (int)sizeof(type), third = DDP__GEMM_MR / 3;                \
-        for (int64_t j = 0; j < n; j += wide, b += wide * depth) {                                    \
-            const type *panel = a;                                                                    \
-            for (int64_t i = 0; i < m; i += DDP__GEMM_MR, panel += DDP__GEMM_MR * depth) {            \
-                int rows = m - i < DDP__GEMM_MR ? (int)(m - i) : DDP__GEMM_MR,                        \
-                    columns = n - j < wide ? (int)(n - j) : wide;                                     \
-                type *at = (type *)to + i * ldc + j;                                                  \
-                if (rows > 2 * third)                                                                 \
-                    tile(DDP__GEMM_MR, depth, panel, b, at, ldc, rows, columns, fresh);               \
-                else if (rows > third)                                                                \
-                    tile(DDP__GEMM_MR / 3 * 2, depth, panel, b, at, ldc, rows, columns, fresh);       \
-                else                                                                                  \
-                    tile(DDP__GEMM_MR / 3, depth, panel, b, at, ldc, rows, columns, fresh);           \
-            }                                                                                         \
-        }                                                                                             \
+    DDP__GEMM_UNROLL
+    for (int i = 0; i < rows; i++) {
+        if (overwrite)
+            memset(sum[i], 0, sizeof sum[i]);
+        else
+            memcpy(sum[i], tile + i * tile_step, sizeof sum[i]);
     }
-DDP__GEMM_BLOCK(ddp__gemm_block_f32, float, ddp__gemm_tile_f32)
-DDP__GEMM_BLOCK(ddp__gemm_block_f64, double, ddp__gemm_tile_f64)
-#undef DDP__GEMM_BLOCK
+    for (int64_t k = 0; k < depth; k++, a += DDP__GEMM_MR, b += nr) {
+        ddp__real(vector) left, right;
+        memcpy(&left, b, sizeof left);
+        memcpy(&right, b + lanes, sizeof right);
+        DDP__GEMM_UNROLL
+        for (int i = 0; i < rows; i++) {
+            sum[i][0] += a[i] * left;
+            sum[i][1] += a[i] * right;
+        }
+    }
+    DDP__GEMM_UNROLL
+    for (int i = 0; i < rows; i++) memcpy(tile + i * tile_step, sum[i], sizeof sum[i]);
+    for (int i = 0; i < edge_rows; i++) memcpy(c + i * ldc, edge + i * nr, edge_bytes);
+}
 
-DDP__GEMM_INLINE void ddp__gemm_run(const size_t size, const ddp_gemm *g) {
-    const int64_t s = (int64_t)size, wide = DDP__GEMM_WIDE / s, kc = DDP__GEMM_KC_BYTES / s,
-                  nc = DDP__GEMM_NC_BYTES / DDP__GEMM_WIDE * wide;
+/* All tiles of a packed block of A and one of B: c (m, n). Few rows use a lower tile. */
+static void ddp__real(gemm_block)(int64_t m, int64_t n, int64_t depth, const DDP__REAL *packed_a,
+                                  const DDP__REAL *packed_b, DDP__REAL *c, int64_t ldc, int overwrite) {
+    const int nr = DDP__GEMM_NR_BYTES / (int)sizeof(DDP__REAL), third = DDP__GEMM_MR / 3;
+    const DDP__REAL *b = packed_b;
+    for (int64_t j = 0; j < n; j += nr, b += nr * depth) {
+        const DDP__REAL *a = packed_a;
+        const int columns = n - j < nr ? (int)(n - j) : nr;
+        for (int64_t i = 0; i < m; i += DDP__GEMM_MR, a += DDP__GEMM_MR * depth) {
+            const int rows = m - i < DDP__GEMM_MR ? (int)(m - i) : DDP__GEMM_MR;
+            DDP__REAL *tile = c + i * ldc + j;
+            if (rows > 2 * third)
+                ddp__real(gemm_tile)(DDP__GEMM_MR, depth, a, b, tile, ldc, rows, columns, overwrite);
+            else if (rows > third)
+                ddp__real(gemm_tile)(DDP__GEMM_MR / 3 * 2, depth, a, b, tile, ldc, rows, columns, overwrite);
+            else
+                ddp__real(gemm_tile)(DDP__GEMM_MR / 3, depth, a, b, tile, ldc, rows, columns, overwrite);
+        }
+    }
+}
+
+static __attribute__((noinline)) void ddp__real(gemm_run)(const ddp_gemm *g) {
+    enum {
+        nr = DDP__GEMM_NR_BYTES / sizeof(DDP__REAL),
+        kc = DDP__GEMM_KC_BYTES / sizeof(DDP__REAL),
+        nc = DDP__GEMM_NC_BYTES / DDP__GEMM_NR_BYTES * nr
+    };
+    /* element (i, k) of A: a[i * a_row + k * a_step]; element (k, j) of B: b[k * b_row + j * b_step] */
     const int64_t a_row = g->trans_a ? 1 : g->lda, a_step = g->trans_a ? g->lda : 1;
     const int64_t b_row = g->trans_b ? 1 : g->ldb, b_step = g->trans_b ? g->ldb : 1;
-    const unsigned char *a = (const unsigned char *)g->a, *b = (const unsigned char *)g->b;
-    unsigned char pack_a[DDP__GEMM_MC * DDP__GEMM_KC_BYTES] __attribute__((aligned(64)));
-    unsigned char pack_b[DDP__GEMM_NC_BYTES * (DDP__GEMM_KC_BYTES / sizeof(float))]
-        __attribute__((aligned(64)));
+    const DDP__REAL *a = (const DDP__REAL *)g->a, *b = (const DDP__REAL *)g->b;
+    DDP__REAL packed_a[DDP__GEMM_MC * kc] __attribute__((aligned(64)));
+    DDP__REAL packed_b[nc * kc] __attribute__((aligned(64)));
     for (int64_t j = 0; j < g->n; j += nc) {
-        int64_t columns = g->n - j < nc ? g->n - j : nc;
-        for (int64_t p = 0; p < g->k; p += kc) {
-            int64_t depth = g->k - p < kc ? g->k - p : kc;
-            ddp__gemm_pack(size, wide, pack_b, columns, depth, b + (p * b_row + j * b_step) * s, b_step,
-                           b_row);
+        const int64_t columns = g->n - j < nc ? g->n - j : nc;
+        for (int64_t k = 0; k < g->k; k += kc) {
+            const int64_t depth = g->k - k < kc ? g->k - k : kc;
+            ddp__real(gemm_pack)(nr, packed_b, columns, depth, b + k * b_row + j * b_step, b_step, b_row);
             for (int64_t i = 0; i < g->m; i += DDP__GEMM_MC) {
-                int64_t rows = g->m - i < DDP__GEMM_MC ? g->m - i : DDP__GEMM_MC;
-                unsigned char *c = (unsigned char *)g->c + (i * g->ldc + j) * s;
-                int fresh = p == 0 && !g->accumulate;
-                ddp__gemm_pack(size, DDP__GEMM_MR, pack_a, rows, depth, a + (i * a_row + p * a_step) * s,
-                               a_row, a_step);
-                if (size == sizeof(float))
-                    ddp__gemm_block_f32(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
-                else
-                    ddp__gemm_block_f64(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
+                const int64_t rows = g->m - i < DDP__GEMM_MC ? g->m - i : DDP__GEMM_MC;
+                DDP__REAL *c = (DDP__REAL *)g->c + i * g->ldc + j;
+                ddp__real(gemm_pack)(DDP__GEMM_MR, packed_a, rows, depth, a + i * a_row + k * a_step, a_row,
+                                     a_step);
+                ddp__real(gemm_block)(rows, columns, depth, packed_a, packed_b, c, g->ldc,
+                                      k == 0 && !g->accumulate);
             }
         }
     }
 }
 
-static __attribute__((noinline)) void ddp__gemm_run_f32(const ddp_gemm *g) {
-    ddp__gemm_run(sizeof(float), g);
+//== layer kernels of one type ============================================================= >>impl-tp-kernels
+/* The functions of ddp_layer_kernels for host memory. The table ddp__host_layers lists them; the layers below
+   call them through ddp_tp.kernels. */
+
+/* y += x, n elements */
+static inline void ddp__real(add)(int64_t n, const DDP__REAL *x, DDP__REAL *y) {
+    for (int64_t j = 0; j < n; j++) y[j] += x[j];
 }
-static __attribute__((noinline)) void ddp__gemm_run_f64(const ddp_gemm *g) {
-    ddp__gemm_run(sizeof(double), g);
+
+static ddp_result ddp__real(copy_rows)(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y,
+                                       int64_t y_step) {
+    for (int64_t i = 0; i < rows && columns; i++)
+        memcpy((DDP__REAL *)y + i * y_step, (const DDP__REAL *)x + i * x_step,
+               (size_t)columns * sizeof(DDP__REAL));
+    return DDP_OK;
 }
+
+static ddp_result ddp__real(add_bias)(int64_t rows, int64_t columns, const void *bias, void *y,
+                                      int64_t y_step) {
+    for (int64_t i = 0; i < rows; i++)
+        ddp__real(add)(columns, (const DDP__REAL *)bias, (DDP__REAL *)y + i * y_step);
+    return DDP_OK;
+}
+
+static ddp_result ddp__real(sum_rows)(int64_t rows, int64_t columns, const void *x, int accumulate,
+                                      void *out) {
+    if (!accumulate && columns) memset(out, 0, (size_t)columns * sizeof(DDP__REAL));
+    for (int64_t i = 0; i < rows; i++)
+        ddp__real(add)(columns, (const DDP__REAL *)x + i * columns, (DDP__REAL *)out);
+    return DDP_OK;
+}
+
+/* Tokens whose rows another rank holds give rows of zeros: the sum over ranks is the full output. */
+static ddp_result ddp__real(lookup)(const ddp_lookup *op) {
+    int64_t n = op->columns;
+    DDP__REAL *y = (DDP__REAL *)op->out;
+    for (int64_t i = 0; i < op->rows; i++, y += n) {
+        int64_t row = op->index[i] - op->first;
+        if (row >= 0 && row < op->count)
+            memcpy(y, (const DDP__REAL *)op->in + row * n, (size_t)n * sizeof *y);
+        else
+            memset(y, 0, (size_t)n * sizeof *y);
+    }
+    return DDP_OK;
+}
+
+/* Adds token by token: the bits do not depend on how the table is sharded. */
+static ddp_result ddp__real(lookup_backward)(const ddp_lookup *op) {
+    int64_t n = op->columns;
+    const DDP__REAL *dy = (const DDP__REAL *)op->in;
+    for (int64_t i = 0; i < op->rows; i++, dy += n) {
+        int64_t row = op->index[i] - op->first;
+        if (row < 0 || row >= op->count) continue;
+        ddp__real(add)(n, dy, (DDP__REAL *)op->out + row * n);
+    }
+    return DDP_OK;
+}
+
+/* A Philox counter gives the words of four elements. A row may start inside of such four elements. */
+static ddp_result ddp__real(dropout)(const ddp_dropout *op) {
+    const DDP__REAL *x = (const DDP__REAL *)op->x;
+    DDP__REAL *y = (DDP__REAL *)op->y, factor = (DDP__REAL)op->scale;
+    uint32_t words[4 * DDP__TP_BLOCK];
+    for (int64_t i = 0; i < op->rows; i++) {
+        uint64_t element = (uint64_t)(op->first + i * op->step);
+        for (int64_t left = op->columns, n; left > 0; left -= n, element += (uint64_t)n, x += n, y += n) {
+            int64_t skip = (int64_t)(element % 4), counters = (skip + left + 3) / 4;
+            if (counters > DDP__TP_BLOCK) counters = DDP__TP_BLOCK;
+            n = 4 * counters - skip < left ? 4 * counters - skip : left;
+            ddp__tp_philox(op->key, DDP__TP_STREAM_DROPOUT, element / 4, (int)counters, words);
+            for (int64_t j = 0; j < n; j++) y[j] = words[skip + j] < op->threshold ? 0 : x[j] * factor;
+        }
+    }
+    return DDP_OK;
+}
+
+/* GELU in its tanh form is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+static ddp_result ddp__real(activate)(ddp_tp_activation form, int64_t rows, int64_t h, const void *x_,
+                                      void *y) {
+    const DDP__REAL scale = (DDP__REAL)1.5957691216057307, cubic = (DDP__REAL)0.044715;
+    const DDP__REAL *in = (const DDP__REAL *)x_;
+    DDP__REAL *out = (DDP__REAL *)y;
+    for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {
+        DDP__REAL x = in[i];
+        out[i] = x * ddp__real(sigmoid)(scale * (x + cubic * x * x * x));
+    }
+    for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) out[i] = in[i] < 0 ? 0 : in[i];
+    for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)
+        for (int64_t j = 0; j < h; j++) {
+            DDP__REAL gate = in[2 * i * h + j];
+            out[i * h + j] = gate * ddp__real(sigmoid)(gate) * in[(2 * i + 1) * h + j];
+        }
+    return DDP_OK;
+}
+
+static ddp_result ddp__real(activate_backward)(ddp_tp_activation form, int64_t rows, int64_t h,
+                                               const void *x_, const void *dy, void *dx) {
+    const DDP__REAL scale = (DDP__REAL)1.5957691216057307, cubic = (DDP__REAL)0.044715;
+    const DDP__REAL *in = (const DDP__REAL *)x_, *d = (const DDP__REAL *)dy;
+    DDP__REAL *d_in = (DDP__REAL *)dx;
+    for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {
+        DDP__REAL x = in[i], s = ddp__real(sigmoid)(scale * (x + cubic * x * x * x));
+        d_in[i] = d[i] * (s + x * s * (1 - s) * scale * (1 + 3 * cubic * x * x));
+    }
+    for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) {
+        DDP__REAL at_most_0 = in[i] <= 0 ? 0 : in[i]; /* the gradient of a NaN is NaN */
+        d_in[i] = in[i] > 0 ? d[i] : at_most_0;
+    }
+    for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)
+        for (int64_t j = 0; j < h; j++) {
+            DDP__REAL gate = in[2 * i * h + j], up = in[(2 * i + 1) * h + j];
+            DDP__REAL s = ddp__real(sigmoid)(gate), slope = d[i * h + j];
+            d_in[2 * i * h + j] = slope * up * s * (1 + gate * (1 - s));
+            d_in[(2 * i + 1) * h + j] = slope * gate * s;
+        }
+    return DDP_OK;
+}
+
+/* Cross-entropy: three passes over this rank's logits, with an all-reduce after each of the first two:
+     loss_max   the largest logit of each row                              all-reduce MAX
+     loss_sum   exp(logit - max), stored in dlogits; their sum;            all-reduce SUM
+                the target's logit minus max
+     loss_end   the loss, and the gradient from the stored exponentials
+   Rows to ignore are not read. loss_max may miss a NaN; the sum of loss_sum contains it. */
+static ddp_result ddp__real(loss_max)(const ddp_loss *op) {
+    const DDP__REAL *x = (const DDP__REAL *)op->logits;
+    for (int64_t i = 0; i < op->rows; i++) {
+        int64_t j = i * op->columns, end = op->targets[i] == op->ignore ? j : j + op->count;
+        DDP__REAL partial[DDP__TP_LANES], max = -(DDP__REAL)INFINITY;
+        for (int lane = 0; lane < DDP__TP_LANES; lane++) partial[lane] = max;
+        for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)
+            for (int lane = 0; lane < DDP__TP_LANES; lane++)
+                partial[lane] = x[j + lane] > partial[lane] ? x[j + lane] : partial[lane];
+        for (; j < end; j++) max = x[j] > max ? x[j] : max;
+        for (int lane = 0; lane < DDP__TP_LANES; lane++) max = partial[lane] > max ? partial[lane] : max;
+        ((DDP__REAL *)op->max)[i] = max;
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__real(loss_sum)(const ddp_loss *op) {
+    const DDP__REAL *x = (const DDP__REAL *)op->logits;
+    DDP__REAL *d = (DDP__REAL *)op->dlogits, *target = (DDP__REAL *)op->sums, *sum = target + op->rows;
+    for (int64_t i = 0; i < op->rows; i++) {
+        int64_t j = i * op->columns, end = j + op->count, word = op->targets[i] - op->first;
+        DDP__REAL max = ((const DDP__REAL *)op->max)[i], e[DDP__TP_BLOCK];
+        double partial[DDP__TP_BLOCK] = DDP_ZERO;
+        target[i] = 0;
+        sum[i] = 0;
+        if (op->targets[i] == op->ignore) continue;
+        if (word >= 0 && word < op->count) target[i] = x[j + word] - max;
+        for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {
+            for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = ddp__real(loss_exp)(x[j + k] - max);
+            for (int k = 0; k < DDP__TP_BLOCK; k++) partial[k] += (double)e[k];
+            if (d) memcpy(d + j, e, sizeof e);
+        }
+        for (; j < end; j++) {
+            e[0] = ddp__real(loss_exp)(x[j] - max);
+            partial[0] += (double)e[0];
+            if (d) d[j] = e[0];
+        }
+        for (int k = 1; k < DDP__TP_BLOCK; k++) partial[0] += partial[k];
+        sum[i] = (DDP__REAL)partial[0];
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__real(loss_end)(const ddp_loss *op) {
+    const DDP__REAL *target = (const DDP__REAL *)op->sums, *sum = target + op->rows;
+    DDP__REAL *d = (DDP__REAL *)op->dlogits, *losses = (DDP__REAL *)op->losses;
+    double total = 0;
+    for (int64_t i = 0; i < op->rows; i++) {
+        int64_t row = i * op->columns, word = op->targets[i] - op->first;
+        int64_t valid = op->targets[i] == op->ignore ? 0 : op->count; /* columns with a gradient */
+        double loss = 0, factor = 0;
+        if (op->targets[i] != op->ignore) {
+            double log_sum = log((double)sum[i]), all = (double)((const DDP__REAL *)op->max)[i] + log_sum;
+            loss = log_sum - (double)target[i] + (op->z_loss > 0 ? op->z_loss * all * all : 0);
+            factor = op->scale * (1 + 2 * op->z_loss * all) / (double)sum[i];
+        }
+        total += loss;
+        if (losses) losses[i] = (DDP__REAL)loss;
+        for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (DDP__REAL)factor;
+        for (int64_t j = valid; d && j < op->columns; j++) d[row + j] = 0;
+        if (d && word >= 0 && word < valid) d[row + word] -= (DDP__REAL)op->scale;
+    }
+    if (op->total) *op->total = total;
+    return DDP_OK;
+}
+
+/* stats: a row's mean (0 in RMS norm), then 1 / deviation. */
+static ddp_result ddp__real(norm)(const ddp_norm *op) {
+    const DDP__REAL *w = (const DDP__REAL *)op->weight, *b = (const DDP__REAL *)op->bias;
+    const DDP__REAL *x = (const DDP__REAL *)op->x;
+    DDP__REAL *stat = (DDP__REAL *)op->stats, *y = (DDP__REAL *)op->y;
+    int64_t n = op->columns;
+    for (int64_t i = 0; i < op->rows; i++, x += n, y += n, stat += 2) {
+        double mean = 0, squares, scale;
+        if (!op->rms) DDP__TP_SUM(mean, k, n, (double)x[k]);
+        mean /= (double)n;
+        DDP__TP_SUM(squares, k, n, ((double)x[k] - mean) * ((double)x[k] - mean));
+        scale = 1 / sqrt(squares / (double)n + op->eps);
+        stat[0] = (DDP__REAL)mean;
+        stat[1] = (DDP__REAL)scale;
+        for (int64_t k = 0; k < n; k++)
+            y[k] = (DDP__REAL)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);
+    }
+    return DDP_OK;
+}
+
+/* With h = (x - mean) / deviation and g = dy w: dx = (g - mean(g) - h mean(g h)) / deviation. RMS norm has no
+   mean(g). */
+static ddp_result ddp__real(norm_backward)(const ddp_norm_backward *op) {
+    const DDP__REAL *w = (const DDP__REAL *)op->weight, *x = (const DDP__REAL *)op->x;
+    const DDP__REAL *stat = (const DDP__REAL *)op->stats, *dy = (const DDP__REAL *)op->dy;
+    DDP__REAL *dx = (DDP__REAL *)op->dx, *dw = (DDP__REAL *)op->sums;
+    DDP__REAL *db = dw && !op->rms ? dw + op->columns : NULL;
+    int64_t n = op->columns;
+    for (int64_t i = 0; i < op->rows; i++, x += n, dy += n, stat += 2) {
+        DDP__REAL mean = stat[0], scale = stat[1], mean_g = 0, mean_gh;
+        double sum;
+        if (!op->rms) {
+            DDP__TP_SUM(sum, k, n, (double)(dy[k] * w[k]));
+            mean_g = (DDP__REAL)(sum / (double)n);
+        }
+        DDP__TP_SUM(sum, k, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));
+        mean_gh = (DDP__REAL)(sum / (double)n);
+        for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);
+        for (int64_t k = 0; db && k < n; k++) db[k] += dy[k];
+        for (int64_t k = 0; dx && k < n; k++)
+            dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gh);
+        if (dx) dx += n;
+    }
+    return DDP_OK;
+}
+#endif /* DDP__REAL */
+
+#if defined(DDP__TENSOR_BODIES) && !defined(DDP__REAL)
+#define DDP__REAL float
+#define ddp__real(name) ddp__tp_##name##_f32
+#include "ddp_tensor.h"
+#undef DDP__REAL
+#undef ddp__real
+#define DDP__REAL double
+#define ddp__real(name) ddp__tp_##name##_f64
+#include "ddp_tensor.h"
+#undef DDP__REAL
+#undef ddp__real
+
+//== matrix products ========================================================================== >>impl-tp-gemm
+/* ddp_gemm_builtin and CBLAS: argument checks, and the tables of kernels for host memory. */
 
 #define DDP__GEMM_NEED(condition, ...)                                                \
     do {                                                                              \
@@ -2194,9 +2530,9 @@ DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user) {
     DDP_TRY(ddp__gemm_check(gemm));
     if (ddp__gemm_empty(gemm)) return DDP_OK;
     if (gemm->dtype == DDP_F32)
-        ddp__gemm_run_f32(gemm);
+        ddp__tp_gemm_run_f32(gemm);
     else
-        ddp__gemm_run_f64(gemm);
+        ddp__tp_gemm_run_f64(gemm);
     return DDP_OK;
 }
 
@@ -2226,310 +2562,6 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
 #else
 #define DDP__GEMM_DEFAULT ddp_gemm_builtin
 #endif
-
-//== CPU kernels =========================================================================== >>impl-tp-kernels
-/* ddp_layer_kernels for host memory: one table for f32, one for f64. */
-
-#define DDP__TP_LANES 16 /* a reduction in this many parts vectorises */
-#define DDP__TP_BLOCK 64 /* loops of this many do too; shorter ones are unrolled first */
-
-/* exp(x) within 2e-7, for x from -87 to 88 and clamped beyond: x = n ln 2 + r, |r| <= ln(2)/2, and a Taylor
-   polynomial. Without branches, so that loops of it become vectors. NaN stays NaN. */
-static inline float ddp__tp_exp(float x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
-    float shifted, n, r, power, scale;
-    uint32_t bits;
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    shifted = x * 1.44269504f + magic;
-    n = shifted - magic;
-    r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
-    r = r + n * 2.12194440e-4f;
-    power = 1.0f
-            + r
-                  * (1.0f
-                     + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
-    memcpy(&bits, &shifted, sizeof bits);
-    bits = (bits + 127u - 0x4B400000u) << 23;
-    memcpy(&scale, &bits, sizeof scale);
-    return power * scale;
-}
-
-static inline float ddp__tp_sigmoid_f32(float x) { return 1.0f / (1.0f + ddp__tp_exp(-x)); }
-static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)); }
-/* of minus infinity it is 0 */
-static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); }
-
-/* Philox 4x32-10 (Salmon et al. 2011): four words that depend only on key, stream and counter. */
-enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
-static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0,
-                                        uint32_t k1) {
-    uint64_t a = (uint64_t)0xd2511f53u * *c0, b = (uint64_t)0xcd9e8d57u * *c2;
-    *c0 = (uint32_t)(b >> 32) ^ *c1 ^ k0;
-    *c1 = (uint32_t)b;
-    *c2 = (uint32_t)(a >> 32) ^ *c3 ^ k1;
-    *c3 = (uint32_t)a;
-}
-
-/* The words of `count` counters in a row, at most DDP__TP_BLOCK. */
-static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int count, uint32_t *words) {
-    uint32_t c[4][DDP__TP_BLOCK], k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-    for (int k = 0; k < count; k++) {
-        c[0][k] = (uint32_t)(counter + (uint64_t)k);
-        c[1][k] = (uint32_t)((counter + (uint64_t)k) >> 32);
-        c[2][k] = stream;
-        c[3][k] = 0;
-    }
-    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
-        for (int k = 0; k < count; k++) ddp__tp_philox_round(&c[0][k], &c[1][k], &c[2][k], &c[3][k], k0, k1);
-    for (int k = 0; k < count; k++)
-        for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
-}
-
-/* total = the sum of term over k from 0 to n - 1, in double: partial sums that vectorise. The order
-   depends only on n. */
-#define DDP__TP_SUM(total, n, term)                                                   \
-    do {                                                                              \
-        double part_[DDP__TP_LANES] = DDP_ZERO;                                       \
-        int64_t at_ = 0;                                                              \
-        for (; at_ + DDP__TP_LANES <= (n); at_ += DDP__TP_LANES)                      \
-            for (int lane_ = 0; lane_ < DDP__TP_LANES; lane_++) {                     \
-                int64_t k = at_ + lane_;                                              \
-                part_[lane_] += (term);                                               \
-            }                                                                         \
-        for (int64_t k = at_; k < (n); k++) part_[0] += (term);                       \
-        for (int lane_ = 1; lane_ < DDP__TP_LANES; lane_++) part_[0] += part_[lane_]; \
-        (total) = part_[0];                                                           \
-    } while (0)
-
-#define DDP__TP_ROW_FNS(type, suffix)                                                                     \
-    /* y += x, n elements */                                                                              \
-    static inline void ddp__tp_add_##suffix(int64_t n, const type *x, type *y) {                          \
-        for (int64_t j = 0; j < n; j++) y[j] += x[j];                                                     \
-    }                                                                                                     \
-    static ddp_result ddp__tp_copy_rows_##suffix(int64_t rows, int64_t columns, const void *x,            \
-                                                 int64_t x_step, void *y, int64_t y_step) {               \
-        for (int64_t i = 0; i < rows && columns; i++)                                                     \
-            memcpy((type *)y + i * y_step, (const type *)x + i * x_step, (size_t)columns * sizeof(type)); \
-        return DDP_OK;                                                                                    \
-    }                                                                                                     \
-    static ddp_result ddp__tp_add_bias_##suffix(int64_t rows, int64_t columns, const void *bias, void *y, \
-                                                int64_t y_step) {                                         \
-        for (int64_t i = 0; i < rows; i++)                                                                \
-            ddp__tp_add_##suffix(columns, (const type *)bias, (type *)y + i * y_step);                    \
-        return DDP_OK;                                                                                    \
-    }                                                                                                     \
-    static ddp_result ddp__tp_sum_rows_##suffix(int64_t rows, int64_t columns, const void *x,             \
-                                                int accumulate, void *out) {                              \
-        if (!accumulate && columns) memset(out, 0, (size_t)columns * sizeof(type));                       \
-        for (int64_t i = 0; i < rows; i++)                                                                \
-            ddp__tp_add_##suffix(columns, (const type *)x + i * columns, (type *)out);                    \
-        return DDP_OK;                                                                                    \
-    }                                                                                                     \
-    /* Tokens that other ranks have are rows of 0. */                                                     \
-    static ddp_result ddp__tp_lookup_##suffix(const ddp_lookup *op) {                                     \
-        int64_t n = op->columns;                                                                          \
-        type *y = (type *)op->out;                                                                        \
-        for (int64_t i = 0; i < op->rows; i++, y += n) {                                                  \
-            int64_t at = op->index[i] - op->first;                                                        \
-            if (at >= 0 && at < op->count)                                                                \
-                memcpy(y, (const type *)op->in + at * n, (size_t)n * sizeof *y);                          \
-            else                                                                                          \
-                memset(y, 0, (size_t)n * sizeof *y);                                                      \
-        }                                                                                                 \
-        return DDP_OK;                                                                                    \
-    }                                                                                                     \
-    /* Row by row: the bits do not depend on how the table is cut. */                                     \
-    static ddp_result ddp__tp_lookup_backward_##suffix(const ddp_lookup *op) {                            \
-        int64_t n = op->columns;                                                                          \
-        const type *dy = (const type *)op->in;                                                            \
-        for (int64_t i = 0; i < op->rows; i++, dy += n) {                                                 \
-            int64_t at = op->index[i] - op->first;                                                        \
-            if (at < 0 || at >= op->count) continue;                                                      \
-            ddp__tp_add_##suffix(n, dy, (type *)op->out + at * n);                                        \
-        }                                                                                                 \
-        return DDP_OK;                                                                                    \
-    }                                                                                                     \
-    static ddp_result ddp__tp_dropout_##suffix(const ddp_dropout *op) {                                   \
-        const type *x = (const type *)op->x;                                                              \
-        type *y = (type *)op->y, factor = (type)op->scale;                                                \
-        uint32_t words[4 * DDP__TP_BLOCK];                                                                \
-        for (int64_t i = 0; i < op->rows; i++) {                                                          \
-            uint64_t begin = (uint64_t)(op->first + i * op->step);                                        \
-            for (int64_t count = op->columns, some; count > 0;                                            \
-                 count -= some, begin += (uint64_t)some, x += some, y += some) {                          \
-                int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                     \
-                if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                       \
-                some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                             \
-                ddp__tp_philox(op->key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);           \
-                for (int64_t j = 0; j < some; j++)                                                        \
-                    y[j] = words[skip + j] < op->threshold ? 0 : x[j] * factor;                           \
-            }                                                                                             \
-        }                                                                                                 \
-        return DDP_OK;                                                                                    \
-    }
-DDP__TP_ROW_FNS(float, f32)
-DDP__TP_ROW_FNS(double, f64)
-#undef DDP__TP_ROW_FNS
-
-/* GELU's tanh form is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
-#define DDP__TP_ACTIVATION_FNS(type, suffix)                                                              \
-    static ddp_result ddp__tp_activate_##suffix(ddp_tp_activation form, int64_t rows, int64_t h,          \
-                                                const void *x_, void *y) {                                \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_;        \
-        type *act = (type *)y;                                                                            \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                   \
-            type x = in[i];                                                                               \
-            act[i] = x * ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                         \
-        }                                                                                                 \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) act[i] = in[i] < 0 ? 0 : in[i];     \
-        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                   \
-            for (int64_t j = 0; j < h; j++) {                                                             \
-                type gate = in[2 * i * h + j];                                                            \
-                act[i * h + j] = gate * ddp__tp_sigmoid_##suffix(gate) * in[(2 * i + 1) * h + j];         \
-            }                                                                                             \
-        return DDP_OK;                                                                                    \
-    }                                                                                                     \
-    static ddp_result ddp__tp_activate_backward_##suffix(ddp_tp_activation form, int64_t rows, int64_t h, \
-                                                         const void *x_, const void *dy, void *dx) {      \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_,        \
-                   *d = (const type *)dy;                                                                 \
-        type *d_in = (type *)dx;                                                                          \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                   \
-            type x = in[i], s = ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                  \
-            d_in[i] = d[i] * (s + x * s * (1 - s) * root * (1 + 3 * cube * x * x));                       \
-        }                                                                                                 \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++)                                     \
-            d_in[i] = in[i] > 0 ? d[i] : in[i] <= 0 ? 0 : in[i];                                          \
-        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                   \
-            for (int64_t j = 0; j < h; j++) {                                                             \
-                type gate = in[2 * i * h + j], up = in[(2 * i + 1) * h + j],                              \
-                     s = ddp__tp_sigmoid_##suffix(gate), slope = d[i * h + j];                            \
-                d_in[2 * i * h + j] = slope * up * s * (1 + gate * (1 - s));                              \
-                d_in[(2 * i + 1) * h + j] = slope * gate * s;                                             \
-            }                                                                                             \
-        return DDP_OK;                                                                                    \
-    }
-DDP__TP_ACTIVATION_FNS(float, f32)
-DDP__TP_ACTIVATION_FNS(double, f64)
-#undef DDP__TP_ACTIVATION_FNS
-
-/* Three passes over the rows, with a collective after each of the first two:
-     1  the maximum logit
-     2  exp(logit - maximum), stored in dlogits; their sum; the target's logit minus the maximum
-     3  the loss, and the gradient from the exponentials
-   Ignored rows are not read. Pass 1 may miss a NaN; the sum of pass 2 contains it. */
-#define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                        \
-    static ddp_result ddp__tp_loss_max_##suffix(const ddp_loss *op) {                                      \
-        const type *x = (const type *)op->logits;                                                          \
-        for (int64_t i = 0; i < op->rows; i++) {                                                           \
-            int64_t j = i * op->columns, end = op->targets[i] == op->ignore ? j : j + op->count;           \
-            type part[DDP__TP_LANES], most = -(type)INFINITY;                                              \
-            for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = most;                            \
-            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)                                           \
-                for (int lane = 0; lane < DDP__TP_LANES; lane++)                                           \
-                    part[lane] = x[j + lane] > part[lane] ? x[j + lane] : part[lane];                      \
-            for (; j < end; j++) most = x[j] > most ? x[j] : most;                                         \
-            for (int lane = 0; lane < DDP__TP_LANES; lane++) most = part[lane] > most ? part[lane] : most; \
-            ((type *)op->max)[i] = most;                                                                   \
-        }                                                                                                  \
-        return DDP_OK;                                                                                     \
-    }                                                                                                      \
-    static ddp_result ddp__tp_loss_sum_##suffix(const ddp_loss *op) {                                      \
-        const type *x = (const type *)op->logits;                                                          \
-        type *d = (type *)op->dlogits, *target = (type *)op->sums, *sum = target + op->rows;               \
-        for (int64_t i = 0; i < op->rows; i++) {                                                           \
-            int64_t j = i * op->columns, end = j + op->count, at = op->targets[i] - op->first;             \
-            type most = ((const type *)op->max)[i], e[DDP__TP_BLOCK];                                      \
-            double part[DDP__TP_BLOCK] = DDP_ZERO;                                                         \
-            target[i] = sum[i] = 0;                                                                        \
-            if (op->targets[i] == op->ignore) continue;                                                    \
-            if (at >= 0 && at < op->count) target[i] = x[j + at] - most;                                   \
-            for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {                                         \
-                for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = exponential(x[j + k] - most);               \
-                for (int k = 0; k < DDP__TP_BLOCK; k++) part[k] += (double)e[k];                           \
-                if (d) memcpy(d + j, e, sizeof e);                                                         \
-            }                                                                                              \
-            for (; j < end; j++) {                                                                         \
-                part[0] += (double)(e[0] = exponential(x[j] - most));                                      \
-                if (d) d[j] = e[0];                                                                        \
-            }                                                                                              \
-            for (int k = 1; k < DDP__TP_BLOCK; k++) part[0] += part[k];                                    \
-            sum[i] = (type)part[0];                                                                        \
-        }                                                                                                  \
-        return DDP_OK;                                                                                     \
-    }                                                                                                      \
-    static ddp_result ddp__tp_loss_end_##suffix(const ddp_loss *op) {                                      \
-        const type *target = (const type *)op->sums, *sum = target + op->rows;                             \
-        type *d = (type *)op->dlogits, *losses = (type *)op->losses;                                       \
-        double total = 0;                                                                                  \
-        for (int64_t i = 0; i < op->rows; i++) {                                                           \
-            int64_t row = i * op->columns, at = op->targets[i] - op->first,                                \
-                    valid = op->targets[i] == op->ignore ? 0 : op->count;                                  \
-            double value = 0, factor = 0;                                                                  \
-            if (op->targets[i] != op->ignore) {                                                            \
-                double log_sum = log((double)sum[i]), all = (double)((const type *)op->max)[i] + log_sum;  \
-                value = log_sum - (double)target[i] + (op->z_loss > 0 ? op->z_loss * all * all : 0);       \
-                factor = op->scale * (1 + 2 * op->z_loss * all) / (double)sum[i];                          \
-            }                                                                                              \
-            total += value;                                                                                \
-            if (losses) losses[i] = (type)value;                                                           \
-            for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (type)factor;                           \
-            for (int64_t j = valid; d && j < op->columns; j++) d[row + j] = 0;                             \
-            if (d && at >= 0 && at < valid) d[row + at] -= (type)op->scale;                                \
-        }                                                                                                  \
-        if (op->total) *op->total = total;                                                                 \
-        return DDP_OK;                                                                                     \
-    }
-DDP__TP_LOSS_FNS(float, f32, ddp__tp_loss_exp)
-DDP__TP_LOSS_FNS(double, f64, exp)
-#undef DDP__TP_LOSS_FNS
-
-/* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g -
-   mean(g) - x^ mean(g x^)) / deviation; RMS norm has no mean(g). */
-#define DDP__TP_NORM_FNS(type, suffix)                                                                       \
-    static ddp_result ddp__tp_norm_##suffix(const ddp_norm *op) {                                            \
-        const type *w = (const type *)op->weight, *b = (const type *)op->bias, *x = (const type *)op->x;     \
-        type *stat = (type *)op->stats, *y = (type *)op->y;                                                  \
-        int64_t n = op->columns;                                                                             \
-        for (int64_t i = 0; i < op->rows; i++, x += n, y += n, stat += 2) {                                  \
-            double mean = 0, squares, scale;                                                                 \
-            if (!op->rms) DDP__TP_SUM(mean, n, (double)x[k]);                                                \
-            mean /= (double)n;                                                                               \
-            DDP__TP_SUM(squares, n, ((double)x[k] - mean) * ((double)x[k] - mean));                          \
-            scale = 1 / sqrt(squares / (double)n + op->eps);                                                 \
-            stat[0] = (type)mean;                                                                            \
-            stat[1] = (type)scale;                                                                           \
-            for (int64_t k = 0; k < n; k++)                                                                  \
-                y[k] = (type)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);                        \
-        }                                                                                                    \
-        return DDP_OK;                                                                                       \
-    }                                                                                                        \
-    static ddp_result ddp__tp_norm_backward_##suffix(const ddp_norm_backward *op) {                          \
-        const type *w = (const type *)op->weight, *x = (const type *)op->x, *stat = (const type *)op->stats, \
-                   *dy = (const type *)op->dy;                                                               \
-        type *dx = (type *)op->dx, *dw = (type *)op->sums, *db = dw && !op->rms ? dw + op->columns : NULL;   \
-        int64_t n = op->columns;                                                                             \
-        for (int64_t i = 0; i < op->rows; i++, x += n, dy += n, stat += 2) {                                 \
-            type mean = stat[0], scale = stat[1], mean_g = 0, mean_gx;                                       \
-            double sum;                                                                                      \
-            if (!op->rms) {                                                                                  \
-                DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]));                                                 \
-                mean_g = (type)(sum / (double)n);                                                            \
-            }                                                                                                \
-            DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));                   \
-            mean_gx = (type)(sum / (double)n);                                                               \
-            for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);                  \
-            for (int64_t k = 0; db && k < n; k++) db[k] += dy[k];                                            \
-            for (int64_t k = 0; dx && k < n; k++)                                                            \
-                dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gx);                   \
-            if (dx) dx += n;                                                                                 \
-        }                                                                                                    \
-        return DDP_OK;                                                                                       \
-    }
-DDP__TP_NORM_FNS(float, f32)
-DDP__TP_NORM_FNS(double, f64)
-#undef DDP__TP_NORM_FNS
 
 #define DDP__TP_F32(name, arguments) ddp__tp_##name##_f32,
 #define DDP__TP_F64(name, arguments) ddp__tp_##name##_f64,
@@ -3813,7 +3845,8 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 #ifdef __cplusplus
 }
 #endif
-#endif /* DDP_IMPLEMENTATION or DDP_TENSOR_IMPLEMENTATION */
+#undef DDP__TENSOR_BODIES
+#endif /* the second part of the bodies */
 #endif /* DDP__KERNELS_ONLY */
 
 /*
