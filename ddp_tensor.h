@@ -40,6 +40,7 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory
     >>impl-tensor-boxes  >>impl-tensor-text  >>impl-tensor-layout  >>impl-tensor-plan
+    >>impl-tensor-run  >>impl-tensor-root  >>impl-tensor-mesh
     >>impl-tp-math  >>impl-tp-gemm-kernel  >>impl-tp-kernels  >>impl-tp-gemm  >>impl-tp-context
     >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss  >>impl-tp-norm
     >>impl-tp-random  >>impl-public
@@ -625,7 +626,8 @@ extern "C" {
 #define DDP__TENSOR_BAD(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
 //== tensor memory ====================================================================== >>impl-tensor-memory
-/* Checks and allocates tensors: create, view, slice, fill and copy. */
+/* ddp_tensor_create, _free, _view, _slice, _fill and _copy, and the checks of tensors that all calls share. A
+   tensor is contiguous memory of the group's device. */
 
 typedef struct ddp__tensor_text {
     char text[DDP_MAX_NDIM * 22 + 4];
@@ -648,8 +650,8 @@ static int ddp__tensor_equal(int ndim, const int64_t *a, const int64_t *b) {
     return 1;
 }
 
-/* Bytes of a tensor; -1 if they do not fit in memory, or the tensor is invalid. */
-static int64_t ddp__tensor_room(const ddp_tensor *t) {
+/* Returns the bytes of a tensor, or -1 if the shape is invalid or too large for memory. */
+static int64_t ddp__tensor_bytes(const ddp_tensor *t) {
     int64_t bytes = ddp_tensor_count(t);
     if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes)
         || bytes > PTRDIFF_MAX / 2)
@@ -657,7 +659,8 @@ static int64_t ddp__tensor_room(const ddp_tensor *t) {
     return bytes;
 }
 
-/* name: the argument of the public function `who` that passes the tensor; for errors. */
+/* Checks dtype, shape and, with with_data, that data is set. Errors name the public function `who` and its
+   argument `name`. */
 static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, const char *name,
                                     const ddp_tensor *t, int with_data) {
     ddp__tensor_text text;
@@ -672,17 +675,17 @@ static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, con
         if (t->shape[i] < 0)
             return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld; use 0 or more", name, i,
                                (long long)t->shape[i]);
-    if (ddp__tensor_room(t) < 0)
+    if (ddp__tensor_bytes(t) < 0)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name,
                            ddp__tensor_shape(t->ndim, t->shape, &text), ddp_dtype_name(t->dtype));
-    if (with_data && !t->data && ddp__tensor_room(t))
+    if (with_data && !t->data && ddp__tensor_bytes(t))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
     return DDP_OK;
 }
 
 /* Checks that two tensors have the same dtype and dimensions. */
-static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, const ddp_tensor *in,
-                                    const ddp_tensor *out) {
+static ddp_result ddp__tensor_check_same_type(const char *who, const ddp_group *group, const ddp_tensor *in,
+                                              const ddp_tensor *out) {
     ddp__tensor_text a, b;
     if (in->dtype != out->dtype)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s; give both the same dtype",
@@ -695,8 +698,8 @@ static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, con
 }
 
 static int ddp__tensor_overlap(const ddp_tensor *a, const ddp_tensor *b) {
-    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_room(a),
-              y_size = (uintptr_t)ddp__tensor_room(b);
+    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_bytes(a),
+              y_size = (uintptr_t)ddp__tensor_bytes(b);
     return x_size && y_size && x < y + y_size && y < x + x_size;
 }
 
@@ -704,8 +707,8 @@ static const ddp_device *ddp__tensor_device(const ddp_group *group) {
     return group ? ddp_group_device(group) : ddp_device_cpu();
 }
 
-static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char *name, ddp_tensor *out,
-                                   ddp_dtype dtype, int ndim, const int64_t *shape) {
+static ddp_result ddp__tensor_alloc(const char *who, ddp_group *group, const char *name, ddp_tensor *out,
+                                    ddp_dtype dtype, int ndim, const int64_t *shape) {
     ddp_tensor t = DDP_ZERO;
     t.dtype = dtype;
     t.ndim = ndim;
@@ -715,44 +718,48 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
     }
     DDP_TRY(ddp__tensor_check(who, group, name, &t, 0));
     DDP_TRY(ddp_device_begin(group));
-    DDP_TRY(ddp__tensor_device(group)->alloc(group, (size_t)ddp__tensor_room(&t), &t.data));
+    DDP_TRY(ddp__tensor_device(group)->alloc(group, (size_t)ddp__tensor_bytes(&t), &t.data));
     *out = t;
     return DDP_OK;
 }
 
-/* Chooses the memory that a call writes: that of out, whose dtype and shape must match, or new memory. dtype:
-   the default for out->dtype 0; with `casts` 0, the only valid dtype. End it with ddp__tensor_put. */
-static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_tensor *out, ddp_dtype dtype,
-                                   int casts, int ndim, const int64_t *shape, ddp_tensor *taken) {
+/* Every call that returns a tensor writes it between ddp__tensor_output_begin and _end. Begin sets
+   *target: the memory of out, whose dtype and shape must match, or new memory if out->data is NULL. dtype
+   is the default for out->dtype 0. Unless `casts`, it is the only valid dtype. */
+static ddp_result ddp__tensor_output_begin(const char *who, ddp_group *group, const ddp_tensor *out,
+                                           ddp_dtype dtype, int casts, int ndim, const int64_t *shape,
+                                           ddp_tensor *target) {
     ddp__tensor_text a, b;
     if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     if (out->dtype && out->dtype != dtype && !casts)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but the result is %s",
                            ddp_dtype_name(out->dtype), ddp_dtype_name(dtype));
     if (!out->data)
-        return ddp__tensor_make(who, group, "out", taken, out->dtype ? out->dtype : dtype, ndim, shape);
-    *taken = *out;
-    if (!taken->dtype) taken->dtype = dtype;
-    DDP_TRY(ddp__tensor_check(who, group, "out", taken, 1));
-    if (taken->ndim != ndim || !ddp__tensor_equal(ndim, taken->shape, shape))
+        return ddp__tensor_alloc(who, group, "out", target, out->dtype ? out->dtype : dtype, ndim, shape);
+    *target = *out;
+    if (!target->dtype) target->dtype = dtype;
+    DDP_TRY(ddp__tensor_check(who, group, "out", target, 1));
+    if (target->ndim != ndim || !ddp__tensor_equal(ndim, target->shape, shape))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but the result is %s",
-                           ddp__tensor_shape(taken->ndim, taken->shape, &a),
+                           ddp__tensor_shape(target->ndim, target->shape, &a),
                            ddp__tensor_shape(ndim, shape, &b));
     return ddp_device_begin(group);
 }
 
-static ddp_result ddp__tensor_put(ddp_group *group, ddp_tensor *out, ddp_tensor *taken, ddp_result result) {
+/* Sets *out on success. After an error it frees the memory that begin allocated, and leaves out unchanged. */
+static ddp_result ddp__tensor_output_end(ddp_group *group, ddp_tensor *out, ddp_tensor *target,
+                                         ddp_result result) {
     if (result == DDP_OK) result = ddp_device_check(group);
-    if (result != DDP_OK && taken->data != out->data) ddp__tensor_device(group)->free(group, taken->data);
-    if (result == DDP_OK) *out = *taken;
+    if (result != DDP_OK && target->data != out->data) ddp__tensor_device(group)->free(group, target->data);
+    if (result == DDP_OK) *out = *target;
     return result;
 }
 
-/* The bytes of one element of that value. */
-static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp_dtype dtype, double value,
-                                    unsigned char bits[8]) {
+/* Writes value as one element of dtype. Errors: DDP_ERR_INVALID when an integer dtype cannot represent it. */
+static ddp_result ddp__tensor_encode_value(const char *who, const ddp_group *group, ddp_dtype dtype,
+                                           double value, unsigned char bits[8]) {
     static const struct {
-        double low, below;
+        double min, end;
     } range[] = {
         {-128, 128},
         {0, 256},
@@ -766,7 +773,7 @@ static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp
     int64_t i64;
     uint64_t u64;
     if (dtype >= DDP_I8
-        && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below
+        && !(value >= range[dtype - DDP_I8].min && value < range[dtype - DDP_I8].end
              && trunc(value) == value))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is not a value of %s", value,
                            ddp_dtype_name(dtype));
@@ -796,10 +803,11 @@ static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp
     return DDP_OK;
 }
 
-/* Writes one block of values, then copies the written part repeatedly, in pieces that stay in the cache. */
-static void ddp__tensor_fill(ddp_group *group, const ddp_tensor *t, const unsigned char bits[8]) {
+/* Writes one block of values, then copies what is written already, in pieces that stay in the cache:
+       [block]  [block|block]  [block|block|block|block]  ... */
+static void ddp__tensor_fill_encoded(ddp_group *group, const ddp_tensor *t, const unsigned char bits[8]) {
     const ddp_device *device = ddp__tensor_device(group);
-    size_t size = ddp_dtype_size(t->dtype), bytes = (size_t)ddp__tensor_room(t), at = 0, n;
+    size_t size = ddp_dtype_size(t->dtype), bytes = (size_t)ddp__tensor_bytes(t), written = 0, n;
     unsigned char block[4096], *data = (unsigned char *)t->data;
     int zero = 1;
     for (size_t i = 0; i < size; i++) zero &= bits[i] == 0;
@@ -808,18 +816,18 @@ static void ddp__tensor_fill(ddp_group *group, const ddp_tensor *t, const unsign
         return;
     }
     for (size_t i = 0; i < sizeof block; i += size) memcpy(block + i, bits, size);
-    for (; at < bytes; at += n) {
-        n = at ? at : sizeof block;
-        if (n > bytes - at) n = bytes - at;
+    for (; written < bytes; written += n) {
+        n = written ? written : sizeof block;
+        if (n > bytes - written) n = bytes - written;
         if (n > 262144 && device == ddp_device_cpu()) n = 262144;
-        device->copy(data + at, at ? data : block, n);
+        device->copy(data + written, written ? data : block, n);
     }
 }
 
 DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
                                     const int64_t *shape) {
     if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
-    return ddp__tensor_make(__func__, group, "out", out, dtype, ndim, shape);
+    return ddp__tensor_alloc(__func__, group, "out", out, dtype, ndim, shape);
 }
 
 DDPDEF void ddp_tensor_free(ddp_group *group, ddp_tensor *tensor) {
@@ -833,7 +841,7 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     ddp_tensor t = DDP_ZERO;
     ddp__tensor_text a, b;
     int64_t count, known;
-    int open = -1;
+    int inferred = -1;
     if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
     DDP_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
     if (ndim < 0 || ndim > DDP_MAX_NDIM)
@@ -845,15 +853,15 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     for (int i = 0; i < ndim; i++) {
         t.shape[i] = shape[i];
         if (shape[i] != -1) continue;
-        if (open >= 0)
-            return DDP__TENSOR_BAD(NULL, "shape[%d] and shape[%d] are both -1; use -1 once", open, i);
-        open = i;
+        if (inferred >= 0)
+            return DDP__TENSOR_BAD(NULL, "shape[%d] and shape[%d] are both -1; use -1 once", inferred, i);
+        inferred = i;
         t.shape[i] = 1;
     }
     count = ddp_tensor_count(in);
     known = ddp_tensor_count(&t);
-    if (open >= 0 && known > 0 && count % known == 0) t.shape[open] = count / known;
-    if (known < 0 || ddp_tensor_count(&t) != count || (open >= 0 && known == 0))
+    if (inferred >= 0 && known > 0 && count % known == 0) t.shape[inferred] = count / known;
+    if (known < 0 || ddp_tensor_count(&t) != count || (inferred >= 0 && known == 0))
         return DDP__TENSOR_BAD(NULL, "in is %s, and its %lld elements do not fill %s",
                                ddp__tensor_shape(in->ndim, in->shape, &a), (long long)count,
                                ddp__tensor_shape(ndim, shape, &b));
@@ -892,9 +900,9 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value) {
     unsigned char bits[8];
     DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
-    DDP_TRY(ddp__tensor_value(__func__, group, tensor->dtype, value, bits));
+    DDP_TRY(ddp__tensor_encode_value(__func__, group, tensor->dtype, value, bits));
     DDP_TRY(ddp_device_begin(group));
-    ddp__tensor_fill(group, tensor, bits);
+    ddp__tensor_fill_encoded(group, tensor, bits);
     return ddp_device_check(group);
 }
 
@@ -908,172 +916,182 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
         return DDP__TENSOR_BAD(group,
                                "in is %s and out is %s; a copy converts only between floating-point dtypes",
                                ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
-    DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
+    DDP_TRY(ddp__tensor_output_begin(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
     if (ddp__tensor_overlap(in, &t)
         && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
         return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
     if (in->dtype != t.dtype)
         device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
-    else if (t.data != in->data && ddp__tensor_room(in))
-        device->copy(t.data, in->data, (size_t)ddp__tensor_room(in));
-    return ddp__tensor_put(group, out, &t, DDP_OK);
+    else if (t.data != in->data && ddp__tensor_bytes(in))
+        device->copy(t.data, in->data, (size_t)ddp__tensor_bytes(in));
+    return ddp__tensor_output_end(group, out, &t, DDP_OK);
 }
 
 //== boxes =============================================================================== >>impl-tensor-boxes
-/* Copies of boxes with any steps: copy_box and transpose. */
+/* Strided copies: ddp_tensor_copy_box, ddp_tensor_transpose, and packing for collectives. */
 
-/* Which bytes go where: for every index below the extents, `run` bytes at in + the sum of index * in_step go
-   to out + the sum of index * out_step. Steps are bytes. */
+/* A strided copy. For every index below the extents, run_bytes bytes are copied
+       from   in  + index[0] * dim[0].in_stride  + index[1] * dim[1].in_stride  + ...
+       to     out + index[0] * dim[0].out_stride + index[1] * dim[1].out_stride + ...
+   Strides are bytes. Box of 2 x 3 elements of 4 bytes, from columns 1 to 3 of a 2 x 5 tensor to a 2 x 3 one:
+       in   . a b c .      out  a b c      run_bytes = 12, dim[0] = {extent 2, in_stride 20, out_stride 12}
+            . d e f .           d e f */
 typedef struct ddp__tensor_dim {
-    int64_t extent, in_step, out_step;
+    int64_t extent, in_stride, out_stride;
 } ddp__tensor_dim;
-typedef struct ddp__tensor_walk {
+typedef struct ddp__tensor_strided {
     int ndim;
-    size_t run;
+    size_t run_bytes;
     ddp__tensor_dim dim[DDP_MAX_NDIM];
-} ddp__tensor_walk;
+} ddp__tensor_strided;
 
-static void ddp__tensor_walk_drop(ddp__tensor_walk *w, int i) {
-    w->ndim--;
-    memmove(&w->dim[i], &w->dim[i + 1], (size_t)(w->ndim - i) * sizeof w->dim[0]);
+static void ddp__tensor_strided_drop(ddp__tensor_strided *s, int i) {
+    s->ndim--;
+    memmove(&s->dim[i], &s->dim[i + 1], (size_t)(s->ndim - i) * sizeof s->dim[0]);
 }
 
-static void ddp__tensor_walk_swap(ddp__tensor_walk *w, int i, int j) {
-    ddp__tensor_dim dim = w->dim[i];
-    w->dim[i] = w->dim[j];
-    w->dim[j] = dim;
+static void ddp__tensor_strided_swap(ddp__tensor_strided *s, int i, int j) {
+    ddp__tensor_dim dim = s->dim[i];
+    s->dim[i] = s->dim[j];
+    s->dim[j] = dim;
 }
 
-/* Merges dimensions, for the fewest dimensions and the longest run. Then orders them: second to last the of
-   the others the one with the smallest step of in, last the one with the smallest step of out. */
-static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
-    for (int i = 0; i < w->ndim; i++)
-        if (w->dim[i].extent == 1) ddp__tensor_walk_drop(w, i--);
-    for (int i = 0; i < w->ndim; i++)
-        if (w->dim[i].in_step == (int64_t)w->run && w->dim[i].out_step == (int64_t)w->run) {
-            w->run *= (size_t)w->dim[i].extent;
-            ddp__tensor_walk_drop(w, i);
+/* Merges dimensions until runs are as long and dimensions as few as possible. Then sorts the two that matter
+   for the cache: the last dimension has the smallest stride of out, the one before it the smallest stride of
+   in among the others. */
+static void ddp__tensor_strided_simplify(ddp__tensor_strided *s) {
+    for (int i = 0; i < s->ndim; i++)
+        if (s->dim[i].extent == 1) ddp__tensor_strided_drop(s, i--);
+    for (int i = 0; i < s->ndim; i++)
+        if (s->dim[i].in_stride == (int64_t)s->run_bytes && s->dim[i].out_stride == (int64_t)s->run_bytes) {
+            s->run_bytes *= (size_t)s->dim[i].extent;
+            ddp__tensor_strided_drop(s, i);
             i = -1;
         }
-    for (int i = 0; i < w->ndim; i++)
-        for (int j = 0; j < w->ndim; j++)
-            if (i != j && w->dim[i].in_step == w->dim[j].in_step * w->dim[j].extent
-                && w->dim[i].out_step == w->dim[j].out_step * w->dim[j].extent) {
-                w->dim[j].extent *= w->dim[i].extent;
-                ddp__tensor_walk_drop(w, i);
+    for (int i = 0; i < s->ndim; i++)
+        for (int j = 0; j < s->ndim; j++)
+            if (i != j && s->dim[i].in_stride == s->dim[j].in_stride * s->dim[j].extent
+                && s->dim[i].out_stride == s->dim[j].out_stride * s->dim[j].extent) {
+                s->dim[j].extent *= s->dim[i].extent;
+                ddp__tensor_strided_drop(s, i);
                 i = j = 0;
             }
-    for (int i = 0; i + 1 < w->ndim; i++)
-        if (w->dim[i].out_step < w->dim[w->ndim - 1].out_step) ddp__tensor_walk_swap(w, i, w->ndim - 1);
-    for (int i = 0; i + 2 < w->ndim; i++)
-        if (w->dim[i].in_step < w->dim[w->ndim - 2].in_step) ddp__tensor_walk_swap(w, i, w->ndim - 2);
+    for (int i = 0; i + 1 < s->ndim; i++)
+        if (s->dim[i].out_stride < s->dim[s->ndim - 1].out_stride)
+            ddp__tensor_strided_swap(s, i, s->ndim - 1);
+    for (int i = 0; i + 2 < s->ndim; i++)
+        if (s->dim[i].in_stride < s->dim[s->ndim - 2].in_stride) ddp__tensor_strided_swap(s, i, s->ndim - 2);
 }
 
-/* The last two dimensions, tile by tile where runs are short: one of the two sides jumps from line to
-   line. */
-static inline __attribute__((always_inline)) void ddp__tensor_tiles(const ddp__tensor_walk *w, const char *in,
-                                                                    char *out, size_t size, int64_t tile) {
+/* Copies the last two dimensions in tiles that fit in the cache. With short runs, one of the two sides moves
+   to another cache line at each step; a tile uses each of these lines several times. */
+static inline __attribute__((always_inline)) void
+ddp__tensor_copy_tiles(const ddp__tensor_strided *s, const char *in, char *out, size_t size, int64_t tile) {
     static const ddp__tensor_dim none = {1, 0, 0};
     /* copies: the stores below could alias *w */
-    const ddp__tensor_dim a = w->ndim > 1 ? w->dim[w->ndim - 2] : none;
-    const ddp__tensor_dim b = w->ndim > 0 ? w->dim[w->ndim - 1] : none;
+    const ddp__tensor_dim a = s->ndim > 1 ? s->dim[s->ndim - 2] : none;
+    const ddp__tensor_dim b = s->ndim > 0 ? s->dim[s->ndim - 1] : none;
     for (int64_t i0 = 0; i0 < a.extent; i0 += tile)
         for (int64_t j0 = 0; j0 < b.extent; j0 += tile) {
             int64_t i_end = a.extent - i0 < tile ? a.extent : i0 + tile;
-            int64_t wide = b.extent - j0 < tile ? b.extent - j0 : tile;
+            int64_t columns = b.extent - j0 < tile ? b.extent - j0 : tile;
             for (int64_t i = i0; i < i_end; i++) {
-                const char *from = in + i * a.in_step + j0 * b.in_step;
-                char *to = out + i * a.out_step + j0 * b.out_step;
-                for (int64_t j = 0; j < wide; j++, from += b.in_step, to += b.out_step)
+                const char *from = in + i * a.in_stride + j0 * b.in_stride;
+                char *to = out + i * a.out_stride + j0 * b.out_stride;
+                for (int64_t j = 0; j < columns; j++, from += b.in_stride, to += b.out_stride)
                     memcpy(to, from, size);
             }
         }
 }
-static void ddp__tensor_plane(const ddp__tensor_walk *w, const char *in, char *out) {
-    switch (w->run) {
-    case 1: ddp__tensor_tiles(w, in, out, 1, 32); break;
-    case 2: ddp__tensor_tiles(w, in, out, 2, 32); break;
-    case 4: ddp__tensor_tiles(w, in, out, 4, 32); break;
-    case 8: ddp__tensor_tiles(w, in, out, 8, 16); break;
-    default: ddp__tensor_tiles(w, in, out, w->run, w->run < 64 ? 16 : (int64_t)1 << 40);
+static void ddp__tensor_copy_plane(const ddp__tensor_strided *s, const char *in, char *out) {
+    switch (s->run_bytes) {
+    case 1: ddp__tensor_copy_tiles(s, in, out, 1, 32); break;
+    case 2: ddp__tensor_copy_tiles(s, in, out, 2, 32); break;
+    case 4: ddp__tensor_copy_tiles(s, in, out, 4, 32); break;
+    case 8: ddp__tensor_copy_tiles(s, in, out, 8, 16); break;
+    default: ddp__tensor_copy_tiles(s, in, out, s->run_bytes, s->run_bytes < 64 ? 16 : (int64_t)1 << 40);
     }
 }
 
-/* by_plane: in host memory; otherwise the device copies run by run. */
-static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *device, int by_plane,
-                                 const char *in, char *out) {
+/* Loops over all dimensions. by_plane: both sides are host memory, and the last two dimensions are copied
+   together. Otherwise the device copies run by run. */
+static void ddp__tensor_strided_copy_all(const ddp__tensor_strided *s, const ddp_device *device, int by_plane,
+                                         const char *in, char *out) {
     int64_t index[DDP_MAX_NDIM] = {0};
-    int outer = by_plane ? (w->ndim > 2 ? w->ndim - 2 : 0) : w->ndim;
+    int outer = s->ndim;
+    if (by_plane) outer = s->ndim > 2 ? s->ndim - 2 : 0;
     for (int d = 0; d >= 0;) {
         if (by_plane)
-            ddp__tensor_plane(w, in, out);
+            ddp__tensor_copy_plane(s, in, out);
         else
-            device->copy(out, in, w->run);
+            device->copy(out, in, s->run_bytes);
         for (d = outer - 1; d >= 0; d--) {
-            in += w->dim[d].in_step;
-            out += w->dim[d].out_step;
-            if (++index[d] < w->dim[d].extent) break;
-            in -= index[d] * w->dim[d].in_step;
-            out -= index[d] * w->dim[d].out_step;
+            in += s->dim[d].in_stride;
+            out += s->dim[d].out_stride;
+            if (++index[d] < s->dim[d].extent) break;
+            in -= index[d] * s->dim[d].in_stride;
+            out -= index[d] * s->dim[d].out_stride;
             index[d] = 0;
         }
     }
 }
 
-/* On a device of its own memory: long runs there, short ones by way of the host. */
-static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, const void *in, void *out) {
+/* A device with memory of its own copies long runs itself. Short runs are copied to the host, rearranged
+   there, and copied back. */
+static ddp_result ddp__tensor_strided_copy(ddp_group *group, ddp__tensor_strided *s, const void *in,
+                                           void *out) {
     const ddp_device *device = ddp__tensor_device(group);
     size_t in_span, out_span, moved;
-    for (int i = 0; i < w->ndim; i++)
-        if (w->dim[i].extent == 0) return DDP_OK;
-    ddp__tensor_walk_simplify(w);
-    if (device == ddp_device_cpu() || w->run >= 1024 || w->ndim == 0) {
-        ddp__tensor_walk_all(w, device, device == ddp_device_cpu(), (const char *)in, (char *)out);
+    for (int i = 0; i < s->ndim; i++)
+        if (s->dim[i].extent == 0) return DDP_OK;
+    ddp__tensor_strided_simplify(s);
+    if (device == ddp_device_cpu() || s->run_bytes >= 1024 || s->ndim == 0) {
+        ddp__tensor_strided_copy_all(s, device, device == ddp_device_cpu(), (const char *)in, (char *)out);
         return DDP_OK;
     }
-    in_span = out_span = moved = w->run;
-    for (int i = 0; i < w->ndim; i++) {
-        in_span += (size_t)((w->dim[i].extent - 1) * w->dim[i].in_step);
-        out_span += (size_t)((w->dim[i].extent - 1) * w->dim[i].out_step);
-        moved *= (size_t)w->dim[i].extent;
+    in_span = out_span = moved = s->run_bytes;
+    for (int i = 0; i < s->ndim; i++) {
+        in_span += (size_t)((s->dim[i].extent - 1) * s->dim[i].in_stride);
+        out_span += (size_t)((s->dim[i].extent - 1) * s->dim[i].out_stride);
+        moved *= (size_t)s->dim[i].extent;
     }
     char *host = (char *)ddp_host_alloc(group, in_span + out_span);
     if (!host) return DDP_ERR_NO_MEMORY;
     device->copy(host, in, in_span);
     if (moved < out_span) device->copy(host + in_span, out, out_span);
-    ddp__tensor_walk_all(w, device, 1, host, host + in_span);
+    ddp__tensor_strided_copy_all(s, device, 1, host, host + in_span);
     device->copy(out, host + in_span, out_span);
     ddp_host_free(group, host);
     return DDP_OK;
 }
 
-/* The box of `extent` at in_offset of one goes to out_offset of the other; offsets NULL = 0. size: bytes of
-   an element. */
-static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const int64_t *extent,
-                                  const void *in, const int64_t *in_shape, const int64_t *in_offset,
-                                  void *out, const int64_t *out_shape, const int64_t *out_offset) {
-    ddp__tensor_walk w = DDP_ZERO;
-    int64_t in_step = (int64_t)size, out_step = (int64_t)size;
+/* Copies the box of shape `extent` from in_offset in `in` to out_offset in `out`; offsets NULL = 0. size:
+   bytes of an element. */
+static ddp_result ddp__tensor_copy_box(ddp_group *group, size_t size, int ndim, const int64_t *extent,
+                                       const void *in, const int64_t *in_shape, const int64_t *in_offset,
+                                       void *out, const int64_t *out_shape, const int64_t *out_offset) {
+    ddp__tensor_strided s = DDP_ZERO;
+    int64_t in_stride = (int64_t)size, out_stride = (int64_t)size;
     const char *from = (const char *)in;
     char *to = (char *)out;
-    w.ndim = ndim;
-    w.run = size;
+    s.ndim = ndim;
+    s.run_bytes = size;
     for (int i = 0; i < ndim; i++)
         if (extent[i] == 0) return DDP_OK; /* other entries may be of any size */
     for (int i = ndim - 1; i >= 0; i--) {
-        w.dim[i].extent = extent[i];
-        w.dim[i].in_step = in_step;
-        w.dim[i].out_step = out_step;
-        if (in_offset) from += in_offset[i] * in_step;
-        if (out_offset) to += out_offset[i] * out_step;
-        in_step *= in_shape[i];
-        out_step *= out_shape[i];
+        s.dim[i].extent = extent[i];
+        s.dim[i].in_stride = in_stride;
+        s.dim[i].out_stride = out_stride;
+        if (in_offset) from += in_offset[i] * in_stride;
+        if (out_offset) to += out_offset[i] * out_stride;
+        in_stride *= in_shape[i];
+        out_stride *= out_shape[i];
     }
-    return ddp__tensor_walk_run(group, &w, from, to);
+    return ddp__tensor_strided_copy(group, &s, from, to);
 }
 
-static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, const char *name,
-                                     const ddp_tensor *t, const int64_t *offset, const int64_t *extent) {
+static ddp_result ddp__tensor_check_box(const char *who, const ddp_group *group, const char *name,
+                                        const ddp_tensor *t, const int64_t *offset, const int64_t *extent) {
     static const int64_t zero[DDP_MAX_NDIM] = {0};
     ddp__tensor_text a, b, c;
     if (!offset) offset = zero;
@@ -1090,23 +1108,23 @@ DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, co
                                       ddp_tensor *out, const int64_t *out_offset, const int64_t *extent) {
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     DDP_TRY(ddp__tensor_check(__func__, group, "out", out, 1));
-    DDP_TRY(ddp__tensor_alike(__func__, group, in, out));
+    DDP_TRY(ddp__tensor_check_same_type(__func__, group, in, out));
     if (in->ndim && !extent) return DDP__TENSOR_BAD(group, "extent is NULL");
-    DDP_TRY(ddp__tensor_inside(__func__, group, "in", in, in_offset, extent));
-    DDP_TRY(ddp__tensor_inside(__func__, group, "out", out, out_offset, extent));
+    DDP_TRY(ddp__tensor_check_box(__func__, group, "in", in, in_offset, extent));
+    DDP_TRY(ddp__tensor_check_box(__func__, group, "out", out, out_offset, extent));
     if (ddp__tensor_overlap(in, out))
         return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
     DDP_TRY(ddp_device_begin(group));
-    DDP_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape,
-                            in_offset, out->data, out->shape, out_offset));
+    DDP_TRY(ddp__tensor_copy_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape,
+                                 in_offset, out->data, out->shape, out_offset));
     return ddp_device_check(group);
 }
 
 DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order,
                                        ddp_tensor *out) {
-    ddp__tensor_walk w = DDP_ZERO;
+    ddp__tensor_strided s = DDP_ZERO;
     ddp_tensor t;
-    int64_t shape[DDP_MAX_NDIM], in_step[DDP_MAX_NDIM], step;
+    int64_t shape[DDP_MAX_NDIM], in_stride[DDP_MAX_NDIM], step;
     unsigned seen = 0;
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     if (in->ndim && !order) return DDP__TENSOR_BAD(group, "order is NULL");
@@ -1117,41 +1135,42 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
         seen |= 1u << order[i];
         shape[i] = in->shape[order[i]];
     }
-    DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
+    DDP_TRY(ddp__tensor_output_begin(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
     if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
     /* empty: its steps may exceed 63 bits */
-    if (ddp__tensor_room(in) == 0) return ddp__tensor_put(group, out, &t, DDP_OK);
-    w.ndim = in->ndim;
-    w.run = ddp_dtype_size(in->dtype);
-    step = (int64_t)w.run;
+    if (ddp__tensor_bytes(in) == 0) return ddp__tensor_output_end(group, out, &t, DDP_OK);
+    s.ndim = in->ndim;
+    s.run_bytes = ddp_dtype_size(in->dtype);
+    step = (int64_t)s.run_bytes;
     for (int i = in->ndim - 1; i >= 0; i--) {
-        in_step[i] = step;
+        in_stride[i] = step;
         step *= in->shape[i];
     }
-    step = (int64_t)w.run;
+    step = (int64_t)s.run_bytes;
     for (int i = in->ndim - 1; i >= 0; i--) {
-        w.dim[i].extent = shape[i];
-        w.dim[i].in_step = in_step[order[i]];
-        w.dim[i].out_step = step;
+        s.dim[i].extent = shape[i];
+        s.dim[i].in_stride = in_stride[order[i]];
+        s.dim[i].out_stride = step;
         step *= shape[i];
     }
-    return ddp__tensor_put(group, out, &t, ddp__tensor_walk_run(group, &w, in->data, t.data));
+    return ddp__tensor_output_end(group, out, &t, ddp__tensor_strided_copy(group, &s, in->data, t.data));
 }
 
 //== tensors as text ====================================================================== >>impl-tensor-text
 /* ddp_tensor_print: a summary of a tensor as text. */
 
-/* Appends text to page. The callers never write more than its size. */
-static void ddp__tensor_say(char page[2048], const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void ddp__tensor_say(char page[2048], const char *format, ...) {
-    size_t used = strlen(page);
+/* Appends text to a summary. ddp_tensor_print never writes more than its size. */
+static void ddp__tensor_append(char summary[2048], const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+static void ddp__tensor_append(char summary[2048], const char *format, ...) {
+    size_t used = strlen(summary);
     va_list args;
     va_start(args, format);
-    vsnprintf(page + used, 2048 - used, format, args);
+    vsnprintf(summary + used, 2048 - used, format, args);
     va_end(args);
 }
 
-static void ddp__tensor_say_value(char page[2048], ddp_dtype dtype, const unsigned char *bits) {
+static void ddp__tensor_append_value(char summary[2048], ddp_dtype dtype, const unsigned char *bits) {
     int8_t i8;
     int32_t i32;
     int64_t i64;
@@ -1160,101 +1179,109 @@ static void ddp__tensor_say_value(char page[2048], ddp_dtype dtype, const unsign
     switch (dtype) {
     case DDP_I8:
         memcpy(&i8, bits, 1);
-        ddp__tensor_say(page, " %11d", i8);
+        ddp__tensor_append(summary, " %11d", i8);
         break;
-    case DDP_U8: ddp__tensor_say(page, " %11d", bits[0]); break;
+    case DDP_U8: ddp__tensor_append(summary, " %11d", bits[0]); break;
     case DDP_I32:
         memcpy(&i32, bits, 4);
-        ddp__tensor_say(page, " %11ld", (long)i32);
+        ddp__tensor_append(summary, " %11ld", (long)i32);
         break;
     case DDP_I64:
         memcpy(&i64, bits, 8);
-        ddp__tensor_say(page, " %11lld", (long long)i64);
+        ddp__tensor_append(summary, " %11lld", (long long)i64);
         break;
     case DDP_U64:
         memcpy(&u64, bits, 8);
-        ddp__tensor_say(page, " %11llu", (unsigned long long)u64);
+        ddp__tensor_append(summary, " %11llu", (unsigned long long)u64);
         break;
-    default: ddp_device_cpu()->cast(&value, DDP_F64, bits, dtype, 1); ddp__tensor_say(page, " %11.5g", value);
+    default:
+        ddp_device_cpu()->cast(&value, DDP_F64, bits, dtype, 1);
+        ddp__tensor_append(summary, " %11.5g", value);
     }
 }
 
 DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
                                    char *text, size_t *size_bytes) {
     unsigned char bits[64];
-    char page[2048] = "";
+    char summary[2048] = "";
     ddp__tensor_text shape;
     DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
     if (placement < DDP_PARTIAL || placement > tensor->ndim)
         return DDP__TENSOR_BAD(group, "%s is invalid for a tensor of shape %s", ddp_placement_name(placement),
                                ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
     if (!size_bytes) return DDP__TENSOR_BAD(group, "size_bytes is NULL");
-    size_t size = ddp_dtype_size(tensor->dtype), need;
+    size_t size = ddp_dtype_size(tensor->dtype), length;
     int n = tensor->ndim;
     int64_t rows = n > 1 ? tensor->shape[n - 2] : 1, columns = n > 0 ? tensor->shape[n - 1] : 1;
-    int high = rows < 4 ? (int)rows : 4, wide = columns < 8 ? (int)columns : 8;
+    int shown_rows = rows < 4 ? (int)rows : 4, shown_columns = columns < 8 ? (int)columns : 8;
     if (group && ddp_world_size(group) > 1)
-        ddp__tensor_say(page, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
-    ddp__tensor_say(page, "%s %s %s\n", ddp_dtype_name(tensor->dtype),
-                    ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
-    if (ddp__tensor_room(tensor) == 0) {
-        ddp__tensor_say(page, "  no elements\n");
-        high = 0;
+        ddp__tensor_append(summary, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
+    ddp__tensor_append(summary, "%s %s %s\n", ddp_dtype_name(tensor->dtype),
+                       ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
+    if (ddp__tensor_bytes(tensor) == 0) {
+        ddp__tensor_append(summary, "  no elements\n");
+        shown_rows = 0;
     } else if (n > 2) {
-        ddp__tensor_say(page, "  at [");
-        for (int i = 0; i < n - 2; i++) ddp__tensor_say(page, "0, ");
-        ddp__tensor_say(page, ":%d, :%d]\n", high, wide);
+        ddp__tensor_append(summary, "  at [");
+        for (int i = 0; i < n - 2; i++) ddp__tensor_append(summary, "0, ");
+        ddp__tensor_append(summary, ":%d, :%d]\n", shown_rows, shown_columns);
     }
     DDP_TRY(ddp_device_begin(group));
-    for (int row = 0; row < high; row++) {
-        ddp__tensor_device(group)->copy(
-            bits, (const char *)tensor->data + (size_t)row * (size_t)columns * size, (size_t)wide * size);
-        for (int i = 0; i < wide; i++) ddp__tensor_say_value(page, tensor->dtype, bits + (size_t)i * size);
-        ddp__tensor_say(page, columns > wide ? " ...\n" : "\n");
+    for (int row = 0; row < shown_rows; row++) {
+        const char *values = (const char *)tensor->data + (size_t)row * (size_t)columns * size;
+        ddp__tensor_device(group)->copy(bits, values, (size_t)shown_columns * size);
+        for (int i = 0; i < shown_columns; i++)
+            ddp__tensor_append_value(summary, tensor->dtype, bits + (size_t)i * size);
+        ddp__tensor_append(summary, columns > shown_columns ? " ...\n" : "\n");
     }
-    if (high && rows > high) ddp__tensor_say(page, "         ...\n");
+    if (shown_rows && rows > shown_rows) ddp__tensor_append(summary, "         ...\n");
     DDP_TRY(ddp_device_check(group));
-    need = strlen(page) + 1;
-    if (text && *size_bytes < need) {
+    length = strlen(summary) + 1;
+    if (text && *size_bytes < length) {
         ddp_fail_in(DDP_ERR_INVALID, __func__, group, "*size_bytes=%llu is too small; the text needs %llu",
-                    (unsigned long long)*size_bytes, (unsigned long long)need);
-        *size_bytes = need;
+                    (unsigned long long)*size_bytes, (unsigned long long)length);
+        *size_bytes = length;
         return DDP_ERR_INVALID;
     }
-    *size_bytes = need;
-    if (text) memcpy(text, page, need);
+    *size_bytes = length;
+    if (text) memcpy(text, summary, length);
     return DDP_OK;
 }
 
 //== shards of each rank ================================================================ >>impl-tensor-layout
-/* The box of a rank under a placement or a layout. */
+/* The box that a rank holds under a placement, or under a layout of several axes. Axes shard one after the
+   other: each cuts the box that the axes before it have left. */
 
-static int ddp__tensor_cut_dim(ddp_placement placement) { return placement > 0 ? placement - 1 : -1; }
+/* The dimension that a placement shards, or -1. */
+static int ddp__tensor_shard_dim(ddp_placement placement) { return placement > 0 ? placement - 1 : -1; }
 
-/* Rank's piece of n entries. */
-static int64_t ddp__tensor_cut(int64_t n, int rank, int world_size, int64_t *begin) {
-    int64_t each = n / world_size + (n % world_size != 0), first = each && rank > n / each ? n : rank * each;
+/* SHARD's rule: n entries are cut into pieces of ceil(n / world_size). Returns the length of rank's piece, 0
+   if the ranks before it have all entries. *begin: its first entry.
+       n = 5, 4 ranks:    rank 0 [0 1]   rank 1 [2 3]   rank 2 [4]   rank 3 [ ] */
+static int64_t ddp__tensor_shard_range(int64_t n, int rank, int world_size, int64_t *begin) {
+    int64_t size = n / world_size + (n % world_size != 0); /* ceil(n / world_size) */
+    int64_t first = size && rank > n / size ? n : rank * size;
     if (begin) *begin = first;
-    return each < n - first ? each : n - first;
+    return size < n - first ? size : n - first;
 }
 
 /* Shards a box, which may already be sharded along other axes. */
-static void ddp__tensor_box_cut(ddp_tensor_box *box, ddp_placement placement, int rank, int world_size) {
-    int dim = ddp__tensor_cut_dim(placement);
+static void ddp__tensor_box_shard(ddp_tensor_box *box, ddp_placement placement, int rank, int world_size) {
+    int dim = ddp__tensor_shard_dim(placement);
     int64_t begin, length;
     if (dim < 0) return;
-    length = ddp__tensor_cut(box->shape[dim], rank, world_size, &begin);
+    length = ddp__tensor_shard_range(box->shape[dim], rank, world_size, &begin);
     box->offset[dim] += begin;
     box->shape[dim] = length;
 }
 
-static void ddp__tensor_box_whole(ddp_tensor_box *box, int ndim, const int64_t *shape) {
+static void ddp__tensor_box_full(ddp_tensor_box *box, int ndim, const int64_t *shape) {
     memset(box, 0, sizeof *box);
     box->ndim = ndim;
     for (int i = 0; i < ndim; i++) box->shape[i] = box->global_shape[i] = shape[i];
 }
 
-static ddp_result ddp__tensor_placement_check(const char *who, const ddp_group *group,
+static ddp_result ddp__tensor_check_placement(const char *who, const ddp_group *group,
                                               ddp_placement placement, int ndim, const int64_t *shape) {
     ddp__tensor_text text;
     if (placement >= DDP_PARTIAL && placement <= ndim) return DDP_OK;
@@ -1268,14 +1295,16 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement) {
     char *text = texts[next++ % 4];
     if (placement == DDP_REPLICATE) return "REPLICATE";
     if (placement == DDP_PARTIAL) return "PARTIAL";
-    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "unknown placement (%d)",
-             placement > 0 ? (int)placement - 1 : (int)placement);
+    if (placement > 0)
+        snprintf(text, sizeof texts[0], "SHARD(%d)", (int)placement - 1);
+    else
+        snprintf(text, sizeof texts[0], "unknown placement (%d)", (int)placement);
     return text;
 }
 
 DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
                                           int rank, int world_size, ddp_tensor_box *box) {
-    ddp_tensor whole = DDP_ZERO;
+    ddp_tensor full = DDP_ZERO;
     if (!box) return DDP__TENSOR_BAD(NULL, "box is NULL");
     if (ndim < 0 || ndim > DDP_MAX_NDIM)
         return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
@@ -1283,13 +1312,13 @@ DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, con
     if (world_size < 1 || rank < 0 || rank >= world_size)
         return DDP__TENSOR_BAD(NULL, "rank=%d with world_size=%d; use ranks 0 to world_size - 1", rank,
                                world_size);
-    whole.dtype = DDP_U8;
-    whole.ndim = ndim;
-    for (int i = 0; i < ndim; i++) whole.shape[i] = global_shape[i];
-    DDP_TRY(ddp__tensor_check(__func__, NULL, "the global tensor", &whole, 0));
-    DDP_TRY(ddp__tensor_placement_check(__func__, NULL, placement, ndim, global_shape));
-    ddp__tensor_box_whole(box, ndim, global_shape);
-    ddp__tensor_box_cut(box, placement, rank, world_size);
+    full.dtype = DDP_U8;
+    full.ndim = ndim;
+    for (int i = 0; i < ndim; i++) full.shape[i] = global_shape[i];
+    DDP_TRY(ddp__tensor_check(__func__, NULL, "the global tensor", &full, 0));
+    DDP_TRY(ddp__tensor_check_placement(__func__, NULL, placement, ndim, global_shape));
+    ddp__tensor_box_full(box, ndim, global_shape);
+    ddp__tensor_box_shard(box, placement, rank, world_size);
     return DDP_OK;
 }
 
@@ -1297,9 +1326,9 @@ static ddp_group *ddp__tensor_layout_group(const ddp_tensor_layout *layout) {
     return layout->axis_count > 0 ? layout->axes[0] : NULL;
 }
 
-static ddp_result ddp__tensor_layout_check(const char *who, const char *name,
+static ddp_result ddp__tensor_check_layout(const char *who, const char *name,
                                            const ddp_tensor_layout *layout) {
-    ddp_tensor whole = DDP_ZERO;
+    ddp_tensor full = DDP_ZERO;
     if (!layout) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s is NULL", name);
     if (layout->axis_count < 0 || layout->axis_count > DDP_MAX_NDIM)
         return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s: axis_count=%d; use 0 to %d", name,
@@ -1312,440 +1341,490 @@ static ddp_result ddp__tensor_layout_check(const char *who, const char *name,
                                    "%s: axes[%d] and axes[%d] are both group %s; use each group once", name,
                                    j, i, ddp_group_name(layout->axes[i]));
     }
-    whole.dtype = DDP_U8;
-    whole.ndim = layout->ndim;
-    memcpy(whole.shape, layout->shape, sizeof whole.shape);
-    DDP_TRY(ddp__tensor_check(who, ddp__tensor_layout_group(layout), name, &whole, 0));
+    full.dtype = DDP_U8;
+    full.ndim = layout->ndim;
+    memcpy(full.shape, layout->shape, sizeof full.shape);
+    DDP_TRY(ddp__tensor_check(who, ddp__tensor_layout_group(layout), name, &full, 0));
     for (int i = 0; i < layout->axis_count; i++)
-        DDP_TRY(ddp__tensor_placement_check(who, layout->axes[0], layout->placement[i], layout->ndim,
+        DDP_TRY(ddp__tensor_check_placement(who, layout->axes[0], layout->placement[i], layout->ndim,
                                             layout->shape));
     return DDP_OK;
 }
 
-/* The box of this rank with these placements in place of the layout's; without the cut of axis `but`. */
-static void ddp__tensor_layout_cut(const ddp_tensor_layout *layout, const ddp_placement *placement, int but,
-                                   ddp_tensor_box *box) {
-    ddp__tensor_box_whole(box, layout->ndim, layout->shape);
+/* The box of this rank if the axes had these placements instead of the layout's. skipped_axis is treated as
+   REPLICATE; -1 = none. */
+static void ddp__tensor_layout_shard(const ddp_tensor_layout *layout, const ddp_placement *placement,
+                                     int skipped_axis, ddp_tensor_box *box) {
+    ddp__tensor_box_full(box, layout->ndim, layout->shape);
     for (int i = 0; i < layout->axis_count; i++)
-        if (i != but)
-            ddp__tensor_box_cut(box, placement[i], ddp_rank(layout->axes[i]),
-                                ddp_world_size(layout->axes[i]));
+        if (i != skipped_axis)
+            ddp__tensor_box_shard(box, placement[i], ddp_rank(layout->axes[i]),
+                                  ddp_world_size(layout->axes[i]));
 }
 
 DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box) {
-    DDP_TRY(ddp__tensor_layout_check(__func__, "layout", layout));
+    DDP_TRY(ddp__tensor_check_layout(__func__, "layout", layout));
     if (!box) return DDP__TENSOR_BAD(ddp__tensor_layout_group(layout), "box is NULL");
-    ddp__tensor_layout_cut(layout, layout->placement, -1, box);
+    ddp__tensor_layout_shard(layout, layout->placement, -1, box);
     return DDP_OK;
 }
 
-//== redistribution ======================================================================= >>impl-tensor-plan
-/* Conversion between placements, planned as steps of one collective each: redistribute, redistribute_mesh. */
+//== redistribution: plan ================================================================= >>impl-tensor-plan
+/* Chooses how one group converts a tensor from one placement to another: one collective, with blocks that are
+   packed before it and unpacked after it. ddp__tensor_transfer is this plan. ddp_tensor_redistribute runs it
+   once. ddp_tensor_redistribute_mesh runs one for each step along an axis.
 
-/* One step: the collective, and the blocks that it needs. Parts travel as blocks, in rank order. A tensor
-   that is cut along dimension d is stored as such a row of blocks if all dimensions before d are 1:
+   2 ranks, a 2 x 4 tensor. Rank 0 has a b, rank 1 has c d:
 
-       cut along 0:  [r0 r0 | r1 r1]  is a row of blocks
+     SHARD(1) -> REPLICATE    rank 0  [a b / e f]   all-gather   [a b e f | c d g h]   unpack   [a b c d]
+     all-gather               rank 1  [c d / g h]                                               [e f g h]
 
-       cut along 1:  [r0 r1]          is not: packed before the call, or unpacked after it
-                     [r0 r1]                                                              */
-typedef struct ddp__tensor_move {
+     SHARD(1) -> SHARD(0)     rank 0  [a b / e f]   sends e f to rank 1, receives c d       [a b c d]
+     all-to-all               rank 1  [c d / g h]   sends c d to rank 0, receives e f       [e f g h]
+
+     PARTIAL -> SHARD(1)      both ranks have summands of all 8 elements:
+     reduce-scatter             pack   [a b e f | c d g h]    rank 0 receives the sum of the first block
+
+     PARTIAL -> REPLICATE     all-reduce of the full tensor, no packing
+
+   A block is a rank's part of the tensor, stored contiguously. Collectives send and receive blocks in rank
+   order. A tensor is already stored in this form if all dimensions before the sharded one have length 1.
+   Where a collective needs blocks of equal size, they are padded with zeros: [0 1 2 | 3 4 -]. */
+
+typedef struct ddp__tensor_transfer {
     const char *who;
     ddp_group *group;
-    int rank, world, ndim;
-    int talks, sends; /* talks: the placements may need messages. sends 0: nothing to send */
+    int rank, world_size, ndim;
+    int may_communicate; /* placements whose conversion sends data: all ranks agree first, even on an error */
+    int has_collective;  /* 0 = a local copy, or nothing: the tensor is empty */
     ddp_placement from, to;
     ddp_dtype dtype;
-    size_t size; /* of an element */
+    size_t element_size; /* bytes */
     int64_t global[DDP_MAX_NDIM], in_shape[DDP_MAX_NDIM], out_shape[DDP_MAX_NDIM];
-    ddp_call_kind call;
-    /* reduce-scatter: entries of each block along the cut, padded with zeros */
-    int64_t padded;
-    size_t pack_bytes, unpack_bytes; /* memory for blocks; 0 = `in`, or `out`, is a row of blocks */
+    ddp_call_kind collective;
+    /* reduce-scatter, gather, scatter: length of each block along the sharded dimension, with padding */
+    int64_t padded_entries;
+    size_t pack_bytes, unpack_bytes; /* workspace for blocks; 0 = `in`, or `out`, is used in place */
     ddp_tensor_plan plan;
-} ddp__tensor_move;
+} ddp__tensor_transfer;
 
-static int64_t ddp__tensor_product(int ndim, const int64_t *shape) {
+static int64_t ddp__tensor_shape_count(int ndim, const int64_t *shape) {
     int64_t count = 1;
     for (int i = 0; i < ndim; i++) count *= shape[i];
     return count;
 }
 
-static int ddp__tensor_in_blocks(const int64_t *shape, int dim) {
-    return ddp__tensor_product(dim, shape) == 1;
+/* 1 = the shards along dim are contiguous blocks of the tensor. */
+static int ddp__tensor_shards_adjacent(const int64_t *shape, int dim) {
+    return ddp__tensor_shape_count(dim, shape) == 1;
 }
 
-/* Elements of rank's block of a tensor sharded along dim. */
-static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int rank, int world) {
-    int64_t count = ddp__tensor_cut(shape[dim], rank, world, NULL);
+/* Elements of rank's shard of a tensor along dim. */
+static int64_t ddp__tensor_shard_count(int ndim, const int64_t *shape, int dim, int rank, int world_size) {
+    int64_t count = ddp__tensor_shard_range(shape[dim], rank, world_size, NULL);
     for (int i = 0; i < ndim; i++)
         if (i != dim) count *= shape[i];
     return count;
 }
 
-/* Copies a tensor to the row of its blocks, or back. All blocks have the same length, except the last one
-   that is not empty: so padded blocks begin at the same places. */
-static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim,
-                                     void *tensor, void *blocks) {
+/* packs: copies a tensor to its blocks along dim, in rank order; otherwise back. Only the last block that is
+   not empty may be shorter, so blocks with padding start at the same offsets. */
+static ddp_result ddp__tensor_copy_blocks(const ddp__tensor_transfer *tr, int packs, const int64_t *shape,
+                                          int dim, void *tensor, void *blocks) {
     int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM];
     char *block = (char *)blocks;
-    memcpy(extent, shape, (size_t)m->ndim * sizeof *extent);
-    for (int r = 0; r < m->world; r++) {
-        extent[dim] = ddp__tensor_cut(shape[dim], r, m->world, &offset[dim]);
+    memcpy(extent, shape, (size_t)tr->ndim * sizeof *extent);
+    for (int r = 0; r < tr->world_size; r++) {
+        extent[dim] = ddp__tensor_shard_range(shape[dim], r, tr->world_size, &offset[dim]);
         if (packs)
-            DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent,
-                                    NULL));
+            DDP_TRY(ddp__tensor_copy_box(tr->group, tr->element_size, tr->ndim, extent, tensor, shape, offset,
+                                         block, extent, NULL));
         else
-            DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape,
-                                    offset));
-        block += (size_t)ddp__tensor_product(m->ndim, extent) * m->size;
+            DDP_TRY(ddp__tensor_copy_box(tr->group, tr->element_size, tr->ndim, extent, block, extent, NULL,
+                                         tensor, shape, offset));
+        block += (size_t)ddp__tensor_shape_count(tr->ndim, extent) * tr->element_size;
     }
     return DDP_OK;
 }
 
-/* This rank's part of the global tensor. */
-static ddp_tensor_box ddp__tensor_part(const ddp__tensor_move *m, ddp_placement placement) {
+/* The box of the global tensor that this rank holds under a placement. */
+static ddp_tensor_box ddp__tensor_local_box(const ddp__tensor_transfer *tr, ddp_placement placement) {
     ddp_tensor_box box;
-    ddp__tensor_box_whole(&box, m->ndim, m->global);
-    ddp__tensor_box_cut(&box, placement, m->rank, m->world);
+    ddp__tensor_box_full(&box, tr->ndim, tr->global);
+    ddp__tensor_box_shard(&box, placement, tr->rank, tr->world_size);
     return box;
 }
 
-/* Returns an error with both shapes, unless `shape` is that of this rank under the placement. */
-static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape,
-                                        ddp_placement placement) {
+/* Checks that `shape` is that of this rank's part under the placement. The error prints both shapes. */
+static ddp_result ddp__tensor_transfer_check_shape(const ddp__tensor_transfer *tr, const char *name,
+                                                   const int64_t *shape, ddp_placement placement) {
     ddp__tensor_text a, b, c;
-    const ddp_tensor_box box = ddp__tensor_part(m, placement);
-    if (ddp__tensor_equal(m->ndim, box.shape, shape)) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s",
-                       name, ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement),
-                       ddp__tensor_shape(m->ndim, m->global, &b), m->rank, m->world,
-                       ddp__tensor_shape(m->ndim, box.shape, &c));
+    const ddp_tensor_box box = ddp__tensor_local_box(tr, placement);
+    if (ddp__tensor_equal(tr->ndim, box.shape, shape)) return DDP_OK;
+    return ddp_fail_in(DDP_ERR_INVALID, tr->who, tr->group, "%s is %s, but %s of %s on rank %d of %d is %s",
+                       name, ddp__tensor_shape(tr->ndim, shape, &a), ddp_placement_name(placement),
+                       ddp__tensor_shape(tr->ndim, tr->global, &b), tr->rank, tr->world_size,
+                       ddp__tensor_shape(tr->ndim, box.shape, &c));
 }
 
-/* The cheapest collective between two different placements over several ranks. Bytes are those of a ring: of
-   a gathered tensor, everything except the next rank's part; of a reduced one, everything except this rank's
-   part. */
-static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
-    int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to), next = (m->rank + 1) % m->world;
-    int64_t total = ddp__tensor_product(m->ndim, m->global), mine = ddp__tensor_product(m->ndim, m->in_shape),
-            sent, blocks;
-    int even = a < 0 || m->global[a] % m->world == 0;
-    m->sends = 1;
-    if (m->from == DDP_PARTIAL && b < 0) {
-        m->call = DDP_CALL_ALL_REDUCE;
-        sent = 2 * total - ddp__tensor_block(1, &total, 0, m->rank, m->world)
-               - ddp__tensor_block(1, &total, 0, next, m->world);
-    } else if (m->from == DDP_PARTIAL) {
-        m->call = DDP_CALL_REDUCE_SCATTER;
-        m->padded = m->global[b] / m->world + (m->global[b] % m->world != 0);
-        if (__builtin_mul_overflow(total / m->global[b], m->padded, &sent)
-            || __builtin_mul_overflow(sent, m->world, &blocks)
-            || __builtin_mul_overflow(blocks, (int64_t)m->size, &blocks))
-            return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group,
-                               "%d blocks of %lld elements do not fit in memory", m->world, (long long)sent);
-        sent *= m->world - 1;
-        if (m->global[b] % m->world || !ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)blocks;
-    } else if (b < 0) {
-        m->call = even ? DDP_CALL_ALL_GATHER : DDP_CALL_ALL_GATHER_V;
-        sent = total - ddp__tensor_block(m->ndim, m->global, a, next, m->world);
-        if (!ddp__tensor_in_blocks(m->global, a)) m->unpack_bytes = (size_t)total * m->size;
+/* Chooses the cheapest collective between two different placements, and computes its workspace. sent:
+   elements that this rank sends in a ring. All-gather sends all parts except the next rank's.
+   Reduce-scatter sends all parts except this rank's. All-reduce is both. */
+static ddp_result ddp__tensor_transfer_choose(ddp__tensor_transfer *tr) {
+    int from_dim = ddp__tensor_shard_dim(tr->from), to_dim = ddp__tensor_shard_dim(tr->to),
+        next = (tr->rank + 1) % tr->world_size;
+    int64_t total = ddp__tensor_shape_count(tr->ndim, tr->global),
+            in_count = ddp__tensor_shape_count(tr->ndim, tr->in_shape), sent, blocks;
+    int even = from_dim < 0 || tr->global[from_dim] % tr->world_size == 0;
+    tr->has_collective = 1;
+    if (tr->from == DDP_PARTIAL && to_dim < 0) {
+        tr->collective = DDP_CALL_ALL_REDUCE;
+        sent = 2 * total - ddp__tensor_shard_count(1, &total, 0, tr->rank, tr->world_size)
+               - ddp__tensor_shard_count(1, &total, 0, next, tr->world_size);
+    } else if (tr->from == DDP_PARTIAL) {
+        tr->collective = DDP_CALL_REDUCE_SCATTER;
+        tr->padded_entries = tr->global[to_dim] / tr->world_size + (tr->global[to_dim] % tr->world_size != 0);
+        if (__builtin_mul_overflow(total / tr->global[to_dim], tr->padded_entries, &sent)
+            || __builtin_mul_overflow(sent, tr->world_size, &blocks)
+            || __builtin_mul_overflow(blocks, (int64_t)tr->element_size, &blocks))
+            return ddp_fail_in(DDP_ERR_INVALID, tr->who, tr->group,
+                               "%d blocks of %lld elements do not fit in memory", tr->world_size,
+                               (long long)sent);
+        sent *= tr->world_size - 1;
+        if (tr->global[to_dim] % tr->world_size || !ddp__tensor_shards_adjacent(tr->in_shape, to_dim))
+            tr->pack_bytes = (size_t)blocks;
+    } else if (to_dim < 0) {
+        tr->collective = even ? DDP_CALL_ALL_GATHER : DDP_CALL_ALL_GATHER_V;
+        sent = total - ddp__tensor_shard_count(tr->ndim, tr->global, from_dim, next, tr->world_size);
+        if (!ddp__tensor_shards_adjacent(tr->global, from_dim))
+            tr->unpack_bytes = (size_t)total * tr->element_size;
     } else {
-        even = even && m->global[b] % m->world == 0;
-        m->call = even ? DDP_CALL_ALL_TO_ALL : DDP_CALL_ALL_TO_ALL_V;
-        sent = mine - ddp__tensor_block(m->ndim, m->in_shape, b, m->rank, m->world);
-        if (!ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)mine * m->size;
-        if (!ddp__tensor_in_blocks(m->out_shape, a))
-            m->unpack_bytes = (size_t)ddp__tensor_product(m->ndim, m->out_shape) * m->size;
+        even = even && tr->global[to_dim] % tr->world_size == 0;
+        tr->collective = even ? DDP_CALL_ALL_TO_ALL : DDP_CALL_ALL_TO_ALL_V;
+        sent = in_count - ddp__tensor_shard_count(tr->ndim, tr->in_shape, to_dim, tr->rank, tr->world_size);
+        if (!ddp__tensor_shards_adjacent(tr->in_shape, to_dim))
+            tr->pack_bytes = (size_t)in_count * tr->element_size;
+        if (!ddp__tensor_shards_adjacent(tr->out_shape, from_dim))
+            tr->unpack_bytes = (size_t)ddp__tensor_shape_count(tr->ndim, tr->out_shape) * tr->element_size;
     }
-    m->pack_bytes = ddp_round_up(m->pack_bytes, 64);
-    m->plan.collective = ddp_call_name(m->call);
-    m->plan.sent_bytes = (size_t)sent * m->size;
-    m->plan.workspace_bytes = m->pack_bytes + m->unpack_bytes;
-    if (m->call == DDP_CALL_ALL_GATHER_V || m->call == DDP_CALL_ALL_TO_ALL_V)
-        m->plan.workspace_bytes += 2 * (size_t)m->world * sizeof(size_t);
+    tr->pack_bytes = ddp_round_up(tr->pack_bytes, 64);
+    tr->plan.collective = ddp_call_name(tr->collective);
+    tr->plan.sent_bytes = (size_t)sent * tr->element_size;
+    tr->plan.workspace_bytes = tr->pack_bytes + tr->unpack_bytes;
+    if (tr->collective == DDP_CALL_ALL_GATHER_V || tr->collective == DDP_CALL_ALL_TO_ALL_V)
+        tr->plan.workspace_bytes += 2 * (size_t)tr->world_size * sizeof(size_t);
     return DDP_OK;
 }
 
-static void ddp__tensor_move_start(ddp__tensor_move *m, const char *who, ddp_group *group, ddp_placement from,
-                                   ddp_placement to) {
-    memset(m, 0, sizeof *m);
-    m->who = who;
-    m->group = group;
-    m->rank = group ? ddp_rank(group) : 0;
-    m->world = group ? ddp_world_size(group) : 1;
-    m->from = from;
-    m->to = to;
-    m->talks = m->world > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL;
+static void ddp__tensor_transfer_init(ddp__tensor_transfer *tr, const char *who, ddp_group *group,
+                                      ddp_placement from, ddp_placement to) {
+    memset(tr, 0, sizeof *tr);
+    tr->who = who;
+    tr->group = group;
+    tr->rank = group ? ddp_rank(group) : 0;
+    tr->world_size = group ? ddp_world_size(group) : 1;
+    tr->from = from;
+    tr->to = to;
+    tr->may_communicate = tr->world_size > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL;
 }
 
-/* The global tensor has t's dtype and ndim. */
-static void ddp__tensor_move_global(ddp__tensor_move *m, const ddp_tensor *t, const int64_t *shape) {
-    m->dtype = t->dtype;
-    m->size = ddp_dtype_size(t->dtype);
-    m->ndim = t->ndim;
-    memcpy(m->global, shape, (size_t)t->ndim * sizeof *shape);
+/* shape: global. The global tensor has the dtype and ndim of t. */
+static void ddp__tensor_transfer_set_global(ddp__tensor_transfer *tr, const ddp_tensor *t,
+                                            const int64_t *shape) {
+    tr->dtype = t->dtype;
+    tr->element_size = ddp_dtype_size(t->dtype);
+    tr->ndim = t->ndim;
+    memcpy(tr->global, shape, (size_t)t->ndim * sizeof *shape);
 }
 
-/* Checks the arguments of a move and chooses its collective. global NULL: the global shape follows from in
-   and out. */
-static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group,
-                                        const ddp_tensor *in, ddp_placement from, ddp_placement to,
-                                        const ddp_tensor *out, const int64_t *global, int with_data) {
-    ddp_tensor whole, t;
-    int a = ddp__tensor_cut_dim(from);
-    ddp__tensor_move_start(m, who, group, from, to);
+/* Checks the arguments of a conversion and plans it. global NULL: the global shape is derived from the
+   shapes of in and out. */
+static ddp_result ddp__tensor_transfer_prepare(ddp__tensor_transfer *tr, const char *who, ddp_group *group,
+                                               const ddp_tensor *in, ddp_placement from, ddp_placement to,
+                                               const ddp_tensor *out, const int64_t *global, int with_data) {
+    ddp_tensor full, t;
+    int from_dim = ddp__tensor_shard_dim(from);
+    ddp__tensor_transfer_init(tr, who, group, from, to);
     if (!group) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "group is NULL");
     DDP_TRY(ddp__tensor_check(who, group, "in", in, with_data));
     if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     t = *out;
     if (!t.dtype) t.dtype = in->dtype;
     DDP_TRY(ddp__tensor_check(who, group, "out", &t, 0));
-    DDP_TRY(ddp__tensor_alike(who, group, in, &t));
-    DDP_TRY(ddp__tensor_placement_check(who, group, from, in->ndim, in->shape));
-    DDP_TRY(ddp__tensor_placement_check(who, group, to, in->ndim, in->shape));
-    ddp__tensor_move_global(m, in, global ? global : in->shape);
-    memcpy(m->in_shape, in->shape, sizeof m->in_shape);
-    memcpy(m->out_shape, t.shape, sizeof m->out_shape);
-    if (a >= 0 && from != to && !global) m->global[a] = t.shape[a];
-    whole = t;
-    memcpy(whole.shape, m->global, sizeof whole.shape);
-    DDP_TRY(ddp__tensor_check(who, group, "the global tensor", &whole, 0));
+    DDP_TRY(ddp__tensor_check_same_type(who, group, in, &t));
+    DDP_TRY(ddp__tensor_check_placement(who, group, from, in->ndim, in->shape));
+    DDP_TRY(ddp__tensor_check_placement(who, group, to, in->ndim, in->shape));
+    ddp__tensor_transfer_set_global(tr, in, global ? global : in->shape);
+    memcpy(tr->in_shape, in->shape, sizeof tr->in_shape);
+    memcpy(tr->out_shape, t.shape, sizeof tr->out_shape);
+    if (from_dim >= 0 && from != to && !global) tr->global[from_dim] = t.shape[from_dim];
+    full = t;
+    memcpy(full.shape, tr->global, sizeof full.shape);
+    DDP_TRY(ddp__tensor_check(who, group, "the global tensor", &full, 0));
     if (from != to || global) {
-        DDP_TRY(ddp__tensor_move_fits(m, "in", m->in_shape, from));
-        DDP_TRY(ddp__tensor_move_fits(m, "out", m->out_shape, to));
+        DDP_TRY(ddp__tensor_transfer_check_shape(tr, "in", tr->in_shape, from));
+        DDP_TRY(ddp__tensor_transfer_check_shape(tr, "out", tr->out_shape, to));
     } else {
         ddp__tensor_text x, y;
-        if (!ddp__tensor_equal(m->ndim, m->in_shape, m->out_shape))
+        if (!ddp__tensor_equal(tr->ndim, tr->in_shape, tr->out_shape))
             return ddp_fail_in(DDP_ERR_INVALID, who, group,
                                "in is %s and out is %s, both with placement %s; give both the same shape",
-                               ddp__tensor_shape(m->ndim, m->in_shape, &x),
-                               ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
+                               ddp__tensor_shape(tr->ndim, tr->in_shape, &x),
+                               ddp__tensor_shape(tr->ndim, tr->out_shape, &y), ddp_placement_name(from));
     }
-    m->plan.collective = (from == to || m->world == 1) && in->data && in->data == t.data ? "none" : "copy";
-    if (ddp__tensor_room(&whole) == 0)
-        m->plan.collective = "none";
-    else if (m->talks)
-        DDP_TRY(ddp__tensor_move_choose(m));
+    tr->plan.collective = (from == to || tr->world_size == 1) && in->data && in->data == t.data ? "none"
+                                                                                                : "copy";
+    if (ddp__tensor_bytes(&full) == 0)
+        tr->plan.collective = "none";
+    else if (tr->may_communicate)
+        DDP_TRY(ddp__tensor_transfer_choose(tr));
     if (with_data && t.data && ddp__tensor_overlap(in, &t)
         && (in->data != t.data
-            || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
+            || !(from == to || tr->world_size == 1
+                 || (tr->has_collective && tr->collective == DDP_CALL_ALL_REDUCE))))
         return ddp_fail_in(DDP_ERR_INVALID, who, group,
                            "in and out overlap, but %s to %s has no in-place form; use separate memory",
                            ddp_placement_name(from), ddp_placement_name(to));
     return DDP_OK;
 }
 
-/* A move without messages. */
-static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
-    const ddp_device *device = ddp__tensor_device(m->group);
-    size_t out_bytes = (size_t)ddp__tensor_room(out);
-    if (m->from == m->to || m->world == 1
-        || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL && m->rank == 0)) {
+//== redistribution: execution ============================================================= >>impl-tensor-run
+/* Runs a ddp__tensor_transfer: pack, collective, unpack; or only a copy. ddp_tensor_redistribute and
+   ddp_tensor_shard. All ranks agree on the conversion before the first message, so an error of one rank is
+   returned on all. */
+
+/* A conversion that sends nothing. From REPLICATE a rank copies its own box; to PARTIAL the other entries, or
+   the other ranks, are zeros. */
+static ddp_result ddp__tensor_transfer_local(const ddp__tensor_transfer *tr, const ddp_tensor *in,
+                                             ddp_tensor *out) {
+    const ddp_device *device = ddp__tensor_device(tr->group);
+    size_t out_bytes = (size_t)ddp__tensor_bytes(out);
+    if (tr->from == tr->to || tr->world_size == 1
+        || (tr->from == DDP_REPLICATE && tr->to == DDP_PARTIAL && tr->rank == 0)) {
         if (out_bytes && in->data != out->data) device->copy(out->data, in->data, out_bytes);
         return DDP_OK;
     }
-    if (m->to == DDP_PARTIAL && out_bytes) device->fill_zero(out->data, out_bytes);
-    if (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL) return DDP_OK;
-    const ddp_tensor_box box = ddp__tensor_part(m, m->from == DDP_REPLICATE ? m->to : m->from);
-    return ddp__tensor_box(m->group, m->size, m->ndim, box.shape, in->data, in->shape,
-                           m->from == DDP_REPLICATE ? box.offset : NULL, out->data, out->shape,
-                           m->from == DDP_REPLICATE ? NULL : box.offset);
+    if (tr->to == DDP_PARTIAL && out_bytes) device->fill_zero(out->data, out_bytes);
+    if (tr->from == DDP_REPLICATE && tr->to == DDP_PARTIAL) return DDP_OK;
+    const ddp_tensor_box box = ddp__tensor_local_box(tr, tr->from == DDP_REPLICATE ? tr->to : tr->from);
+    return ddp__tensor_copy_box(tr->group, tr->element_size, tr->ndim, box.shape, in->data, in->shape,
+                                tr->from == DDP_REPLICATE ? box.offset : NULL, out->data, out->shape,
+                                tr->from == DDP_REPLICATE ? NULL : box.offset);
 }
 
-/* Elements of each of the W blocks that this rank sends, or receives. */
-static void ddp__tensor_counts(const ddp__tensor_move *m, const int64_t *shape, int dim, size_t *counts) {
-    for (int r = 0; r < m->world; r++)
-        counts[r] = (size_t)ddp__tensor_block(m->ndim, shape, dim, r, m->world);
+/* counts[r] = elements of rank r's block along dim. */
+static void ddp__tensor_block_counts(const ddp__tensor_transfer *tr, const int64_t *shape, int dim,
+                                     size_t *counts) {
+    for (int r = 0; r < tr->world_size; r++)
+        counts[r] = (size_t)ddp__tensor_shard_count(tr->ndim, shape, dim, r, tr->world_size);
 }
 
-/* send and recv are rows of blocks. counts: memory for two numbers per rank. */
-static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *send, void *recv,
-                                        size_t *counts) {
-    int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
-    size_t count = (size_t)ddp__tensor_product(m->ndim, m->in_shape);
-    switch (m->call) {
-    case DDP_CALL_ALL_REDUCE: return ddp_all_reduce(m->group, send, recv, count, m->dtype, DDP_OP_SUM, NULL);
+/* send and recv contain blocks in rank order. counts: memory for two numbers per rank. */
+static ddp_result ddp__tensor_transfer_collective(const ddp__tensor_transfer *tr, const void *send,
+                                                  void *recv, size_t *counts) {
+    int from_dim = ddp__tensor_shard_dim(tr->from), to_dim = ddp__tensor_shard_dim(tr->to);
+    size_t count = (size_t)ddp__tensor_shape_count(tr->ndim, tr->in_shape);
+    switch (tr->collective) {
+    case DDP_CALL_ALL_REDUCE:
+        return ddp_all_reduce(tr->group, send, recv, count, tr->dtype, DDP_OP_SUM, NULL);
     case DDP_CALL_REDUCE_SCATTER:
-        count = count / (size_t)m->global[b] * (size_t)m->padded;
-        return ddp_reduce_scatter(m->group, send, recv, count, m->dtype, DDP_OP_SUM, NULL);
-    case DDP_CALL_ALL_GATHER: return ddp_all_gather(m->group, send, recv, count, m->dtype, NULL);
+        count = count / (size_t)tr->global[to_dim] * (size_t)tr->padded_entries;
+        return ddp_reduce_scatter(tr->group, send, recv, count, tr->dtype, DDP_OP_SUM, NULL);
+    case DDP_CALL_ALL_GATHER: return ddp_all_gather(tr->group, send, recv, count, tr->dtype, NULL);
     case DDP_CALL_ALL_GATHER_V:
-        ddp__tensor_counts(m, m->global, a, counts);
-        return ddp_all_gather_v(m->group, send, count, recv, counts, NULL, m->dtype, NULL);
+        ddp__tensor_block_counts(tr, tr->global, from_dim, counts);
+        return ddp_all_gather_v(tr->group, send, count, recv, counts, NULL, tr->dtype, NULL);
     case DDP_CALL_ALL_TO_ALL:
-        return ddp_all_to_all(m->group, send, recv, count / (size_t)m->world, m->dtype, NULL);
+        return ddp_all_to_all(tr->group, send, recv, count / (size_t)tr->world_size, tr->dtype, NULL);
     default:
-        ddp__tensor_counts(m, m->in_shape, b, counts);
-        ddp__tensor_counts(m, m->out_shape, a, counts + m->world);
-        return ddp_all_to_all_v(m->group, send, counts, NULL, recv, counts + m->world, NULL, m->dtype, NULL);
+        ddp__tensor_block_counts(tr, tr->in_shape, to_dim, counts);
+        ddp__tensor_block_counts(tr, tr->out_shape, from_dim, counts + tr->world_size);
+        return ddp_all_to_all_v(tr->group, send, counts, NULL, recv, counts + tr->world_size, NULL, tr->dtype,
+                                NULL);
     }
 }
 
-static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out,
-                                        char *space, size_t *counts) {
-    int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
-    size_t out_bytes = (size_t)ddp__tensor_room(out);
-    const void *send = m->pack_bytes ? space : in->data;
-    void *recv = m->unpack_bytes ? space + m->pack_bytes : out->data;
-    if (m->pack_bytes) DDP_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, in->data, space));
-    if (m->padded && m->global[b] % m->world) /* this rank's block may be longer than its part */
-        recv = space
-               + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank)
-                     * m->size;
-    DDP_TRY(ddp__tensor_move_call(m, send, recv, counts));
-    if (m->unpack_bytes)
-        DDP_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, out->data, recv));
+static ddp_result ddp__tensor_transfer_exchange(const ddp__tensor_transfer *tr, const ddp_tensor *in,
+                                                ddp_tensor *out, char *workspace, size_t *counts) {
+    int from_dim = ddp__tensor_shard_dim(tr->from), to_dim = ddp__tensor_shard_dim(tr->to);
+    size_t out_bytes = (size_t)ddp__tensor_bytes(out);
+    const void *send = tr->pack_bytes ? workspace : in->data;
+    void *recv = tr->unpack_bytes ? workspace + tr->pack_bytes : out->data;
+    if (tr->pack_bytes) DDP_TRY(ddp__tensor_copy_blocks(tr, 1, tr->in_shape, to_dim, in->data, workspace));
+    if (tr->padded_entries && tr->global[to_dim] % tr->world_size) /* received with its padding */
+        recv = workspace
+               + (size_t)(ddp__tensor_shape_count(tr->ndim, tr->global) / tr->global[to_dim]
+                          * tr->padded_entries * tr->rank)
+                     * tr->element_size;
+    DDP_TRY(ddp__tensor_transfer_collective(tr, send, recv, counts));
+    if (tr->unpack_bytes)
+        DDP_TRY(ddp__tensor_copy_blocks(tr, 0, tr->out_shape, from_dim, out->data, recv));
     else if (recv != out->data && out_bytes)
-        ddp__tensor_device(m->group)->copy(out->data, recv, out_bytes);
+        ddp__tensor_device(tr->group)->copy(out->data, recv, out_bytes);
     return DDP_OK;
 }
 
-/* All ranks continue with the same move, or all fail. root: -1 if the move has none. */
-static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
-    int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
+/* Compares the conversion on all ranks. After an error of one rank, or DDP_ERR_MISMATCH, all ranks return an
+   error. root: -1 if it has none. */
+static ddp_result ddp__tensor_transfer_agree(const ddp__tensor_transfer *tr, int root, ddp_result result) {
+    int64_t values[5 + DDP_MAX_NDIM] = {root, tr->from, tr->to, (int64_t)tr->dtype, tr->ndim};
     ddp__tensor_text shape;
-    const char *to = ddp_placement_name(m->to), *dtype = ddp_dtype_name(m->dtype);
-    char what[300];
-    memcpy(values + 5, m->global, sizeof m->global);
-    ddp__tensor_shape(m->ndim, m->global, &shape);
+    const char *to = ddp_placement_name(tr->to), *dtype = ddp_dtype_name(tr->dtype);
+    char description[300];
+    memcpy(values + 5, tr->global, sizeof tr->global);
+    ddp__tensor_shape(tr->ndim, tr->global, &shape);
     if (root < 0)
-        snprintf(what, sizeof what, "%s to %s of %s %s", ddp_placement_name(m->from), to, dtype, shape.text);
+        snprintf(description, sizeof description, "%s to %s of %s %s", ddp_placement_name(tr->from), to,
+                 dtype, shape.text);
     else
-        snprintf(what, sizeof what, "%s of %s %s root=%d", to, dtype, shape.text, root);
-    return ddp_agree(m->group, m->who, mine, ddp_hash(DDP_HASH_SEED, values, sizeof values), what);
+        snprintf(description, sizeof description, "%s of %s %s root=%d", to, dtype, shape.text, root);
+    return ddp_agree(tr->group, tr->who, result, ddp_hash(DDP_HASH_SEED, values, sizeof values), description);
 }
 
-/* result: of this rank until now. If the placements may need messages, all ranks agree before the first one,
-   also on memory. */
-static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out,
-                                       ddp_result result) {
-    size_t *counts = NULL, blocks_bytes = m->pack_bytes + m->unpack_bytes;
-    void *space = NULL;
-    if (result == DDP_OK && m->sends && m->plan.workspace_bytes > blocks_bytes) {
-        counts = (size_t *)ddp_host_alloc(m->group, 2 * (size_t)m->world * sizeof *counts);
+/* result: this rank's error before this call, or DDP_OK. Memory is allocated before the ranks agree, so that
+   a rank without memory is an error on all. */
+static ddp_result ddp__tensor_transfer_run(const ddp__tensor_transfer *tr, const ddp_tensor *in,
+                                           ddp_tensor *out, ddp_result result) {
+    size_t *counts = NULL, blocks_bytes = tr->pack_bytes + tr->unpack_bytes;
+    void *workspace = NULL;
+    if (result == DDP_OK && tr->has_collective && tr->plan.workspace_bytes > blocks_bytes) {
+        counts = (size_t *)ddp_host_alloc(tr->group, 2 * (size_t)tr->world_size * sizeof *counts);
         if (!counts) result = DDP_ERR_NO_MEMORY;
     }
-    if (result == DDP_OK && m->sends && blocks_bytes)
-        result = ddp__tensor_device(m->group)->alloc(m->group, blocks_bytes, &space);
-    if (m->talks) {
-        result = ddp__tensor_agree(m, -1, result);
-        if (result == DDP_OK) result = ddp_device_begin(m->group);
+    if (result == DDP_OK && tr->has_collective && blocks_bytes)
+        result = ddp__tensor_device(tr->group)->alloc(tr->group, blocks_bytes, &workspace);
+    if (tr->may_communicate) {
+        result = ddp__tensor_transfer_agree(tr, -1, result);
+        if (result == DDP_OK) result = ddp_device_begin(tr->group);
     }
     if (result == DDP_OK)
-        result = m->sends ? ddp__tensor_move_send(m, in, out, (char *)space, counts)
-                          : ddp__tensor_move_local(m, in, out);
-    ddp__tensor_device(m->group)->free(m->group, space);
-    if (counts) ddp_host_free(m->group, counts);
+        result = tr->has_collective ? ddp__tensor_transfer_exchange(tr, in, out, (char *)workspace, counts)
+                                    : ddp__tensor_transfer_local(tr, in, out);
+    ddp__tensor_device(tr->group)->free(tr->group, workspace);
+    if (counts) ddp_host_free(tr->group, counts);
     return result;
 }
 
 DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                                ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan) {
-    ddp__tensor_move m;
+    ddp__tensor_transfer tr;
     if (!plan) return DDP__TENSOR_BAD(group, "plan is NULL");
-    DDP_TRY(ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 0));
-    *plan = m.plan;
+    DDP_TRY(ddp__tensor_transfer_prepare(&tr, __func__, group, in, from, to, out, NULL, 0));
+    *plan = tr.plan;
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                           ddp_placement to, ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_redistribute);
-    ddp__tensor_move m;
+    ddp__tensor_transfer tr;
     ddp_tensor t = DDP_ZERO;
-    ddp_result result = ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 1);
+    ddp_result result = ddp__tensor_transfer_prepare(&tr, __func__, group, in, from, to, out, NULL, 1);
     if (result == DDP_OK)
-        result = ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t);
-    result = ddp__tensor_move_run(&m, in, &t, result);
-    return out ? ddp__tensor_put(group, out, &t, result) : result;
+        result = ddp__tensor_output_begin(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t);
+    result = ddp__tensor_transfer_run(&tr, in, &t, result);
+    return out ? ddp__tensor_output_end(group, out, &t, result) : result;
 }
 
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to,
                                    ddp_tensor *out) {
-    ddp__tensor_move m;
+    ddp__tensor_transfer tr;
     ddp_tensor t;
     DDP_TRY(ddp__tensor_check(__func__, group, "whole", whole, 1));
-    DDP_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
-    ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
-    ddp__tensor_move_global(&m, whole, whole->shape);
-    DDP_TRY(
-        ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape, &t));
+    DDP_TRY(ddp__tensor_check_placement(__func__, group, to, whole->ndim, whole->shape));
+    ddp__tensor_transfer_init(&tr, __func__, group, DDP_REPLICATE, to);
+    ddp__tensor_transfer_set_global(&tr, whole, whole->shape);
+    DDP_TRY(ddp__tensor_output_begin(__func__, group, out, whole->dtype, 0, tr.ndim,
+                                     ddp__tensor_local_box(&tr, to).shape, &t));
     if (ddp__tensor_overlap(whole, &t))
         return DDP__TENSOR_BAD(group, "whole and out overlap; use separate memory");
-    return ddp__tensor_put(group, out, &t, ddp__tensor_move_local(&m, whole, &t));
+    return ddp__tensor_output_end(group, out, &t, ddp__tensor_transfer_local(&tr, whole, &t));
 }
 
-/* --- from one rank, and to one --- */
+//== distribute and gather ================================================================ >>impl-tensor-root
+/* ddp_tensor_distribute sends the parts of root's full tensor to all ranks; ddp_tensor_gather is the inverse.
+   Both use a ddp__tensor_transfer from REPLICATE (root's tensor) to the placement of the parts.
 
-/* Copies between root's full tensor and blocks of equal size; shorter parts are padded. space: pack_bytes of
-   it. */
-static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole,
-                                          ddp_tensor *part, char *space) {
-    const ddp_device *device = ddp__tensor_device(m->group);
-    int dim = ddp__tensor_cut_dim(m->to), packed = m->rank == root && m->pack_bytes;
-    size_t each = (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * m->padded),
-           mine = (size_t)ddp__tensor_room(part);
-    int is_short = mine < each * m->size;
-    void *own = is_short ? space + (packed ? (size_t)m->rank * each * m->size : 0) : part->data;
-    void *all = packed ? space : m->rank == root ? whole->data : NULL;
+     SHARD       distribute: scatter      gather: gather, of blocks of equal size
+     REPLICATE   distribute: broadcast    gather: root copies its own part
+     PARTIAL     distribute: root copies, others zero     gather: reduce */
+
+/* Scatters or gathers equal blocks of padded_entries entries along the sharded dimension. A short part is
+   padded in workspace. Root packs or unpacks its full tensor there. */
+static ddp_result ddp__tensor_root_exchange_shards(const ddp__tensor_transfer *tr, int root, int gathers,
+                                                   ddp_tensor *whole, ddp_tensor *part, char *workspace) {
+    const ddp_device *device = ddp__tensor_device(tr->group);
+    const int dim = ddp__tensor_shard_dim(tr->to), packed = tr->rank == root && tr->pack_bytes;
+    const int64_t entry_count = ddp__tensor_shape_count(tr->ndim, tr->global) / tr->global[dim];
+    const size_t block_count = (size_t)(entry_count * tr->padded_entries);
+    const size_t part_bytes = (size_t)ddp__tensor_bytes(part);
+    const int padded = part_bytes < block_count * tr->element_size;
+    char *block = (char *)part->data; /* of this rank */
+    char *blocks = NULL;              /* of all ranks, on root */
+    if (tr->rank == root) blocks = packed ? workspace : (char *)whole->data;
+    if (padded) block = packed ? blocks + (size_t)tr->rank * block_count * tr->element_size : workspace;
     if (gathers) {
-        if (is_short && mine) device->copy(own, part->data, mine);
-        DDP_TRY(ddp_gather(m->group, own, all, each, m->dtype, root, NULL));
-        return packed ? ddp__tensor_blocks(m, 0, m->global, dim, whole->data, space) : DDP_OK;
+        if (padded && part_bytes) device->copy(block, part->data, part_bytes);
+        DDP_TRY(ddp_gather(tr->group, block, blocks, block_count, tr->dtype, root, NULL));
+        return packed ? ddp__tensor_copy_blocks(tr, 0, tr->global, dim, whole->data, workspace) : DDP_OK;
     }
-    if (packed) DDP_TRY(ddp__tensor_blocks(m, 1, m->global, dim, whole->data, space));
-    DDP_TRY(ddp_scatter(m->group, all, own, each, m->dtype, root, NULL));
-    if (is_short && mine) device->copy(part->data, own, mine);
+    if (packed) DDP_TRY(ddp__tensor_copy_blocks(tr, 1, tr->global, dim, whole->data, workspace));
+    DDP_TRY(ddp_scatter(tr->group, blocks, block, block_count, tr->dtype, root, NULL));
+    if (padded && part_bytes) device->copy(part->data, block, part_bytes);
     return DDP_OK;
 }
 
-static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole,
-                                        ddp_tensor *part, char *space) {
-    const ddp_device *device = ddp__tensor_device(m->group);
+static ddp_result ddp__tensor_root_exchange(const ddp__tensor_transfer *tr, int root, int gathers,
+                                            ddp_tensor *whole, ddp_tensor *part, char *workspace) {
+    const ddp_device *device = ddp__tensor_device(tr->group);
     ddp_tensor *from = gathers ? part : whole, *to = gathers ? whole : part;
-    size_t count = (size_t)ddp__tensor_product(m->ndim, m->global), bytes = count * m->size;
+    size_t count = (size_t)ddp__tensor_shape_count(tr->ndim, tr->global), bytes = count * tr->element_size;
     if (bytes == 0) return DDP_OK;
-    if (m->to > 0 && m->world > 1) return ddp__tensor_root_blocks(m, root, gathers, whole, part, space);
-    if (m->to == DDP_PARTIAL && gathers && m->world > 1)
-        return ddp_reduce(m->group, part->data, whole->data, count, m->dtype, DDP_OP_SUM, root, NULL);
-    if (m->rank == root && from->data != to->data) device->copy(to->data, from->data, bytes);
-    if (m->to == DDP_PARTIAL && m->rank != root) device->fill_zero(part->data, bytes);
-    return m->to == DDP_REPLICATE && !gathers && m->world > 1
-               ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL)
+    if (tr->to > 0 && tr->world_size > 1)
+        return ddp__tensor_root_exchange_shards(tr, root, gathers, whole, part, workspace);
+    if (tr->to == DDP_PARTIAL && gathers && tr->world_size > 1)
+        return ddp_reduce(tr->group, part->data, whole->data, count, tr->dtype, DDP_OP_SUM, root, NULL);
+    if (tr->rank == root && from->data != to->data) device->copy(to->data, from->data, bytes);
+    if (tr->to == DDP_PARTIAL && tr->rank != root) device->fill_zero(part->data, bytes);
+    return tr->to == DDP_REPLICATE && !gathers && tr->world_size > 1
+               ? ddp_broadcast(tr->group, part->data, count, tr->dtype, root, NULL)
                : DDP_OK;
 }
 
-/* The size of the blocks. An error if they do not fit in memory. */
-static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
-    int dim = ddp__tensor_cut_dim(m->to);
+/* Computes the size of blocks and workspace. Errors: DDP_ERR_INVALID when they do not fit in memory. */
+static ddp_result ddp__tensor_root_block_sizes(ddp__tensor_transfer *tr, int root) {
+    int dim = ddp__tensor_shard_dim(tr->to);
     int64_t bytes, length;
-    if (dim < 0 || m->world == 1 || ddp__tensor_product(m->ndim, m->global) == 0) return DDP_OK;
-    m->padded = m->global[dim] / m->world + (m->global[dim] % m->world != 0);
-    length = ddp__tensor_cut(m->global[dim], m->rank, m->world, NULL);
-    if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size,
-                               m->padded, &bytes)
-        || __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
-        return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group,
-                           "%d blocks of %lld elements do not fit in memory", m->world, (long long)m->padded);
-    if (m->rank == root ? m->global[dim] % m->world || !ddp__tensor_in_blocks(m->global, dim)
-                        : length < m->padded)
-        m->pack_bytes = (size_t)bytes;
+    if (dim < 0 || tr->world_size == 1 || ddp__tensor_shape_count(tr->ndim, tr->global) == 0) return DDP_OK;
+    tr->padded_entries = tr->global[dim] / tr->world_size + (tr->global[dim] % tr->world_size != 0);
+    length = ddp__tensor_shard_range(tr->global[dim], tr->rank, tr->world_size, NULL);
+    if (__builtin_mul_overflow(ddp__tensor_shape_count(tr->ndim, tr->global) / tr->global[dim]
+                                   * (int64_t)tr->element_size,
+                               tr->padded_entries, &bytes)
+        || __builtin_mul_overflow(bytes, (int64_t)(tr->rank == root ? tr->world_size : 1), &bytes))
+        return ddp_fail_in(DDP_ERR_INVALID, tr->who, tr->group,
+                           "%d blocks of %lld elements do not fit in memory", tr->world_size,
+                           (long long)tr->padded_entries);
+    int packs = length < tr->padded_entries; /* a part with padding */
+    if (tr->rank == root)
+        packs = tr->global[dim] % tr->world_size || !ddp__tensor_shards_adjacent(tr->global, dim);
+    if (packs) tr->pack_bytes = (size_t)bytes;
     return DDP_OK;
 }
 
-/* result: of this rank until now. All ranks agree before the first message. */
-static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole,
+/* result: this rank's error before this call, or DDP_OK. All ranks agree before the first message. */
+static ddp_result ddp__tensor_root_run(ddp__tensor_transfer *tr, int root, int gathers, ddp_tensor *whole,
                                        ddp_tensor *part, ddp_result result) {
-    void *space = NULL;
-    if (result == DDP_OK) result = ddp__tensor_root_room(m, root);
-    if (result == DDP_OK && m->pack_bytes)
-        result = ddp__tensor_device(m->group)->alloc(m->group, m->pack_bytes, &space);
-    result = ddp__tensor_agree(m, root, result);
-    if (result == DDP_OK) result = ddp_device_begin(m->group);
-    if (result == DDP_OK) result = ddp__tensor_root_send(m, root, gathers, whole, part, (char *)space);
-    ddp__tensor_device(m->group)->free(m->group, space);
+    void *workspace = NULL;
+    if (result == DDP_OK) result = ddp__tensor_root_block_sizes(tr, root);
+    if (result == DDP_OK && tr->pack_bytes)
+        result = ddp__tensor_device(tr->group)->alloc(tr->group, tr->pack_bytes, &workspace);
+    result = ddp__tensor_transfer_agree(tr, root, result);
+    if (result == DDP_OK) result = ddp_device_begin(tr->group);
+    if (result == DDP_OK)
+        result = ddp__tensor_root_exchange(tr, root, gathers, whole, part, (char *)workspace);
+    ddp__tensor_device(tr->group)->free(tr->group, workspace);
     return result;
 }
 
@@ -1753,52 +1832,52 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
                                         ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_distribute);
     ddp_result result = DDP_OK;
-    char what[32];
-    ddp__tensor_move m;
+    char description[32];
+    ddp__tensor_transfer tr;
     /* source: root's whole tensor; dtype, ndim and shape on every rank */
     ddp_tensor t = DDP_ZERO, source = DDP_ZERO;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group))
         return DDP__TENSOR_BAD(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
-    ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
-    if (m.rank == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
-    if (m.rank == root && result == DDP_OK) {
-        result = ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape);
+    ddp__tensor_transfer_init(&tr, __func__, group, DDP_REPLICATE, to);
+    if (tr.rank == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
+    if (tr.rank == root && result == DDP_OK) {
+        result = ddp__tensor_check_placement(__func__, group, to, whole->ndim, whole->shape);
         source = *whole;
     }
-    snprintf(what, sizeof what, "root=%d", root);
-    DDP_TRY(ddp_agree(group, __func__, result, (uint64_t)root, what));
+    snprintf(description, sizeof description, "root=%d", root);
+    DDP_TRY(ddp_agree(group, __func__, result, (uint64_t)root, description));
     DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, &source, &source, sizeof source, DDP_U8,
                                 DDP_OP_SUM, root));
-    ddp__tensor_move_global(&m, &source, source.shape);
-    result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
+    ddp__tensor_transfer_set_global(&tr, &source, source.shape);
+    result = ddp__tensor_check_placement(__func__, group, to, tr.ndim, tr.global);
     if (result == DDP_OK)
-        result = ddp__tensor_take(__func__, group, out, m.dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape,
-                                  &t);
-    if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t)
+        result = ddp__tensor_output_begin(__func__, group, out, tr.dtype, 0, tr.ndim,
+                                          ddp__tensor_local_box(&tr, to).shape, &t);
+    if (result == DDP_OK && tr.rank == root && ddp__tensor_overlap(&source, &t)
         && (to > 0 || source.data != t.data))
         result = DDP__TENSOR_BAD(group, "whole and out overlap; use separate memory");
-    result = ddp__tensor_root_run(&m, root, 0, &source, &t, result);
-    return out ? ddp__tensor_put(group, out, &t, result) : result;
+    result = ddp__tensor_root_run(&tr, root, 0, &source, &t, result);
+    return out ? ddp__tensor_output_end(group, out, &t, result) : result;
 }
 
-/* The first error of this rank, or DDP_OK. *whole: root's tensor. */
-static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who, ddp_group *group,
-                                           const ddp_tensor *in, ddp_placement from,
-                                           const int64_t *global_shape, int root, const ddp_tensor *out,
-                                           ddp_tensor *whole) {
+/* Checks the arguments of ddp_tensor_gather on this rank. *whole: the full tensor, only on root. */
+static ddp_result ddp__tensor_gather_prepare(ddp__tensor_transfer *tr, const char *who, ddp_group *group,
+                                             const ddp_tensor *in, ddp_placement from,
+                                             const int64_t *global_shape, int root, const ddp_tensor *out,
+                                             ddp_tensor *whole) {
     ddp_tensor t;
-    ddp__tensor_move_start(m, who, group, DDP_REPLICATE, from);
+    ddp__tensor_transfer_init(tr, who, group, DDP_REPLICATE, from);
     DDP_TRY(ddp__tensor_check(who, group, "in", in, 1));
     if (in->ndim && !global_shape) return ddp_fail_in(DDP_ERR_INVALID, who, group, "global_shape is NULL");
     t = *in;
     if (in->ndim) memcpy(t.shape, global_shape, (size_t)in->ndim * sizeof *global_shape);
     DDP_TRY(ddp__tensor_check(who, group, "the global tensor", &t, 0));
-    DDP_TRY(ddp__tensor_placement_check(who, group, from, t.ndim, t.shape));
-    ddp__tensor_move_global(m, &t, t.shape);
-    DDP_TRY(ddp__tensor_move_fits(m, "in", in->shape, from));
-    if (m->rank != root) return DDP_OK;
-    DDP_TRY(ddp__tensor_take(who, group, out, m->dtype, 0, m->ndim, m->global, whole));
+    DDP_TRY(ddp__tensor_check_placement(who, group, from, t.ndim, t.shape));
+    ddp__tensor_transfer_set_global(tr, &t, t.shape);
+    DDP_TRY(ddp__tensor_transfer_check_shape(tr, "in", in->shape, from));
+    if (tr->rank != root) return DDP_OK;
+    DDP_TRY(ddp__tensor_output_begin(who, group, out, tr->dtype, 0, tr->ndim, tr->global, whole));
     if (!ddp__tensor_overlap(in, whole) || (from <= 0 && in->data == whole->data)) return DDP_OK;
     return ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap; use separate memory");
 }
@@ -1806,89 +1885,104 @@ static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who,
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                     const int64_t *global_shape, int root, ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_gather);
-    ddp__tensor_move m;
+    ddp__tensor_transfer tr;
     ddp_tensor t = DDP_ZERO, part = DDP_ZERO;
     ddp_result result;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group))
         return DDP__TENSOR_BAD(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
-    result = ddp__tensor_gather_check(&m, __func__, group, in, from, global_shape, root, out, &t);
+    result = ddp__tensor_gather_prepare(&tr, __func__, group, in, from, global_shape, root, out, &t);
     if (in) part = *in;
-    result = ddp__tensor_root_run(&m, root, 1, &t, &part, result);
-    if (ddp_rank(group) == root && out) return ddp__tensor_put(group, out, &t, result);
+    result = ddp__tensor_root_run(&tr, root, 1, &t, &part, result);
+    if (ddp_rank(group) == root && out) return ddp__tensor_output_end(group, out, &t, result);
     return result == DDP_OK ? ddp_device_check(group) : result;
 }
 
-/* --- over the axes of a mesh --- */
+//== redistribution over a mesh ========================================================= >>impl-tensor-mesh
+/* ddp_tensor_redistribute_mesh: converts between two layouts by steps, each of which changes the placement
+   along one axis and is a ddp__tensor_transfer in that axis' group. Example on 2 x 2 ranks, from (SHARD(0),
+   SHARD(0)) to (REPLICATE, SHARD(0)), with row blocks 0 to 3:
 
-typedef struct ddp__tensor_route { /* changes of one axis each, in order */
+     rank (i, j)    (0,0)  (0,1)  (1,0)  (1,1)
+     start            0      1      2      3      axis 1 shards the rows that axis 0 has left
+     axis 1 gather   0 1    0 1    2 3    2 3     the inner axis first: it cuts axis 0's pieces
+     axis 0 gather   0..3   0..3   0..3   0..3
+     axis 1 shard    0 1    2 3    0 1    2 3     sends nothing */
+
+typedef struct ddp__tensor_mesh_plan {
     const ddp_tensor_layout *layout;
-    ddp_placement now[DDP_MAX_NDIM], to[DDP_MAX_NDIM];
+    ddp_placement current[DDP_MAX_NDIM], to[DDP_MAX_NDIM];
     int count;
     struct {
         int axis;
         ddp_placement from, to;
     } step[8 * DDP_MAX_NDIM];
-} ddp__tensor_route;
+} ddp__tensor_mesh_plan;
 
-static void ddp__tensor_route_add(ddp__tensor_route *r, int axis, ddp_placement to) {
+static void ddp__tensor_mesh_plan_append(ddp__tensor_mesh_plan *r, int axis, ddp_placement to) {
     r->step[r->count].axis = axis;
-    r->step[r->count].from = r->now[axis];
-    r->step[r->count++].to = r->now[axis] = to;
+    r->step[r->count].from = r->current[axis];
+    r->step[r->count++].to = r->current[axis] = to;
 }
 
-/* Inner axes that cut the dimension of this change are gathered first, innermost first: they cut this axis'
-   piece. */
-static void ddp__tensor_route_change(ddp__tensor_route *r, int axis, ddp_placement to) {
-    ddp_placement from = r->now[axis];
+/* Appends the conversion of one axis. Inner axes that shard the old or the new dimension of this axis are
+   gathered first, innermost first: their pieces depend on this axis' piece. */
+static void ddp__tensor_mesh_plan_convert(ddp__tensor_mesh_plan *r, int axis, ddp_placement to) {
+    ddp_placement from = r->current[axis];
     for (int i = r->layout->axis_count - 1; i > axis; i--)
-        if (r->now[i] > 0 && (r->now[i] == from || r->now[i] == to))
-            ddp__tensor_route_add(r, i, DDP_REPLICATE);
-    ddp__tensor_route_add(r, axis, to);
+        if (r->current[i] > 0 && (r->current[i] == from || r->current[i] == to))
+            ddp__tensor_mesh_plan_append(r, i, DDP_REPLICATE);
+    ddp__tensor_mesh_plan_append(r, axis, to);
 }
 
-/* Whether an outer axis would have to gather a cut that this axis makes now. */
-static int ddp__tensor_route_early(const ddp__tensor_route *r, int axis, ddp_placement to) {
+/* 1 = an outer axis has a later step that would have to gather what this axis shards now. */
+static int ddp__tensor_mesh_shard_too_early(const ddp__tensor_mesh_plan *r, int axis, ddp_placement to) {
     for (int i = 0; i < axis; i++)
-        if (r->now[i] != r->to[i] && (r->now[i] == to || r->to[i] == to)) return 1;
+        if (r->current[i] != r->to[i] && (r->current[i] == to || r->to[i] == to)) return 1;
     return 0;
 }
 
-/* Cuts without messages come first: they make later steps smaller. Then sums, innermost first. Then the rest,
-   outermost first: an axis that was gathered is cut again in its turn. At most 48 steps for 8 axes: each
-   gather undoes a cut, and an axis is cut at most three times. */
-static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout *from,
-                                   const ddp_tensor_layout *to) {
+/* Plans the steps in this order:
+     1  REPLICATE -> SHARD: sends nothing, and makes later steps smaller
+     2  PARTIAL -> other: sums, innermost axis first
+     3  all other conversions, outermost axis first. An axis that was gathered for an outer one is sharded
+        again when its turn comes
+   At most 48 steps for 8 axes: each gather undoes one sharding, and an axis is sharded at most three
+   times. */
+static void ddp__tensor_mesh_plan_make(ddp__tensor_mesh_plan *r, const ddp_tensor_layout *from,
+                                       const ddp_tensor_layout *to) {
     int n = from->axis_count;
     memset(r, 0, sizeof *r);
     r->layout = from;
     for (int i = 0; i < n; i++)
         if (ddp_world_size(from->axes[i]) > 1) {
-            r->now[i] = from->placement[i];
+            r->current[i] = from->placement[i];
             r->to[i] = to->placement[i];
         }
     for (int i = 0; i < n; i++) {
         int inside = 0;
-        for (int j = i + 1; j < n; j++) inside |= r->now[j] == r->to[i];
-        if (r->now[i] == DDP_REPLICATE && r->to[i] > 0 && !inside && !ddp__tensor_route_early(r, i, r->to[i]))
-            ddp__tensor_route_add(r, i, r->to[i]);
+        for (int j = i + 1; j < n; j++) inside |= r->current[j] == r->to[i];
+        if (r->current[i] == DDP_REPLICATE && r->to[i] > 0 && !inside
+            && !ddp__tensor_mesh_shard_too_early(r, i, r->to[i]))
+            ddp__tensor_mesh_plan_append(r, i, r->to[i]);
     }
     for (int i = n - 1; i >= 0; i--)
-        if (r->now[i] == DDP_PARTIAL && r->to[i] != DDP_PARTIAL)
-            ddp__tensor_route_change(
-                r, i, r->to[i] > 0 && ddp__tensor_route_early(r, i, r->to[i]) ? DDP_REPLICATE : r->to[i]);
+        if (r->current[i] == DDP_PARTIAL && r->to[i] != DDP_PARTIAL)
+            ddp__tensor_mesh_plan_convert(
+                r, i,
+                r->to[i] > 0 && ddp__tensor_mesh_shard_too_early(r, i, r->to[i]) ? DDP_REPLICATE : r->to[i]);
     for (int i = 0; i < n; i++)
-        if (r->now[i] != r->to[i]) ddp__tensor_route_change(r, i, r->to[i]);
+        if (r->current[i] != r->to[i]) ddp__tensor_mesh_plan_convert(r, i, r->to[i]);
     for (int i = 0; i < n; i++)
-        r->now[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
+        r->current[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
 }
 
-static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_layout *from,
+static ddp_result ddp__tensor_check_layouts(const char *who, const ddp_tensor_layout *from,
                                             const ddp_tensor_layout *to) {
     ddp__tensor_text a, b;
     ddp_group *group;
-    DDP_TRY(ddp__tensor_layout_check(who, "from", from));
-    DDP_TRY(ddp__tensor_layout_check(who, "to", to));
+    DDP_TRY(ddp__tensor_check_layout(who, "from", from));
+    DDP_TRY(ddp__tensor_check_layout(who, "to", to));
     group = ddp__tensor_layout_group(from);
     if (from->ndim != to->ndim || !ddp__tensor_equal(from->ndim, from->shape, to->shape))
         return ddp_fail_in(
@@ -1906,55 +2000,56 @@ static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_la
     return DDP_OK;
 }
 
-/* One step from `now` to `next`; sets the shape of next. runs 0: only plans. result: of this rank until now,
-   which the ranks of this axis agree on. */
-static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step,
-                                         const ddp_tensor *now, ddp_tensor *next, int runs,
-                                         ddp_tensor_plan *plan, size_t *most_sent, ddp_result result) {
+/* Runs one step from tensor `current` to tensor `next`, whose shape it sets. runs 0: only adds the step
+   to *plan. result: this rank's error before this step; the ranks of the axis agree on it. */
+static ddp_result ddp__tensor_mesh_step(ddp__tensor_mesh_plan *r, const char *who, int step,
+                                        const ddp_tensor *current, ddp_tensor *next, int runs,
+                                        ddp_tensor_plan *plan, size_t *max_sent, ddp_result result) {
     int axis = r->step[step].axis;
     ddp_group *group = r->layout->axes[axis], *first = r->layout->axes[0];
-    ddp__tensor_move m;
-    ddp_tensor_box around, box;
-    ddp__tensor_layout_cut(r->layout, r->now, axis, &around);
-    r->now[axis] = r->step[step].to;
-    ddp__tensor_layout_cut(r->layout, r->now, -1, &box);
+    ddp__tensor_transfer tr;
+    ddp_tensor_box axis_box, box;
+    ddp__tensor_layout_shard(r->layout, r->current, axis, &axis_box);
+    r->current[axis] = r->step[step].to;
+    ddp__tensor_layout_shard(r->layout, r->current, -1, &box);
     memcpy(next->shape, box.shape, sizeof next->shape);
-    ddp__tensor_move_start(&m, who, group, r->step[step].from, r->step[step].to);
+    ddp__tensor_transfer_init(&tr, who, group, r->step[step].from, r->step[step].to);
     if (result == DDP_OK)
-        result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
+        result = ddp__tensor_transfer_prepare(&tr, who, group, current, tr.from, tr.to, next, axis_box.shape,
+                                              runs);
     if (result == DDP_OK) {
-        size_t bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0)
-                       + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
-        plan->sent_bytes += m.plan.sent_bytes;
+        size_t bytes = tr.plan.workspace_bytes + (step ? (size_t)ddp__tensor_bytes(current) : 0)
+                       + (step + 1 < r->count ? (size_t)ddp__tensor_bytes(next) : 0);
+        plan->sent_bytes += tr.plan.sent_bytes;
         if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
-        if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0)
-            plan->collective = m.plan.collective;
-        if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
+        if (tr.plan.sent_bytes > *max_sent || strcmp(plan->collective, "none") == 0)
+            plan->collective = tr.plan.collective;
+        if (tr.plan.sent_bytes > *max_sent) *max_sent = tr.plan.sent_bytes;
     }
     if (!runs) return result;
     if (result == DDP_OK && !next->data)
-        result = ddp__tensor_device(first)->alloc(first, (size_t)ddp__tensor_room(next), &next->data);
+        result = ddp__tensor_device(first)->alloc(first, (size_t)ddp__tensor_bytes(next), &next->data);
     if (result == DDP_OK) result = ddp_device_begin(group);
-    return ddp__tensor_move_run(&m, now, next, result);
+    return ddp__tensor_transfer_run(&tr, current, next, result);
 }
 
-/* The first error of this rank, or DDP_OK. *t: memory for the result. */
-static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *in,
-                                             const ddp_tensor_layout *from, const ddp_tensor_layout *to,
-                                             const ddp_tensor *out, ddp_tensor *t) {
+/* Checks the tensors of this rank against the layouts. *t: memory for the result. */
+static ddp_result ddp__tensor_mesh_prepare(const char *who, const ddp_tensor *in,
+                                           const ddp_tensor_layout *from, const ddp_tensor_layout *to,
+                                           const ddp_tensor *out, ddp_tensor *t) {
     ddp_group *group = ddp__tensor_layout_group(from);
     ddp__tensor_text a, b, c;
     ddp_tensor_box box;
     DDP_TRY(ddp__tensor_check(who, group, "in", in, out != NULL));
-    ddp__tensor_layout_cut(from, from->placement, -1, &box);
+    ddp__tensor_layout_shard(from, from->placement, -1, &box);
     if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
         return ddp_fail_in(
             DDP_ERR_INVALID, who, group, "in is %s, but the part of this rank of %s in layout from is %s",
             ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(from->ndim, from->shape, &b),
             ddp__tensor_shape(from->ndim, box.shape, &c));
-    ddp__tensor_layout_cut(to, to->placement, -1, &box);
+    ddp__tensor_layout_shard(to, to->placement, -1, &box);
     if (!out) return DDP_OK;
-    DDP_TRY(ddp__tensor_take(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
+    DDP_TRY(ddp__tensor_output_begin(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
     return t->data != in->data && ddp__tensor_overlap(in, t)
                ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap; use separate memory")
                : DDP_OK;
@@ -1964,33 +2059,33 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
                                                const ddp_tensor_layout *to, ddp_tensor *out,
                                                ddp_tensor_plan *plan) {
     DDP_PUBLIC_CALL(ddp_tensor_redistribute_mesh);
-    ddp_tensor_plan found = {"none", 0, 0};
-    ddp__tensor_route r;
-    ddp_tensor now = DDP_ZERO, next, t = DDP_ZERO;
-    size_t most_sent = 0;
-    DDP_TRY(ddp__tensor_layouts_check(__func__, from, to));
+    ddp_tensor_plan total_plan = {"none", 0, 0};
+    ddp__tensor_mesh_plan r;
+    ddp_tensor current = DDP_ZERO, next, t = DDP_ZERO;
+    size_t max_sent = 0;
+    DDP_TRY(ddp__tensor_check_layouts(__func__, from, to));
     ddp_group *group = ddp__tensor_layout_group(from);
-    ddp_result result = ddp__tensor_relayout_check(__func__, in, from, to, out, &t);
+    ddp_result result = ddp__tensor_mesh_prepare(__func__, in, from, to, out, &t);
     if (result != DDP_OK && !out) return result;
-    ddp__tensor_route_find(&r, from, to);
-    if (result == DDP_OK) now = *in;
-    for (int i = 0; i < r.count; i++, now = next) {
-        next = now;
+    ddp__tensor_mesh_plan_make(&r, from, to);
+    if (result == DDP_OK) current = *in;
+    for (int i = 0; i < r.count; i++, current = next) {
+        next = current;
         next.data = i + 1 == r.count ? t.data : NULL;
-        result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent,
-                                        result);
+        result = ddp__tensor_mesh_step(&r, __func__, i, &current, &next, out != NULL, &total_plan, &max_sent,
+                                       result);
         if (result != DDP_OK && next.data != t.data) {
             ddp__tensor_device(group)->free(group, next.data);
             next.data = NULL;
         }
-        if (now.data != (in ? in->data : NULL)) ddp__tensor_device(group)->free(group, now.data);
+        if (current.data != (in ? in->data : NULL)) ddp__tensor_device(group)->free(group, current.data);
     }
-    if (result == DDP_OK && r.count == 0 && ddp__tensor_room(in) && (!out || t.data != in->data)) {
-        found.collective = "copy";
-        if (out) ddp__tensor_device(group)->copy(t.data, in->data, (size_t)ddp__tensor_room(in));
+    if (result == DDP_OK && r.count == 0 && ddp__tensor_bytes(in) && (!out || t.data != in->data)) {
+        total_plan.collective = "copy";
+        if (out) ddp__tensor_device(group)->copy(t.data, in->data, (size_t)ddp__tensor_bytes(in));
     }
-    if (out) result = ddp__tensor_put(group, out, &t, result);
-    if (plan && result == DDP_OK) *plan = found;
+    if (out) result = ddp__tensor_output_end(group, out, &t, result);
+    if (plan && result == DDP_OK) *plan = total_plan;
     return result;
 }
 
@@ -2571,15 +2666,16 @@ static const ddp_layer_kernels ddp__host_layers[2] = {
 };
 
 //== tensor-parallel context =============================================================== >>impl-tp-context
-/* The tensor-parallel context: workspace, argument checks, and the collectives that the layers use. */
+/* struct ddp_tp: the workspace that layers share, checks of arguments, and the collectives with
+   statistics that all layers call. ddp_tp_create and ddp_tp_destroy. */
 
 #define DDP__TP_FAIL(group, result, call, ...) ddp_fail_in(result, call, group, __VA_ARGS__)
 #define DDP__TP_NEED(tp, call, condition, ...)                                                  \
     do {                                                                                        \
         if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); \
     } while (0)
-#define DDP__TP_CHUNKS 64 /* chunk_count at most */
-#define DDP__TP_WORKS 4   /* pending collectives of one layer, at most */
+#define DDP__TP_MAX_CHUNKS 64 /* chunk_count at most */
+#define DDP__TP_MAX_PENDING 4 /* pending collectives of one layer, at most */
 
 struct ddp_tp {
     ddp_group *group;
@@ -2588,16 +2684,17 @@ struct ddp_tp {
     ddp_tp_desc desc;                 /* with every default resolved */
     int rank, world_size;
     size_t size; /* bytes of an element */
-    /* group memory, sized for the layer that needs most; its contents are valid only during a call */
-    unsigned char *workspace;
+    unsigned char
+        *workspace; /* group memory, as large as the largest layer needs; valid only during a call */
     size_t workspace_bytes;
-    size_t *counts; /* 2 world_size: of a call with counts, and its offsets */
+    size_t *counts; /* counts[world_size], then offsets[world_size] of an all_gather_v */
     ddp_tp_stats stats;
 };
 
-/* Collectives that are pending inside a call: works[0] is one that was early, the others are used in turn. */
+/* Collectives that are pending inside a call. works[0] belongs to an all-gather that starts before the chunks
+   (see ddp__tp_linear_backward_column); the chunks use the others in turn. */
 typedef struct ddp__tp_pending {
-    ddp_work works[DDP__TP_WORKS];
+    ddp_work works[DDP__TP_MAX_PENDING];
     int next;
 } ddp__tp_pending;
 
@@ -2611,27 +2708,28 @@ static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
     return (size_t)bytes;
 }
 
-static size_t ddp__tp_sum(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
+static size_t ddp__tp_add_bytes(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
 
 /* Element i of a buffer. */
 static void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) {
     return (unsigned char *)data + (size_t)i * tp->size;
 }
 
-/* The end of every create: all ranks agree, and the workspace has room for that many bytes. own: the result
-   so far. desc: what must be equal on all ranks. */
-static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call, ddp_result own,
-                                  const char *desc, size_t bytes) {
-    char what[280];
+/* Compares desc on all ranks, and grows the workspace to the largest `bytes` of any rank. After an error
+   of one rank, all ranks return an error. */
+static ddp_result ddp__tp_reserve_workspace(ddp_group *group, ddp_tp *tp, const char *call, ddp_result result,
+                                            const char *desc, size_t bytes) {
+    char description[280];
     void *larger = NULL;
     uint64_t largest = bytes;
-    if (own == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
-        own = DDP__TP_FAIL(
+    if (result == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
+        result = DDP__TP_FAIL(
             group, DDP_ERR_INVALID, call,
             "max_rows=%lld rows of these features do not fit in memory; use a smaller max_rows",
             (long long)tp->desc.max_rows);
-    snprintf(what, sizeof what, "%s %s", call, desc);
-    DDP_TRY(ddp_agree(group, call, own, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what));
+    snprintf(description, sizeof description, "%s %s", call, desc);
+    DDP_TRY(ddp_agree(group, call, result, ddp_hash(DDP_HASH_SEED, description, strlen(description)),
+                      description));
     DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 1, DDP_U64, DDP_OP_MAX, -1));
     if (largest <= tp->workspace_bytes) return DDP_OK;
     DDP_TRY(ddp_group_alloc(group, (size_t)largest, &larger));
@@ -2641,41 +2739,43 @@ static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call
     return DDP_OK;
 }
 
-/* *out: a copy of `made`, a layer of size_bytes, if all ranks have made theirs. */
-static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes,
-                               const void *made, size_t size_bytes, void **out) {
-    void *layer = own == DDP_OK ? ddp_host_alloc(tp->group, size_bytes) : NULL;
-    if (own == DDP_OK && !layer) own = DDP_ERR_NO_MEMORY;
-    own = ddp__tp_reserve(tp->group, tp, call, own, desc, bytes);
+/* The end of every layer's create. *out: an allocated copy of `layer`, if all ranks succeed; otherwise NULL.
+   result: this rank's error before this call. desc: text of the fields that must be equal on all ranks. */
+static ddp_result ddp__tp_finish_create(ddp_tp *tp, const char *call, ddp_result result, const char *desc,
+                                        size_t workspace_bytes, const void *layer, size_t layer_bytes,
+                                        void **out) {
+    void *copy = result == DDP_OK ? ddp_host_alloc(tp->group, layer_bytes) : NULL;
+    if (result == DDP_OK && !copy) result = DDP_ERR_NO_MEMORY;
+    result = ddp__tp_reserve_workspace(tp->group, tp, call, result, desc, workspace_bytes);
     *out = NULL;
-    if (own == DDP_OK)
-        *out = memcpy(layer, made, size_bytes);
+    if (result == DDP_OK)
+        *out = memcpy(copy, layer, layer_bytes);
     else
-        ddp_host_free(tp->group, layer);
-    return own;
+        ddp_host_free(tp->group, copy);
+    return result;
 }
 
-/* 1 = activations outside the pairs are sharded by rows; never for a group of one rank. */
-static int ddp__tp_cuts_rows(const ddp_tp *tp) { return tp->desc.sequence_parallel && tp->world_size > 1; }
-/* Rows of such an activation on this rank. */
-static int64_t ddp__tp_own_rows(const ddp_tp *tp, int64_t rows) {
-    return ddp__tp_cuts_rows(tp) ? rows / tp->world_size : rows;
+/* 1 = activations outside the column-row pairs are sharded by rows. Never for a group of one rank. */
+static int ddp__tp_shards_rows(const ddp_tp *tp) { return tp->desc.sequence_parallel && tp->world_size > 1; }
+/* Rows of an activation outside the pairs on this rank. */
+static int64_t ddp__tp_local_rows(const ddp_tp *tp, int64_t rows) {
+    return ddp__tp_shards_rows(tp) ? rows / tp->world_size : rows;
 }
 
 static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t rows) {
     DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows, "rows=%lld; use 0 to max_rows=%lld",
                  (long long)rows, (long long)tp->desc.max_rows);
     DDP__TP_NEED(
-        tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
+        tp, call, !ddp__tp_shards_rows(tp) || rows % tp->world_size == 0,
         "rows=%lld is not a multiple of %d ranks, which sequence_parallel needs; use %lld, the next multiple",
         (long long)rows, tp->world_size, (long long)((rows / tp->world_size + 1) * tp->world_size));
     return DDP_OK;
 }
 
-/* --- collectives, counted. Counts are elements; work NULL blocks. A group of one sends nothing and counts
-   nothing. --- */
+/* --- collectives that update ddp_tp_stats. Counts are elements. work NULL blocks. A group of one rank sends
+   nothing and is not counted. --- */
 
-static ddp_result ddp__tp_count(ddp_tp *tp, ddp_result result, double start, uint64_t elements) {
+static ddp_result ddp__tp_record(ddp_tp *tp, ddp_result result, double start, uint64_t elements) {
     tp->stats.comm_seconds += ddp_now() - start;
     if (result != DDP_OK || tp->world_size == 1) return result;
     tp->stats.collectives++;
@@ -2688,16 +2788,16 @@ static ddp_result ddp__tp_all_reduce(ddp_tp *tp, void *data, size_t count, ddp_o
     uint64_t others = (uint64_t)tp->world_size - 1, w = (uint64_t)tp->world_size;
     double start = ddp_now();
     if (tp->world_size == 1) return DDP_OK;
-    return ddp__tp_count(tp, ddp_all_reduce(tp->group, data, data, count, tp->desc.dtype, op, work), start,
-                         count / w * 2 * others + count % w * 2 * others / w);
+    return ddp__tp_record(tp, ddp_all_reduce(tp->group, data, data, count, tp->desc.dtype, op, work), start,
+                          count / w * 2 * others + count % w * 2 * others / w);
 }
 
 /* recv: send_count of every rank. In place: send == recv + rank * send_count. */
 static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, size_t send_count,
                                      ddp_work *work) {
     double start = ddp_now();
-    return ddp__tp_count(tp, ddp_all_gather(tp->group, send, recv, send_count, tp->desc.dtype, work), start,
-                         (uint64_t)send_count * ((uint64_t)tp->world_size - 1));
+    return ddp__tp_record(tp, ddp_all_gather(tp->group, send, recv, send_count, tp->desc.dtype, work), start,
+                          (uint64_t)send_count * ((uint64_t)tp->world_size - 1));
 }
 
 /* recv: recv_count of the sum of send, world_size times as many. In place: recv == send + rank *
@@ -2705,7 +2805,7 @@ static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, s
 static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count,
                                          ddp_work *work) {
     double start = ddp_now();
-    return ddp__tp_count(
+    return ddp__tp_record(
         tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, tp->desc.dtype, DDP_OP_SUM, work), start,
         (uint64_t)recv_count * ((uint64_t)tp->world_size - 1));
 }
@@ -2717,16 +2817,18 @@ static ddp_result ddp__tp_wait(ddp_tp *tp, ddp_work *work) {
     return result;
 }
 
-/* A work for the next collective; waits for the one that had it. */
+/* *work: for the next chunk's collective. Waits for the collective that used it before. */
 static ddp_result ddp__tp_next_work(ddp_tp *tp, ddp__tp_pending *pending, ddp_work **work) {
-    pending->next = pending->next % (DDP__TP_WORKS - 1) + 1;
+    pending->next = pending->next % (DDP__TP_MAX_PENDING - 1) + 1;
     *work = &pending->works[pending->next];
     return ddp__tp_wait(tp, *work);
 }
 
-/* Rows [first, first + rows) of own_rows, of every rank, to their places in full (world_size * own_rows,
-   width). Pending on return. */
-static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_rows, int64_t first,
+/* All-gathers one chunk: rows [first, first + rows) of each rank's local_rows. `full` is (world_size *
+   local_rows, width). Pending on return. Chunk 1 of 2, with 2 ranks:
+       rank 0  local [a0 a1]        full [ .  a1 | .  b1]
+       rank 1  local [b0 b1]                                */
+static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *local, int64_t local_rows, int64_t first,
                                       int64_t rows, int64_t width, void *full, ddp__tp_pending *pending,
                                       ddp_work **work) {
     size_t *offsets = tp->counts + tp->world_size, count = (size_t)(rows * width);
@@ -2734,16 +2836,16 @@ static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_r
     double start = ddp_now();
     for (int r = 0; r < tp->world_size; r++) {
         tp->counts[r] = count;
-        offsets[r] = (size_t)((r * own_rows + first) * width);
+        offsets[r] = (size_t)((r * local_rows + first) * width);
     }
-    return ddp__tp_count(tp,
-                         ddp_all_gather_v(tp->group, ddp__tp_at(tp, own, first * width), count, full,
-                                          tp->counts, offsets, tp->desc.dtype, *work),
-                         start, (uint64_t)count * ((uint64_t)tp->world_size - 1));
+    return ddp__tp_record(tp,
+                          ddp_all_gather_v(tp->group, ddp__tp_at(tp, local, first * width), count, full,
+                                           tp->counts, offsets, tp->desc.dtype, *work),
+                          start, (uint64_t)count * ((uint64_t)tp->world_size - 1));
 }
 
-/* After a failure of this rank, ends the wait of the other ranks. */
-static ddp_result ddp__tp_tell(const ddp_tp *tp, ddp_result result) {
+/* After an error of this rank inside a layer, poisons the group: the other ranks would wait for it. */
+static ddp_result ddp__tp_poison_on_error(const ddp_tp *tp, ddp_result result) {
     ddp_saved_error error = DDP_ZERO;
     if (result == DDP_OK || tp->world_size == 1) return result;
     ddp_error_save(&error, result);
@@ -2751,17 +2853,18 @@ static ddp_result ddp__tp_tell(const ddp_tp *tp, ddp_result result) {
     return ddp_error_restore(&error);
 }
 
-/* The end of a call: waits for everything that is pending. */
+/* The end of a call: waits for all pending collectives, also after an error. */
 static ddp_result ddp__tp_wait_all(ddp_tp *tp, ddp__tp_pending *pending, ddp_result result) {
     ddp_saved_error error = DDP_ZERO;
-    for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++) result = ddp__tp_wait(tp, &pending->works[i]);
+    for (int i = 0; i < DDP__TP_MAX_PENDING && result == DDP_OK; i++)
+        result = ddp__tp_wait(tp, &pending->works[i]);
     if (result == DDP_OK) return DDP_OK;
-    ddp_error_save(&error, ddp__tp_tell(tp, result));
-    for (int i = 0; i < DDP__TP_WORKS; i++) (void)ddp_wait(tp->group, &pending->works[i]);
+    ddp_error_save(&error, ddp__tp_poison_on_error(tp, result));
+    for (int i = 0; i < DDP__TP_MAX_PENDING; i++) (void)ddp_wait(tp->group, &pending->works[i]);
     return ddp_error_restore(&error);
 }
 
-static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp_tp_desc *d) {
+static ddp_result ddp__tp_resolve_desc(ddp_group *group, const ddp_tp_desc *desc, ddp_tp_desc *d) {
     const char *call = "ddp_tp_create";
     const ddp_layer_kernels *kernels = ddp_group_device(group)->layers;
     if (!desc) return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
@@ -2778,26 +2881,26 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
         return DDP__TP_FAIL(group, DDP_ERR_INVALID, call,
                             "max_rows=%lld; use the largest number of rows of an activation",
                             (long long)d->max_rows);
-    if (d->chunk_count < 0 || d->chunk_count > DDP__TP_CHUNKS)
+    if (d->chunk_count < 0 || d->chunk_count > DDP__TP_MAX_CHUNKS)
         return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "chunk_count=%d; use 0 to %d", d->chunk_count,
-                            DDP__TP_CHUNKS);
+                            DDP__TP_MAX_CHUNKS);
     return DDP_OK;
 }
 
-/* Starts as many collectives as a layer ever has in flight, so that the group allocates their state now and
-   not in a later call. */
+/* Starts as many collectives as a layer has in flight at most. The group allocates their state now, so that
+   layers allocate nothing later. */
 static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
     ddp__tp_pending pending = DDP_ZERO;
     ddp_result result = DDP_OK;
     memset(tp->counts, 0, 2 * (size_t)tp->world_size * sizeof *tp->counts);
-    for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++)
+    for (int i = 0; i < DDP__TP_MAX_PENDING && result == DDP_OK; i++)
         result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size,
                                   tp->desc.dtype, &pending.works[i]);
     return ddp__tp_wait_all(tp, &pending, result);
 }
 
 /* Fills in a context. */
-static ddp_result ddp__tp_set_up(ddp_tp *tp, const ddp_tp_desc *desc) {
+static ddp_result ddp__tp_init(ddp_tp *tp, const ddp_tp_desc *desc) {
     ddp_group *group = tp->group;
     ddp_gemm none = DDP_ZERO;
     tp->device = ddp_group_device(group);
@@ -2819,26 +2922,26 @@ static ddp_result ddp__tp_set_up(ddp_tp *tp, const ddp_tp_desc *desc) {
 
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_create);
-    char what[160];
+    char description[160];
     ddp_tp_desc d = DDP_ZERO;
     if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_create: %s is NULL", out ? "group" : "out");
     *out = NULL;
-    ddp_result result = ddp__tp_resolve(group, desc, &d);
+    ddp_result result = ddp__tp_resolve_desc(group, desc, &d);
     size_t size = sizeof(ddp_tp) + 2 * (size_t)ddp_world_size(group) * sizeof(size_t);
     ddp_tp *tp = (ddp_tp *)ddp_host_alloc(group, size);
     if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
     if (tp) {
         tp->group = group;
     }
-    if (result == DDP_OK) result = ddp__tp_set_up(tp, &d);
-    snprintf(what, sizeof what,
+    if (result == DDP_OK) result = ddp__tp_init(tp, &d);
+    snprintf(description, sizeof description,
              "dtype=%s max_rows=%lld sequence_parallel=%d chunk_count=%d accumulate_grads=%d",
              ddp_dtype_name(d.dtype), (long long)d.max_rows, d.sequence_parallel, d.chunk_count,
              d.accumulate_grads);
     /* of cross-entropy, which is not created */
     size_t bytes = ddp__tp_bytes(3, d.max_rows, ddp_dtype_size(d.dtype));
-    result = ddp__tp_reserve(group, tp, "ddp_tp_create", result, what,
-                             bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
+    result = ddp__tp_reserve_workspace(group, tp, "ddp_tp_create", result, description,
+                                       bytes > 64 * DDP__TP_MAX_PENDING ? bytes : 64 * DDP__TP_MAX_PENDING);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
     if (result == DDP_OK)
         *out = tp;
@@ -2870,52 +2973,52 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
 //== linear layers ========================================================================== >>impl-tp-linear
 /* Column and row linears. In sequence parallelism, collectives run in chunks next to the products. */
 
-#define DDP__LINEAR_PARTS 3
+#define DDP__TP_LINEAR_PARTS 3
 
 struct ddp_tp_linear {
     ddp_tp *tp;
     ddp_tp_linear_desc desc; /* with every default resolved */
     /* parts that are cut separately: 1; 3 of fused query, key, value; 2 of gate and up */
     int part_count;
-    int64_t part[DDP__LINEAR_PARTS]; /* features in each, over all ranks */
-    int64_t in, out;                 /* columns and rows of this rank's weight */
-    int64_t widest;                  /* the largest number of cut features of a rank */
+    int64_t part[DDP__TP_LINEAR_PARTS]; /* features in each, over all ranks */
+    int64_t in, out;                    /* columns and rows of this rank's weight */
+    int64_t widest;                     /* the largest number of cut features of a rank */
 };
 
 /* out (M, n) = in (M, k) by the weight, any of whose rows can be had alone: W transposed in forward, W for
    the gradient of inputs. */
-typedef struct ddp__linear_product {
+typedef struct ddp__tp_linear_product {
     const void *weight, *in;
     void *out;
     int64_t in_row, out_row; /* elements from row to row */
     int forward;
-} ddp__linear_product;
+} ddp__tp_linear_product;
 
 /* Memory for the gradients of weights. wanted: the same on every rank. A rank with an empty weight may pass
    NULL. */
-typedef struct ddp__linear_grads {
+typedef struct ddp__tp_linear_grads {
     int wanted;
     void *weight, *bias;
-} ddp__linear_grads;
+} ddp__tp_linear_grads;
 
 /* Returns the number of features of a part that a rank has. *global: the first of them among all features of
    the layer. *local: the first among this rank's. */
-static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global,
-                                 int64_t *local) {
+static int64_t ddp__tp_linear_shard(const ddp_tp_linear *l, int part, int rank, int64_t *global,
+                                    int64_t *local) {
     int64_t base = 0, before = 0, first, count;
     for (int p = 0; p < part; p++) {
         base += l->part[p];
-        before += ddp__tensor_cut(l->part[p], rank, l->tp->world_size, NULL);
+        before += ddp__tensor_shard_range(l->part[p], rank, l->tp->world_size, NULL);
     }
-    count = ddp__tensor_cut(l->part[part], rank, l->tp->world_size, &first);
+    count = ddp__tensor_shard_range(l->part[part], rank, l->tp->world_size, &first);
     if (global) *global = base + first;
     if (local) *local = before;
     return count;
 }
 
-static int64_t ddp__linear_features(const ddp_tp_linear *l, int rank) {
+static int64_t ddp__tp_linear_local_features(const ddp_tp_linear *l, int rank) {
     int64_t count = 0;
-    for (int p = 0; p < l->part_count; p++) count += ddp__linear_share(l, p, rank, NULL, NULL);
+    for (int p = 0; p < l->part_count; p++) count += ddp__tp_linear_shard(l, p, rank, NULL, NULL);
     return count;
 }
 
@@ -2924,8 +3027,8 @@ static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
 }
 
 /* Multiplies `rows` rows of `in`, from row `first` on, into out. */
-static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first,
-                                   int64_t rows, void *out) {
+static ddp_result ddp__tp_linear_multiply_rows(const ddp_tp_linear *l, const ddp__tp_linear_product *p,
+                                               int64_t first, int64_t rows, void *out) {
     const void *in = ddp__tp_at(l->tp, p->in, first * p->in_row);
     const int64_t n = p->forward ? l->out : l->in, k = p->forward ? l->in : l->out;
     const ddp_gemm g = {
@@ -2935,9 +3038,9 @@ static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_pro
 
 /* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and
    x are complete once pending's works[0] is. */
-static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, const void *x, int64_t x_row,
-                                        int64_t rows, const ddp__linear_grads *grads,
-                                        ddp__tp_pending *pending) {
+static ddp_result ddp__tp_linear_weight_grads(const ddp_tp_linear *l, const void *dy, const void *x,
+                                              int64_t x_row, int64_t rows, const ddp__tp_linear_grads *grads,
+                                              ddp__tp_pending *pending) {
     const ddp_tp *tp = l->tp;
     const ddp_gemm g = {l->out,
                         l->in,
@@ -2954,31 +3057,33 @@ static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, 
                         tp->desc.accumulate_grads};
     if (!grads->wanted) return DDP_OK;
     if (grads->bias)
-        DDP_TRY(ddp__tp_tell(
+        DDP_TRY(ddp__tp_poison_on_error(
             tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads, grads->bias)));
     DDP_TRY(ddp__tp_wait(l->tp, &pending->works[0]));
     return ddp__tp_multiply(tp, &g);
 }
 
-static ddp_result ddp__linear_add_bias(const ddp_tp_linear *l, void *y, int64_t y_row, const void *bias,
-                                       int64_t rows) {
-    return bias ? ddp__tp_tell(l->tp, l->tp->kernels->add_bias(rows, l->out, bias, y, y_row)) : DDP_OK;
+static ddp_result ddp__tp_linear_add_bias(const ddp_tp_linear *l, void *y, int64_t y_row, const void *bias,
+                                          int64_t rows) {
+    return bias ? ddp__tp_poison_on_error(l->tp, l->tp->kernels->add_bias(rows, l->out, bias, y, y_row))
+                : DDP_OK;
 }
 
 /* Copies from one slot per rank, (rows, widest), with that rank's features in its first columns, to (rows,
    all features). take: the other direction, for this rank only, without gaps between rows. */
-static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows,
-                                      int take) {
+static ddp_result ddp__tp_linear_copy_features(const ddp_tp_linear *l, const void *from, void *to,
+                                               int64_t rows, int take) {
     const ddp_tp *tp = l->tp;
-    int64_t total = 0, mine = ddp__linear_features(l, tp->rank), global, local;
+    int64_t total = 0, mine = ddp__tp_linear_local_features(l, tp->rank), global, local;
     for (int p = 0; p < l->part_count; p++) total += l->part[p];
     for (int r = take ? tp->rank : 0; r < (take ? tp->rank + 1 : tp->world_size); r++)
         for (int p = 0; p < l->part_count; p++) {
-            int64_t width = ddp__linear_share(l, p, r, &global, &local);
+            int64_t width = ddp__tp_linear_shard(l, p, r, &global, &local);
             const void *in = ddp__tp_at(tp, from, take ? global : r * rows * l->widest + local);
             void *out = ddp__tp_at(tp, to, take ? local : global);
-            DDP_TRY(ddp__tp_tell(tp, tp->kernels->copy_rows(rows, width, in, take ? total : l->widest, out,
-                                                            take ? mine : total)));
+            DDP_TRY(
+                ddp__tp_poison_on_error(tp, tp->kernels->copy_rows(rows, width, in, take ? total : l->widest,
+                                                                   out, take ? mine : total)));
         }
     return DDP_OK;
 }
@@ -2987,33 +3092,34 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
 
 /* The product where each rank has its own rows of `in`: p->in is (own_rows, in_row). All ranks' rows are
    gathered at `whole`, in rank order, and p->in points there afterwards. p->out NULL: gathers only. */
-static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, int64_t own_rows,
-                                       void *whole, ddp__tp_pending *pending) {
+static ddp_result ddp__tp_linear_multiply_gathered(const ddp_tp_linear *l, ddp__tp_linear_product *p,
+                                                   int64_t own_rows, void *whole, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int chunks = tp->desc.chunk_count;
     const void *own = p->in;
     ddp_work *work = NULL, *next = NULL;
-    int64_t first, rows = ddp__tensor_cut(own_rows, 0, chunks, &first), after, after_rows;
+    int64_t first, rows = ddp__tensor_shard_range(own_rows, 0, chunks, &first), after, after_rows;
     if (chunks == 1) {
         p->in = whole;
         DDP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), NULL));
-        return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
+        return p->out ? ddp__tp_linear_multiply_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
     if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, pending, &work));
     if (p->out)
-        DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, /* this rank's own rows are local */
-                                 ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
+        DDP_TRY(ddp__tp_linear_multiply_rows(l, p, 0, own_rows, /* this rank's own rows are local */
+                                             ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
     p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
-        after_rows = i + 1 < chunks ? ddp__tensor_cut(own_rows, i + 1, chunks, &after) : 0;
+        after_rows = i + 1 < chunks ? ddp__tensor_shard_range(own_rows, i + 1, chunks, &after) : 0;
         if (after_rows)
             DDP_TRY(
                 ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, pending, &next));
         DDP_TRY(ddp__tp_wait(tp, work));
         for (int64_t r = 0; r < tp->world_size && p->out; r++)
             if (r != tp->rank)
-                DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows,
-                                         ddp__tp_at(tp, p->out, (r * own_rows + first) * p->out_row)));
+                DDP_TRY(ddp__tp_linear_multiply_rows(
+                    l, p, r * own_rows + first, rows,
+                    ddp__tp_at(tp, p->out, (r * own_rows + first) * p->out_row)));
     }
     return DDP_OK;
 }
@@ -3021,21 +3127,21 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
 /* The product of all rows, summed over the ranks, chunk by chunk. Each rank receives all rows of p->out; or
    its own, where activations are cut by rows. Then pieces has memory for all rows: of each chunk, those of
    rank 0, rank 1, ... Pending on return. */
-static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows,
-                                      void *pieces, ddp__tp_pending *pending) {
+static ddp_result ddp__tp_linear_multiply_reduced(const ddp_tp_linear *l, const ddp__tp_linear_product *p,
+                                                  int64_t rows, void *pieces, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count,
-        shares = ddp__tp_cuts_rows(tp) ? tp->world_size : 1;
+        shares = ddp__tp_shards_rows(tp) ? tp->world_size : 1;
     for (int i = 0; i < chunks; i++) {
-        int64_t first, count = ddp__tensor_cut(rows / shares, i, chunks, &first);
+        int64_t first, count = ddp__tensor_shard_range(rows / shares, i, chunks, &first);
         size_t elements = (size_t)(count * p->out_row);
         void *out = ddp__tp_at(tp, p->out, first * p->out_row);
         void *sums = shares == 1 ? out : ddp__tp_at(tp, pieces, first * shares * p->out_row);
         ddp_work *work = NULL;
         if (!count) break;
         for (int64_t r = 0; r < shares; r++)
-            DDP_TRY(ddp__linear_rows(l, p, r * (rows / shares) + first, count,
-                                     ddp__tp_at(tp, sums, r * count * p->out_row)));
+            DDP_TRY(ddp__tp_linear_multiply_rows(l, p, r * (rows / shares) + first, count,
+                                                 ddp__tp_at(tp, sums, r * count * p->out_row)));
         if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
         if (shares > 1)
             DDP_TRY(ddp__tp_reduce_scatter(tp, sums, out, elements, work));
@@ -3047,73 +3153,75 @@ static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_
 
 /* The product of all rows, of this rank's features. bias: NULL, or added. With whole, p->out has the features
    of all ranks instead: each rank's product travels through its slot of the workspace. */
-static ddp_result ddp__linear_own_features(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias,
-                                           int64_t rows, int whole, ddp__tp_pending *pending) {
+static ddp_result ddp__tp_linear_multiply_features(const ddp_tp_linear *l, ddp__tp_linear_product *p,
+                                                   const void *bias, int64_t rows, int whole,
+                                                   ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     void *out = p->out;
     if (whole) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
     if (whole) p->out_row = l->widest;
-    if (ddp__tp_cuts_rows(tp))
-        DDP_TRY(ddp__linear_gathered(l, p, rows / tp->world_size, tp->workspace, pending));
+    if (ddp__tp_shards_rows(tp))
+        DDP_TRY(ddp__tp_linear_multiply_gathered(l, p, rows / tp->world_size, tp->workspace, pending));
     else if (p->out)
-        DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
-    DDP_TRY(ddp__linear_add_bias(l, p->out, p->out_row, bias, rows));
+        DDP_TRY(ddp__tp_linear_multiply_rows(l, p, 0, rows, p->out));
+    DDP_TRY(ddp__tp_linear_add_bias(l, p->out, p->out_row, bias, rows));
     if (!whole) return DDP_OK;
     DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
-    return ddp__linear_columns(l, tp->workspace, out, rows, 0);
+    return ddp__tp_linear_copy_features(l, tp->workspace, out, rows, 0);
 }
 
 /* --- column: y (M, out) = x W' + b --- */
 
-static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x,
-                                              int64_t rows, const ddp__linear_grads *grads,
-                                              ddp__tp_pending *pending) {
+static ddp_result ddp__tp_linear_backward_column(const ddp_tp_linear *l, ddp__tp_linear_product *p,
+                                                 const void *x, int64_t rows,
+                                                 const ddp__tp_linear_grads *grads,
+                                                 ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * l->in) * tp->size, 64);
     if (l->desc.gather_output && tp->world_size > 1) {
-        DDP_TRY(ddp__linear_columns(l, p->in, tp->workspace, rows, 1));
+        DDP_TRY(ddp__tp_linear_copy_features(l, p->in, tp->workspace, rows, 1));
         p->in = tp->workspace;
     }
     /* a rank without features may bring NULL in either case */
-    if (ddp__tp_cuts_rows(tp) && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) {
+    if (ddp__tp_shards_rows(tp) && (grads->wanted || !ddp__tp_linear_local_features(l, tp->world_size - 1))) {
         ddp_work *work = tp->desc.chunk_count > 1 ? &pending->works[0] : NULL;
         DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(rows / tp->world_size * l->in), work));
         x = tp->workspace;
     }
-    if (p->out) DDP_TRY(ddp__linear_reduced(l, p, rows, after, pending));
-    return ddp__linear_gradients(l, p->in, x, l->in, rows, grads, pending);
+    if (p->out) DDP_TRY(ddp__tp_linear_multiply_reduced(l, p, rows, after, pending));
+    return ddp__tp_linear_weight_grads(l, p->in, x, l->in, rows, grads, pending);
 }
 
 /* --- row: y (M, N) = x W' summed over the ranks, each of which has columns of x and W, + b --- */
 
 /* The input of a row linear. With scatter_input, this rank's columns of x. */
-static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_row) {
+static const void *ddp__tp_linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_row) {
     int64_t first = 0;
     *x_row = l->desc.scatter_input ? l->desc.in_features : l->in;
-    if (l->desc.scatter_input) (void)ddp__linear_share(l, 0, l->tp->rank, &first, NULL);
+    if (l->desc.scatter_input) (void)ddp__tp_linear_shard(l, 0, l->tp->rank, &first, NULL);
     return ddp__tp_at(l->tp, x, first);
 }
 
-static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x,
-                                           int64_t rows, const ddp__linear_grads *grads,
-                                           ddp__tp_pending *pending) {
+static ddp_result ddp__tp_linear_backward_row(const ddp_tp_linear *l, ddp__tp_linear_product *p,
+                                              const void *x, int64_t rows, const ddp__tp_linear_grads *grads,
+                                              ddp__tp_pending *pending) {
     int64_t x_row;
     int whole = l->desc.scatter_input && l->tp->world_size > 1 && p->out;
-    DDP_TRY(ddp__linear_own_features(l, p, NULL, rows, whole, pending));
-    x = ddp__linear_row_input(l, x, &x_row);
-    return ddp__linear_gradients(l, p->in, x, x_row, rows, grads, pending);
+    DDP_TRY(ddp__tp_linear_multiply_features(l, p, NULL, rows, whole, pending));
+    x = ddp__tp_linear_row_input(l, x, &x_row);
+    return ddp__tp_linear_weight_grads(l, p->in, x, x_row, rows, grads, pending);
 }
 
 /* --- creation --- */
 
 /* The multiple of the ranks that is nearest to n, at least one of each. */
-static int64_t ddp__linear_nearest(int64_t n, int64_t ranks) {
+static int64_t ddp__tp_nearest_multiple(int64_t n, int64_t ranks) {
     int64_t below = n / ranks * ranks;
     return below && n - below < below + ranks - n ? below : below + ranks;
 }
 
 /* Fused query, key and value: resolves heads, kv_heads and head_size, and sets l's parts. */
-static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) {
+static ddp_result ddp__tp_linear_resolve_heads(ddp_tp_linear *l, const char *call) {
     ddp_tp *tp = l->tp;
     ddp_tp_linear_desc *d = &l->desc;
     int64_t ranks = tp->world_size;
@@ -3124,16 +3232,16 @@ static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) 
                  d->heads, d->kv_heads);
     DDP__TP_NEED(tp, call, d->heads % ranks == 0,
                  "heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->heads,
-                 (long long)ranks, (long long)ddp__linear_nearest(d->heads, ranks));
+                 (long long)ranks, (long long)ddp__tp_nearest_multiple(d->heads, ranks));
     DDP__TP_NEED(tp, call, d->kv_heads % ranks == 0,
                  "kv_heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->kv_heads,
-                 (long long)ranks, (long long)ddp__linear_nearest(d->kv_heads, ranks));
+                 (long long)ranks, (long long)ddp__tp_nearest_multiple(d->kv_heads, ranks));
     DDP__TP_NEED(tp, call, d->heads % d->kv_heads == 0, "heads=%d is not a multiple of kv_heads=%d", d->heads,
                  d->kv_heads);
     DDP__TP_NEED(tp, call, d->head_size != 0 || d->in_features % d->heads == 0,
                  "in_features=%lld is not a multiple of heads=%d; set head_size, or use %lld features",
                  (long long)d->in_features, d->heads,
-                 (long long)ddp__linear_nearest(d->in_features, d->heads));
+                 (long long)ddp__tp_nearest_multiple(d->in_features, d->heads));
     if (d->head_size == 0) d->head_size = d->in_features / d->heads;
     DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24, "head_size=%lld; use 1 to 16777216",
                  (long long)d->head_size);
@@ -3149,7 +3257,7 @@ static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) 
     return DDP_OK;
 }
 
-static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
+static ddp_result ddp__tp_linear_resolve(ddp_tp_linear *l, const char *call) {
     ddp_tp *tp = l->tp;
     ddp_tp_linear_desc *d = &l->desc;
     DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN || d->split == DDP_TP_ROW,
@@ -3160,7 +3268,7 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
     DDP__TP_NEED(tp, call, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0),
                  "kv_heads=%d head_size=%lld with heads=0; set heads too", d->kv_heads,
                  (long long)d->head_size);
-    if (d->heads != 0) DDP_TRY(ddp__linear_resolve_heads(l, call));
+    if (d->heads != 0) DDP_TRY(ddp__tp_linear_resolve_heads(l, call));
     DDP__TP_NEED(tp, call, d->out_features > 0 && d->out_features <= INT64_C(1) << 60,
                  "out_features=%lld; use the number of rows of the global weight",
                  (long long)d->out_features);
@@ -3181,19 +3289,20 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
 }
 
 /* Resolves l from its tp, desc and parts (of gate and up). *bytes: of workspace. Not collective. */
-static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *bytes) {
+static ddp_result ddp__tp_linear_init(ddp_tp_linear *l, const char *call, size_t *bytes) {
     ddp_tp *tp = l->tp;
     const ddp_tp_linear_desc *d = &l->desc;
     int64_t rows = tp->desc.max_rows;
-    DDP_TRY(ddp__linear_resolve(l, call));
-    l->in = d->split == DDP_TP_ROW ? ddp__linear_features(l, tp->rank) : d->in_features;
-    l->out = d->split == DDP_TP_ROW ? d->out_features : ddp__linear_features(l, tp->rank);
-    l->widest = ddp__linear_features(l, 0);
+    DDP_TRY(ddp__tp_linear_resolve(l, call));
+    l->in = d->split == DDP_TP_ROW ? ddp__tp_linear_local_features(l, tp->rank) : d->in_features;
+    l->out = d->split == DDP_TP_ROW ? d->out_features : ddp__tp_linear_local_features(l, tp->rank);
+    l->widest = ddp__tp_linear_local_features(l, 0);
     *bytes = 0;
-    if (ddp__tp_cuts_rows(tp)) {
+    if (ddp__tp_shards_rows(tp)) {
         *bytes = ddp_round_up(
             ddp__tp_bytes(rows, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size), 64);
-        if (d->split == DDP_TP_COLUMN) *bytes = ddp__tp_sum(*bytes, *bytes); /* x, and the gradient of it */
+        if (d->split == DDP_TP_COLUMN)
+            *bytes = ddp__tp_add_bytes(*bytes, *bytes); /* x, and the gradient of it */
     } else if (tp->world_size > 1 && (d->gather_output || d->scatter_input))
         *bytes = ddp__tp_bytes(rows, l->widest, tp->size * (size_t)tp->world_size);
     return DDP_OK;
@@ -3213,14 +3322,14 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     if (!desc)
         result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
     else
-        result = ddp__linear_make(&made, __func__, &bytes);
+        result = ddp__tp_linear_init(&made, __func__, &bytes);
     snprintf(what, sizeof what,
              "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d "
              "heads=%d kv_heads=%d "
              "head_size=%lld",
              (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0,
              d->gather_output != 0, d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
-    result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &l);
+    result = ddp__tp_finish_create(tp, __func__, result, what, bytes, &made, sizeof made, &l);
     *out = (ddp_tp_linear *)l;
     return result;
 }
@@ -3233,8 +3342,8 @@ DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear) { return l
 DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) { return linear ? linear->out : 0; }
 
 /* The box of a weight (ndim 2) or of a bias (1). */
-static ddp_result ddp__linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim,
-                                  ddp_tensor_box *box) {
+static ddp_result ddp__tp_linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim,
+                                     ddp_tensor_box *box) {
     if (!l || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, l ? "box" : "linear");
     DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count,
                  "part=%d of a linear with %d parts; use 0 to parts - 1", part, l->part_count);
@@ -3245,20 +3354,20 @@ static ddp_result ddp__linear_box(const ddp_tp_linear *l, const char *call, int 
     box->ndim = ndim;
     box->global_shape[0] = box->shape[0] = l->desc.out_features;
     if (ndim == 2) box->global_shape[1] = box->shape[1] = l->desc.in_features;
-    if (cut < ndim) box->shape[cut] = ddp__linear_share(l, part, l->tp->rank, &box->offset[cut], NULL);
+    if (cut < ndim) box->shape[cut] = ddp__tp_linear_shard(l, part, l->tp->rank, &box->offset[cut], NULL);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box) {
-    return ddp__linear_box(linear, "ddp_tp_linear_weight_box", part, 2, box);
+    return ddp__tp_linear_box(linear, "ddp_tp_linear_weight_box", part, 2, box);
 }
 DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box) {
-    return ddp__linear_box(linear, "ddp_tp_linear_bias_box", part, 1, box);
+    return ddp__tp_linear_box(linear, "ddp_tp_linear_bias_box", part, 1, box);
 }
 
 /* A pointer may be NULL if it has no elements to point to. */
-static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight,
-                                    const void *x, int64_t rows, const char *y_name, const void *y) {
+static ddp_result ddp__tp_linear_check(const ddp_tp_linear *l, const char *call, const void *weight,
+                                       const void *x, int64_t rows, const char *y_name, const void *y) {
     DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
     DDP__TP_NEED(l->tp, call, weight || !l->in || !l->out, "%s", "weight is NULL");
     DDP__TP_NEED(l->tp, call, x || !rows || (!l->in && !l->desc.scatter_input), "%s", "x is NULL");
@@ -3266,55 +3375,56 @@ static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, co
     return DDP_OK;
 }
 
-static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, const void *bias, const void *x,
-                                      int64_t rows, void *y) {
+static ddp_result ddp__tp_linear_forward(ddp_tp_linear *l, const void *weight, const void *bias,
+                                         const void *x, int64_t rows, void *y) {
     ddp_tp *tp = l->tp;
-    ddp__linear_product p = {weight, x, y, l->in, l->out, 1};
+    ddp__tp_linear_product p = {weight, x, y, l->in, l->out, 1};
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(tp->group));
     if (l->desc.split == DDP_TP_COLUMN)
         return ddp__tp_wait_all(tp, &pending,
-                                ddp__linear_own_features(l, &p, bias, rows,
-                                                         l->desc.gather_output && tp->world_size > 1,
-                                                         &pending));
-    p.in = ddp__linear_row_input(l, x, &p.in_row);
-    DDP_TRY(ddp__tp_wait_all(tp, &pending, ddp__linear_reduced(l, &p, rows, tp->workspace, &pending)));
-    return ddp__linear_add_bias(l, y, l->out, bias, ddp__tp_own_rows(tp, rows));
+                                ddp__tp_linear_multiply_features(l, &p, bias, rows,
+                                                                 l->desc.gather_output && tp->world_size > 1,
+                                                                 &pending));
+    p.in = ddp__tp_linear_row_input(l, x, &p.in_row);
+    DDP_TRY(ddp__tp_wait_all(tp, &pending,
+                             ddp__tp_linear_multiply_reduced(l, &p, rows, tp->workspace, &pending)));
+    return ddp__tp_linear_add_bias(l, y, l->out, bias, ddp__tp_local_rows(tp, rows));
 }
 
-static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy,
-                                       int64_t rows, void *dx, const ddp__linear_grads *grads) {
-    ddp__linear_product p = {weight, dy, dx, l->out, l->in, 0};
+static ddp_result ddp__tp_linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy,
+                                          int64_t rows, void *dx, const ddp__tp_linear_grads *grads) {
+    ddp__tp_linear_product p = {weight, dy, dx, l->out, l->in, 0};
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(l->tp->group));
     return ddp__tp_wait_all(l->tp, &pending,
                             l->desc.split == DDP_TP_COLUMN
-                                ? ddp__linear_column_backward(l, &p, x, rows, grads, &pending)
-                                : ddp__linear_row_backward(l, &p, x, rows, grads, &pending));
+                                ? ddp__tp_linear_backward_column(l, &p, x, rows, grads, &pending)
+                                : ddp__tp_linear_backward_row(l, &p, x, rows, grads, &pending));
 }
 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
                                         const void *x, int64_t rows, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_linear_forward);
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
-    DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "y", y));
+    DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "y", y));
     DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->out,
                  "bias is %s, but no_bias=%d", bias ? "given" : "NULL", linear->desc.no_bias);
-    return ddp__linear_forward(linear, weight, bias, x, rows, y);
+    return ddp__tp_linear_forward(linear, weight, bias, x, rows, y);
 }
 
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
                                          const void *dy, int64_t rows, void *dx, void *weight_grad,
                                          void *bias_grad) {
     DDP_PUBLIC_CALL(ddp_tp_linear_backward);
-    const ddp__linear_grads grads = {weight_grad || bias_grad, weight_grad, bias_grad};
+    const ddp__tp_linear_grads grads = {weight_grad || bias_grad, weight_grad, bias_grad};
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
-    DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "dy", dy));
+    DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "dy", dy));
     DDP__TP_NEED(linear->tp, __func__, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out,
                  "bias_grad is %s, but no_bias=%d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
     DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->in || !linear->out, "%s",
                  "bias_grad is given, but weight_grad is NULL; pass both, or neither");
-    return ddp__linear_backward(linear, weight, x, dy, rows, dx, &grads);
+    return ddp__tp_linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
 //== MLP ======================================================================================= >>impl-tp-mlp
@@ -3327,11 +3437,11 @@ struct ddp_tp_mlp {
     size_t spare;
 };
 
-static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
+static int ddp__tp_mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
 
 /* Creates the two linears and lays out the tensors between them in the workspace: `between` is (rows,
    hidden); before the activation it is (rows, 2 hidden) if gated. */
-static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
+static ddp_result ddp__tp_mlp_init(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
     DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46,
@@ -3345,19 +3455,19 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
     m->column.tp = m->row.tp = tp;
     m->column.desc.split = DDP_TP_COLUMN;
     m->column.desc.in_features = m->row.desc.out_features = d->channels;
-    m->column.desc.out_features = ddp__mlp_gated(m) ? 2 * d->hidden : d->hidden;
+    m->column.desc.out_features = ddp__tp_mlp_gated(m) ? 2 * d->hidden : d->hidden;
     m->column.desc.no_bias = m->row.desc.no_bias = d->no_bias;
     m->row.desc.split = DDP_TP_ROW;
     m->row.desc.in_features = d->hidden;
-    if (ddp__mlp_gated(m)) {
+    if (ddp__tp_mlp_gated(m)) {
         m->column.part_count = 2;
         m->column.part[0] = m->column.part[1] = d->hidden;
     }
-    DDP_TRY(ddp__linear_make(&m->column, call, &column_bytes));
-    DDP_TRY(ddp__linear_make(&m->row, call, &row_bytes));
+    DDP_TRY(ddp__tp_linear_init(&m->column, call, &column_bytes));
+    DDP_TRY(ddp__tp_linear_init(&m->row, call, &row_bytes));
     m->spare = ddp_round_up(column_bytes > row_bytes ? column_bytes : row_bytes, 64);
-    *bytes = ddp__tp_sum(
-        m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__mlp_gated(m) ? 3 : 1) * tp->size));
+    *bytes = ddp__tp_add_bytes(
+        m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__tp_mlp_gated(m) ? 3 : 1) * tp->size));
     return DDP_OK;
 }
 
@@ -3373,11 +3483,11 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     if (!desc)
         result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
     else
-        result = ddp__mlp_make(&made, tp, __func__, &bytes);
+        result = ddp__tp_mlp_init(&made, tp, __func__, &bytes);
     snprintf(what, sizeof what, "channels=%lld hidden=%lld activation=%d no_bias=%d",
              (long long)made.desc.channels, (long long)made.desc.hidden, (int)made.desc.activation,
              made.desc.no_bias != 0);
-    result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &m);
+    result = ddp__tp_finish_create(tp, __func__, result, what, bytes, &made, sizeof made, &m);
     *out = (ddp_tp_mlp *)m;
     return result;
 }
@@ -3394,13 +3504,13 @@ DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which) {
     return !mlp || which < 0 || which > 1 ? NULL : which ? &mlp->row : &mlp->column;
 }
 
-static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const void *const weights[4],
-                                 const void *x, const void *saved, int64_t rows, const char *y_name,
-                                 const void *y) {
+static ddp_result ddp__tp_mlp_check(const ddp_tp_mlp *m, const char *call, const void *const weights[4],
+                                    const void *x, const void *saved, int64_t rows, const char *y_name,
+                                    const void *y) {
     const ddp_tp *tp = m->column.tp;
     DDP__TP_NEED(tp, call, weights, "%s", "weights is NULL");
-    DDP_TRY(ddp__linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
-    return ddp__linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
+    DDP_TRY(ddp__tp_linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
+    return ddp__tp_linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
 }
 
 /* saved: the output of the column linear, (rows, column.out), then that of the activation, (rows, row.in). */
@@ -3409,28 +3519,29 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
     DDP_PUBLIC_CALL(ddp_tp_mlp_forward);
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
     ddp_tp *tp = mlp->column.tp;
-    DDP_TRY(ddp__mlp_check(mlp, __func__, weights, x, saved, rows, "y", y));
+    DDP_TRY(ddp__tp_mlp_check(mlp, __func__, weights, x, saved, rows, "y", y));
     DDP__TP_NEED(tp, __func__,
                  (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out)
                      && !weights[3] == !!mlp->desc.no_bias,
                  "biases are %s and %s, but no_bias=%d", weights[1] ? "given" : "NULL",
                  weights[3] ? "given" : "NULL", mlp->desc.no_bias);
     void *act = ddp__tp_at(tp, saved, rows * mlp->column.out);
-    DDP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate(mlp->desc.activation, rows, mlp->row.in, saved, act)));
-    return ddp__linear_forward(&mlp->row, weights[2], weights[3], act, rows, y);
+    DDP_TRY(ddp__tp_linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
+    DDP_TRY(ddp__tp_poison_on_error(
+        tp, tp->kernels->activate(mlp->desc.activation, rows, mlp->row.in, saved, act)));
+    return ddp__tp_linear_forward(&mlp->row, weights[2], weights[3], act, rows, y);
 }
 
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                       const void *saved, const void *dy, int64_t rows, void *dx,
                                       void *const grads[4]) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_backward);
-    ddp__linear_grads to[2] = {{0, NULL, NULL}, {0, NULL, NULL}};
+    ddp__tp_linear_grads to[2] = {{0, NULL, NULL}, {0, NULL, NULL}};
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
     ddp_tp *tp = mlp->column.tp;
-    DDP_TRY(ddp__mlp_check(mlp, __func__, weights, x, saved, rows, "dy", dy));
+    DDP_TRY(ddp__tp_mlp_check(mlp, __func__, weights, x, saved, rows, "dy", dy));
     for (int i = 0; i < 2 && grads; i++) {
-        const ddp__linear_grads given = {1, grads[2 * i], grads[2 * i + 1]};
+        const ddp__tp_linear_grads given = {1, grads[2 * i], grads[2 * i + 1]};
         to[i] = given;
         DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.in,
                      "grads[%d] is %s and grads[%d] is %s, but no_bias=%d", 2 * i,
@@ -3438,12 +3549,12 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
                      mlp->desc.no_bias);
     }
     void *d_act = tp->workspace + mlp->spare;
-    void *d_in = ddp__mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.in) : d_act;
-    DDP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy,
-                                 rows, d_act, &to[1]));
-    DDP_TRY(ddp__tp_tell(
+    void *d_in = ddp__tp_mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.in) : d_act;
+    DDP_TRY(ddp__tp_linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy,
+                                    rows, d_act, &to[1]));
+    DDP_TRY(ddp__tp_poison_on_error(
         tp, tp->kernels->activate_backward(mlp->desc.activation, rows, mlp->row.in, saved, d_act, d_in)));
-    return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
+    return ddp__tp_linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
 //== embedding =========================================================================== >>impl-tp-embedding
@@ -3469,7 +3580,7 @@ static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *cal
     DDP__TP_NEED(tp, call, ddp__tp_bytes(d->padded_vocab, d->channels, tp->size) != SIZE_MAX,
                  "%lld rows of %lld channels do not fit in memory", (long long)d->padded_vocab,
                  (long long)d->channels);
-    e->count = ddp__tensor_cut(d->padded_vocab, tp->rank, tp->world_size, &e->first);
+    e->count = ddp__tensor_shard_range(d->padded_vocab, tp->rank, tp->world_size, &e->first);
     return DDP_OK;
 }
 
@@ -3483,10 +3594,11 @@ DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
         return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
     made.tp = tp;
     ddp_result result = ddp__tp_embedding_resolve(&made, __func__, desc);
-    size_t bytes = ddp__tp_cuts_rows(tp) ? ddp__tp_bytes(tp->desc.max_rows, made.desc.channels, tp->size) : 0;
+    size_t bytes = ddp__tp_shards_rows(tp) ? ddp__tp_bytes(tp->desc.max_rows, made.desc.channels, tp->size)
+                                           : 0;
     snprintf(what, sizeof what, "vocab=%lld padded_vocab=%lld channels=%lld", (long long)made.desc.vocab,
              (long long)made.desc.padded_vocab, (long long)made.desc.channels);
-    result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &layer);
+    result = ddp__tp_finish_create(tp, __func__, result, what, bytes, &made, sizeof made, &layer);
     *out = (ddp_tp_embedding *)layer;
     return result;
 }
@@ -3534,13 +3646,13 @@ DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const vo
                            embedding->first,
                            embedding->count,
                            weight,
-                           ddp__tp_cuts_rows(tp) ? tp->workspace : y};
+                           ddp__tp_shards_rows(tp) ? tp->workspace : y};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
     DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
     DDP_TRY(ddp_device_begin(tp->group));
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup(&op)));
-    if (ddp__tp_cuts_rows(tp))
+    DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->lookup(&op)));
+    if (ddp__tp_shards_rows(tp))
         return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), NULL);
     return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), DDP_OP_SUM, NULL);
 }
@@ -3555,17 +3667,17 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
                            tokens,
                            embedding->first,
                            embedding->count,
-                           ddp__tp_cuts_rows(tp) ? tp->workspace : dy,
+                           ddp__tp_shards_rows(tp) ? tp->workspace : dy,
                            weight_grad};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL",
                  dy || rows == 0 ? "weight_grad" : "dy");
     DDP_TRY(ddp_device_begin(tp->group));
-    if (ddp__tp_cuts_rows(tp) && rows)
+    if (ddp__tp_shards_rows(tp) && rows)
         DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), NULL));
     if (!tp->desc.accumulate_grads && embedding->count)
         tp->device->fill_zero(weight_grad, (size_t)(embedding->count * channels) * tp->size);
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup_backward(&op)));
+    DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->lookup_backward(&op)));
     return ddp_device_check(tp->group);
 }
 
@@ -3607,8 +3719,8 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, tp ? "desc" : "tp");
     DDP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
     op.rows = rows;
-    op.columns = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank,
-                                 tp->world_size, &op.first);
+    op.columns = ddp__tensor_shard_range(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank,
+                                         tp->world_size, &op.first);
     if (op.first < desc->vocab)
         op.count = desc->vocab - op.first < op.columns ? desc->vocab - op.first : op.columns;
     op.targets = targets;
@@ -3626,15 +3738,15 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     if (mean) *mean = 0;
     if (rows == 0) return DDP_OK;
     DDP_TRY(ddp_device_begin(tp->group));
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_max(&op)));
+    DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->loss_max(&op)));
     DDP_TRY(ddp__tp_all_reduce(tp, op.max, (size_t)rows, DDP_OP_MAX, NULL));
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_sum(&op)));
+    DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->loss_sum(&op)));
     DDP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, DDP_OP_SUM, NULL));
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_end(&op)));
+    DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->loss_end(&op)));
     /* what the host has waited for may have ended with the group */
     if (mean) DDP_TRY(ddp_group_status(tp->group));
     if (mean && counting) *mean = total / (double)counting;
-    return ddp__tp_tell(tp, ddp_device_check(tp->group));
+    return ddp__tp_poison_on_error(tp, ddp_device_check(tp->group));
 }
 
 //== norms ==================================================================================== >>impl-tp-norm
@@ -3669,8 +3781,8 @@ DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
     made.tp = tp;
     ddp_result result = ddp__tp_norm_resolve(tp, __func__, desc, &made.desc);
     snprintf(what, sizeof what, "channels=%lld rms=%d eps=%.17g", (long long)d->channels, d->rms, d->eps);
-    result = ddp__tp_make(tp, __func__, result, what, ddp__tp_bytes(2, d->channels, tp->size), &made,
-                          sizeof made, &layer);
+    result = ddp__tp_finish_create(tp, __func__, result, what, ddp__tp_bytes(2, d->channels, tp->size), &made,
+                                   sizeof made, &layer);
     *out = (ddp_tp_layer_norm *)layer;
     return result;
 }
@@ -3682,7 +3794,7 @@ DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm) {
 static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *call, const void *weight,
                                      const void *x, int64_t rows, const void *stats) {
     const ddp_tp *tp = norm->tp;
-    int64_t most = ddp__tp_own_rows(tp, tp->desc.max_rows);
+    int64_t most = ddp__tp_local_rows(tp, tp->desc.max_rows);
     DDP__TP_NEED(tp, call, rows >= 0 && rows <= most,
                  "rows=%lld; use 0 to %lld on this rank, as max_rows allows", (long long)rows,
                  (long long)most);
@@ -3701,7 +3813,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats,
                          y};
     DDP_TRY(ddp_device_begin(norm->tp->group));
-    return ddp__tp_tell(norm->tp, norm->tp->kernels->norm(&op));
+    return ddp__tp_poison_on_error(norm->tp, norm->tp->kernels->norm(&op));
 }
 
 /* In sequence parallelism every rank has other rows. Their gradients are summed over ranks before they are
@@ -3723,9 +3835,9 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
                                 : "one of weight_grad and bias_grad is NULL; pass both, or neither");
     DDP_TRY(ddp_device_begin(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->norm_backward(&op)));
+    DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->norm_backward(&op)));
     if (!weight_grad) return DDP_OK;
-    if (ddp__tp_cuts_rows(tp))
+    if (ddp__tp_shards_rows(tp))
         DDP_TRY(
             ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), DDP_OP_SUM, NULL));
     for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
@@ -3735,7 +3847,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
         else
             tp->device->add(grad, grad, from, (size_t)n, tp->desc.dtype);
     }
-    return ddp__tp_tell(tp, ddp_device_check(tp->group));
+    return ddp__tp_poison_on_error(tp, ddp_device_check(tp->group));
 }
 
 //== random numbers ========================================================================= >>impl-tp-random
@@ -3771,7 +3883,7 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
         op.rows = rows > 0;
     }
     DDP_TRY(ddp_device_begin(tp->group));
-    if (desc->rate > 0) return ddp__tp_tell(tp, tp->kernels->dropout(&op));
+    if (desc->rate > 0) return ddp__tp_poison_on_error(tp, tp->kernels->dropout(&op));
     if (x != y && rows && columns) tp->device->copy(y, x, (size_t)rows * (size_t)columns * tp->size);
     return ddp_device_check(tp->group);
 }
