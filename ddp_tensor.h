@@ -42,8 +42,8 @@ CONTENTS      (search for the tags)
     >>impl-tensor-boxes  >>impl-tensor-text  >>impl-tensor-layout  >>impl-tensor-plan
     >>impl-tensor-run  >>impl-tensor-root  >>impl-tensor-mesh
     >>impl-tp-math  >>impl-tp-gemm-kernel  >>impl-tp-kernels  >>impl-tp-gemm  >>impl-tp-context
-    >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss  >>impl-tp-norm
-    >>impl-tp-random  >>impl-public
+    >>impl-tp-linear  >>impl-tp-linear-passes  >>impl-tp-linear-create  >>impl-tp-mlp
+    >>impl-tp-vocab  >>impl-tp-norm  >>impl-tp-random  >>impl-public
 
 CONCEPTS
     Placement  The distribution of one global tensor over the W ranks of a group. REPLICATE: every rank has
@@ -2970,49 +2970,65 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
     tp->stats.workspace_bytes = tp->workspace_bytes;
 }
 
-//== linear layers ========================================================================== >>impl-tp-linear
-/* Column and row linears. In sequence parallelism, collectives run in chunks next to the products. */
+//== linear layers: products ================================================================ >>impl-tp-linear
+/* The products of column-parallel and row-parallel linears, with the collectives before or after them.
+   Called by forward and backward in the next section. W is (N, K); the ranks hold blocks of it:
+
+     COLUMN  rows of W       rank 0 [W0]      ROW  columns of W    rank 0 [W0 | ..]
+             (out features)  rank 1 [W1]           (in features)   rank 1 [.. | W1]
+
+     pass             input                          product        output
+     COLUMN forward   x; SP: rows all-gathered       y  = x W0'     this rank's features of y, all-gathered
+                                                                    with gather_output
+     COLUMN backward  dy: this rank's features       dx = dy W0     all-reduce; SP: reduce-scatter of rows
+                      x; SP: gathered again          dW0 = dy' x
+     ROW forward      x: this rank's features        y  = x W0'     all-reduce; SP: reduce-scatter of rows
+     ROW backward     dy; SP: rows all-gathered      dx = dy W0     this rank's features of dx, all-gathered
+                                                     dW0 = dy' x    with scatter_input
+
+   SP: sequence_parallel. With chunk_count > 1, rows travel in chunks during the product of other rows. */
 
 #define DDP__TP_LINEAR_PARTS 3
 
 struct ddp_tp_linear {
     ddp_tp *tp;
     ddp_tp_linear_desc desc; /* with every default resolved */
-    /* parts that are cut separately: 1; 3 of fused query, key, value; 2 of gate and up */
+    /* parts that are sharded separately: 1; 3 of fused query, key, value; 2 of gate and up */
     int part_count;
     int64_t part[DDP__TP_LINEAR_PARTS]; /* features in each, over all ranks */
-    int64_t in, out;                    /* columns and rows of this rank's weight */
-    int64_t widest;                     /* the largest number of cut features of a rank */
+    int64_t local_in, local_out;        /* columns and rows of this rank's weight */
+    int64_t max_local;                  /* sharded features of rank 0, which has the most */
 };
 
-/* out (M, n) = in (M, k) by the weight, any of whose rows can be had alone: W transposed in forward, W for
-   the gradient of inputs. */
+/* out (M, n) = in (M, k) times a block of the weight: W' in forward, W for the gradient of inputs. The
+   product of any rows can be computed separately. */
 typedef struct ddp__tp_linear_product {
     const void *weight, *in;
     void *out;
-    int64_t in_row, out_row; /* elements from row to row */
+    int64_t in_step, out_step; /* elements from row to row */
     int forward;
 } ddp__tp_linear_product;
 
-/* Memory for the gradients of weights. wanted: the same on every rank. A rank with an empty weight may pass
-   NULL. */
+/* Memory for the gradients of the weight and the bias. wanted: the same on every rank. A rank with an empty
+   weight may pass NULL. */
 typedef struct ddp__tp_linear_grads {
     int wanted;
     void *weight, *bias;
 } ddp__tp_linear_grads;
 
 /* Returns the number of features of a part that a rank has. *global: the first of them among all features of
-   the layer. *local: the first among this rank's. */
+   the layer. *local: the first among the rank's features. Query, key, value on 2 ranks:
+       layer    [q0 q1 | k0 k1 | v0 v1]       rank 1    [q1 | k1 | v1] */
 static int64_t ddp__tp_linear_shard(const ddp_tp_linear *l, int part, int rank, int64_t *global,
                                     int64_t *local) {
-    int64_t base = 0, before = 0, first, count;
+    int64_t global_part = 0, local_part = 0, first, count;
     for (int p = 0; p < part; p++) {
-        base += l->part[p];
-        before += ddp__tensor_shard_range(l->part[p], rank, l->tp->world_size, NULL);
+        global_part += l->part[p];
+        local_part += ddp__tensor_shard_range(l->part[p], rank, l->tp->world_size, NULL);
     }
     count = ddp__tensor_shard_range(l->part[part], rank, l->tp->world_size, &first);
-    if (global) *global = base + first;
-    if (local) *local = before;
+    if (global) *global = global_part + first;
+    if (local) *local = local_part;
     return count;
 }
 
@@ -3022,128 +3038,166 @@ static int64_t ddp__tp_linear_local_features(const ddp_tp_linear *l, int rank) {
     return count;
 }
 
+/* The features that are sharded, over all ranks. */
+static int64_t ddp__tp_linear_sharded_features(const ddp_tp_linear *l) {
+    return l->desc.split == DDP_TP_ROW ? l->desc.in_features : l->desc.out_features;
+}
+
+/* Empty products go to the kernel, which writes the zeros: the caller's gemm never sees one. */
 static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
     return g->m && g->n && g->k ? tp->desc.gemm(g, tp->desc.gemm_user) : tp->kernels->gemm(g, tp->group);
 }
 
-/* Multiplies `rows` rows of `in`, from row `first` on, into out. */
+/* Multiplies `rows` rows of p->in, starting at row `first`, into out. */
 static ddp_result ddp__tp_linear_multiply_rows(const ddp_tp_linear *l, const ddp__tp_linear_product *p,
                                                int64_t first, int64_t rows, void *out) {
-    const void *in = ddp__tp_at(l->tp, p->in, first * p->in_row);
-    const int64_t n = p->forward ? l->out : l->in, k = p->forward ? l->in : l->out;
-    const ddp_gemm g = {
-        rows, n, k, p->in_row, l->in, p->out_row, in, p->weight, out, l->tp->desc.dtype, 0, p->forward, 0};
+    ddp_gemm g = DDP_ZERO;
+    g.m = rows;
+    g.n = p->forward ? l->local_out : l->local_in;
+    g.k = p->forward ? l->local_in : l->local_out;
+    g.lda = p->in_step;
+    g.ldb = l->local_in;
+    g.ldc = p->out_step;
+    g.a = ddp__tp_at(l->tp, p->in, first * p->in_step);
+    g.b = p->weight;
+    g.c = out;
+    g.dtype = l->tp->desc.dtype;
+    g.trans_b = p->forward;
     return ddp__tp_multiply(l->tp, &g);
 }
 
-/* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and
-   x are complete once pending's works[0] is. */
+/* weight_grad (local_out, local_in) = dy' x over all rows, and bias_grad = the sum of dy's rows; with
+   accumulate_grads both are added. Waits for pending's works[0], which gathers x. */
 static ddp_result ddp__tp_linear_weight_grads(const ddp_tp_linear *l, const void *dy, const void *x,
-                                              int64_t x_row, int64_t rows, const ddp__tp_linear_grads *grads,
+                                              int64_t x_step, int64_t rows, const ddp__tp_linear_grads *grads,
                                               ddp__tp_pending *pending) {
     const ddp_tp *tp = l->tp;
-    const ddp_gemm g = {l->out,
-                        l->in,
-                        rows,
-                        l->out,
-                        x_row,
-                        l->in,
-                        dy,
-                        x,
-                        grads->weight,
-                        tp->desc.dtype,
-                        1,
-                        0,
-                        tp->desc.accumulate_grads};
+    const int accumulate = tp->desc.accumulate_grads;
+    ddp_gemm g = DDP_ZERO;
     if (!grads->wanted) return DDP_OK;
     if (grads->bias)
         DDP_TRY(ddp__tp_poison_on_error(
-            tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads, grads->bias)));
+            tp, tp->kernels->sum_rows(rows, l->local_out, dy, accumulate, grads->bias)));
     DDP_TRY(ddp__tp_wait(l->tp, &pending->works[0]));
+    g.m = l->local_out;
+    g.n = l->local_in;
+    g.k = rows;
+    g.lda = l->local_out;
+    g.ldb = x_step;
+    g.ldc = l->local_in;
+    g.a = dy;
+    g.b = x;
+    g.c = grads->weight;
+    g.dtype = tp->desc.dtype;
+    g.trans_a = 1;
+    g.accumulate = accumulate;
     return ddp__tp_multiply(tp, &g);
 }
 
-static ddp_result ddp__tp_linear_add_bias(const ddp_tp_linear *l, void *y, int64_t y_row, const void *bias,
+static ddp_result ddp__tp_linear_add_bias(const ddp_tp_linear *l, void *y, int64_t y_step, const void *bias,
                                           int64_t rows) {
-    return bias ? ddp__tp_poison_on_error(l->tp, l->tp->kernels->add_bias(rows, l->out, bias, y, y_row))
-                : DDP_OK;
+    if (!bias) return DDP_OK;
+    return ddp__tp_poison_on_error(l->tp, l->tp->kernels->add_bias(rows, l->local_out, bias, y, y_step));
 }
 
-/* Copies from one slot per rank, (rows, widest), with that rank's features in its first columns, to (rows,
-   all features). take: the other direction, for this rank only, without gaps between rows. */
-static ddp_result ddp__tp_linear_copy_features(const ddp_tp_linear *l, const void *from, void *to,
-                                               int64_t rows, int take) {
+/* Copies gathered features to rows of all features. slots has one slot per rank, (rows, max_local), with that
+   rank's features in its first columns. 2 rows, 3 features on 2 ranks:
+       slots  [a b / d e] [c . / f .]      full  [a b c / d e f] */
+static ddp_result ddp__tp_linear_join_features(const ddp_tp_linear *l, const void *slots, void *full,
+                                               int64_t rows) {
     const ddp_tp *tp = l->tp;
-    int64_t total = 0, mine = ddp__tp_linear_local_features(l, tp->rank), global, local;
-    for (int p = 0; p < l->part_count; p++) total += l->part[p];
-    for (int r = take ? tp->rank : 0; r < (take ? tp->rank + 1 : tp->world_size); r++)
+    int64_t global, local;
+    for (int r = 0; r < tp->world_size; r++)
         for (int p = 0; p < l->part_count; p++) {
-            int64_t width = ddp__tp_linear_shard(l, p, r, &global, &local);
-            const void *in = ddp__tp_at(tp, from, take ? global : r * rows * l->widest + local);
-            void *out = ddp__tp_at(tp, to, take ? local : global);
-            DDP_TRY(
-                ddp__tp_poison_on_error(tp, tp->kernels->copy_rows(rows, width, in, take ? total : l->widest,
-                                                                   out, take ? mine : total)));
+            int64_t count = ddp__tp_linear_shard(l, p, r, &global, &local);
+            DDP_TRY(ddp__tp_poison_on_error(
+                tp, tp->kernels->copy_rows(
+                        rows, count, ddp__tp_at(tp, slots, r * rows * l->max_local + local), l->max_local,
+                        ddp__tp_at(tp, full, global), ddp__tp_linear_sharded_features(l))));
         }
     return DDP_OK;
 }
 
-/* --- rows that are sent: own = M/t of them, or all M, in chunk_count pieces --- */
-
-/* The product where each rank has its own rows of `in`: p->in is (own_rows, in_row). All ranks' rows are
-   gathered at `whole`, in rank order, and p->in points there afterwards. p->out NULL: gathers only. */
-static ddp_result ddp__tp_linear_multiply_gathered(const ddp_tp_linear *l, ddp__tp_linear_product *p,
-                                                   int64_t own_rows, void *whole, ddp__tp_pending *pending) {
-    ddp_tp *tp = l->tp;
-    int chunks = tp->desc.chunk_count;
-    const void *own = p->in;
-    ddp_work *work = NULL, *next = NULL;
-    int64_t first, rows = ddp__tensor_shard_range(own_rows, 0, chunks, &first), after, after_rows;
-    if (chunks == 1) {
-        p->in = whole;
-        DDP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), NULL));
-        return p->out ? ddp__tp_linear_multiply_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
-    }
-    if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, pending, &work));
-    if (p->out)
-        DDP_TRY(ddp__tp_linear_multiply_rows(l, p, 0, own_rows, /* this rank's own rows are local */
-                                             ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
-    p->in = whole;
-    for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
-        after_rows = i + 1 < chunks ? ddp__tensor_shard_range(own_rows, i + 1, chunks, &after) : 0;
-        if (after_rows)
-            DDP_TRY(
-                ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, pending, &next));
-        DDP_TRY(ddp__tp_wait(tp, work));
-        for (int64_t r = 0; r < tp->world_size && p->out; r++)
-            if (r != tp->rank)
-                DDP_TRY(ddp__tp_linear_multiply_rows(
-                    l, p, r * own_rows + first, rows,
-                    ddp__tp_at(tp, p->out, (r * own_rows + first) * p->out_row)));
+/* Copies this rank's features of rows of all features, without gaps between rows. */
+static ddp_result ddp__tp_linear_slice_features(const ddp_tp_linear *l, const void *full, void *shard,
+                                                int64_t rows) {
+    const ddp_tp *tp = l->tp;
+    int64_t global, local, shard_step = ddp__tp_linear_local_features(l, tp->rank);
+    for (int p = 0; p < l->part_count; p++) {
+        int64_t count = ddp__tp_linear_shard(l, p, tp->rank, &global, &local);
+        DDP_TRY(
+            ddp__tp_poison_on_error(tp, tp->kernels->copy_rows(rows, count, ddp__tp_at(tp, full, global),
+                                                               ddp__tp_linear_sharded_features(l),
+                                                               ddp__tp_at(tp, shard, local), shard_step)));
     }
     return DDP_OK;
 }
 
-/* The product of all rows, summed over the ranks, chunk by chunk. Each rank receives all rows of p->out; or
-   its own, where activations are cut by rows. Then pieces has memory for all rows: of each chunk, those of
-   rank 0, rank 1, ... Pending on return. */
-static ddp_result ddp__tp_linear_multiply_reduced(const ddp_tp_linear *l, const ddp__tp_linear_product *p,
-                                                  int64_t rows, void *pieces, ddp__tp_pending *pending) {
+/* The product of all rows, where each rank has its own rows of `in`: p->in is (local_rows, in_step). All
+   ranks' rows are gathered at `gathered`, in rank order, and p->in points there afterwards. p->out NULL:
+   gathers only. 2 ranks with 2 rows each, 2 chunks, on rank 0:
+
+       all-gather  | chunk 0: x0 x2 | chunk 1: x1 x3 |              gathered  [x0 x1 x2 x3]
+       product     | own rows x0 x1 | row x2         | row x3 |               rank 0 rank 1 */
+static ddp_result ddp__tp_linear_multiply_gathered(const ddp_tp_linear *l, ddp__tp_linear_product *p,
+                                                   int64_t local_rows, void *gathered,
+                                                   ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
-    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count,
-        shares = ddp__tp_shards_rows(tp) ? tp->world_size : 1;
+    int chunks = tp->desc.chunk_count;
+    const void *local = p->in;
+    ddp_work *work = NULL, *next_work = NULL;
+    int64_t first, next_first, next_rows, rows = ddp__tensor_shard_range(local_rows, 0, chunks, &first);
+    if (chunks == 1) {
+        p->in = gathered;
+        DDP_TRY(ddp__tp_all_gather(tp, local, gathered, (size_t)(local_rows * p->in_step), NULL));
+        return p->out ? ddp__tp_linear_multiply_rows(l, p, 0, local_rows * tp->world_size, p->out) : DDP_OK;
+    }
+    if (rows)
+        DDP_TRY(
+            ddp__tp_gather_rows(tp, local, local_rows, first, rows, p->in_step, gathered, pending, &work));
+    if (p->out) /* this rank's own rows are there already */
+        DDP_TRY(ddp__tp_linear_multiply_rows(l, p, 0, local_rows,
+                                             ddp__tp_at(tp, p->out, tp->rank * local_rows * p->out_step)));
+    p->in = gathered;
+    for (int i = 0; rows; i++, work = next_work, first = next_first, rows = next_rows) {
+        next_rows = i + 1 < chunks ? ddp__tensor_shard_range(local_rows, i + 1, chunks, &next_first) : 0;
+        if (next_rows)
+            DDP_TRY(ddp__tp_gather_rows(tp, local, local_rows, next_first, next_rows, p->in_step, gathered,
+                                        pending, &next_work));
+        DDP_TRY(ddp__tp_wait(tp, work));
+        for (int64_t r = 0; r < tp->world_size && p->out; r++) {
+            int64_t row = r * local_rows + first;
+            if (r == tp->rank) continue;
+            DDP_TRY(ddp__tp_linear_multiply_rows(l, p, row, rows, ddp__tp_at(tp, p->out, row * p->out_step)));
+        }
+    }
+    return DDP_OK;
+}
+
+/* The product of all rows, summed over the ranks, chunk by chunk. Each rank receives all rows in p->out; in
+   sequence parallelism only its own. Then `partial` has memory for all rows: chunk by chunk, and in a chunk
+   the rows of rank 0, of rank 1, ... Pending on return. 2 ranks with 2 rows each, 2 chunks:
+
+       product         | y0 y2 | y1 y3                  |            partial  [y0 y2 | y1 y3]
+       reduce-scatter          | chunk 0: rank 0 has y0 | chunk 1: rank 0 has y1 |
+                               |          rank 1 has y2 |          rank 1 has y3 | */
+static ddp_result ddp__tp_linear_multiply_reduced(const ddp_tp_linear *l, const ddp__tp_linear_product *p,
+                                                  int64_t rows, void *partial, ddp__tp_pending *pending) {
+    ddp_tp *tp = l->tp;
+    const int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count;
+    const int shards = ddp__tp_shards_rows(tp) ? tp->world_size : 1;
     for (int i = 0; i < chunks; i++) {
-        int64_t first, count = ddp__tensor_shard_range(rows / shares, i, chunks, &first);
-        size_t elements = (size_t)(count * p->out_row);
-        void *out = ddp__tp_at(tp, p->out, first * p->out_row);
-        void *sums = shares == 1 ? out : ddp__tp_at(tp, pieces, first * shares * p->out_row);
+        int64_t first, count = ddp__tensor_shard_range(rows / shards, i, chunks, &first);
+        size_t elements = (size_t)(count * p->out_step);
+        void *out = ddp__tp_at(tp, p->out, first * p->out_step);
+        void *sums = shards == 1 ? out : ddp__tp_at(tp, partial, first * shards * p->out_step);
         ddp_work *work = NULL;
         if (!count) break;
-        for (int64_t r = 0; r < shares; r++)
-            DDP_TRY(ddp__tp_linear_multiply_rows(l, p, r * (rows / shares) + first, count,
-                                                 ddp__tp_at(tp, sums, r * count * p->out_row)));
+        for (int64_t r = 0; r < shards; r++)
+            DDP_TRY(ddp__tp_linear_multiply_rows(l, p, r * (rows / shards) + first, count,
+                                                 ddp__tp_at(tp, sums, r * count * p->out_step)));
         if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
-        if (shares > 1)
+        if (shards > 1)
             DDP_TRY(ddp__tp_reduce_scatter(tp, sums, out, elements, work));
         else
             DDP_TRY(ddp__tp_all_reduce(tp, out, elements, DDP_OP_SUM, work));
@@ -3151,68 +3205,147 @@ static ddp_result ddp__tp_linear_multiply_reduced(const ddp_tp_linear *l, const 
     return DDP_OK;
 }
 
-/* The product of all rows, of this rank's features. bias: NULL, or added. With whole, p->out has the features
-   of all ranks instead: each rank's product travels through its slot of the workspace. */
+/* The product of all rows, for this rank's features. bias: NULL, or added. With gather_features, p->out
+   has the features of all ranks instead: each rank writes its product to its slot of the workspace, and
+   the slots are gathered. */
 static ddp_result ddp__tp_linear_multiply_features(const ddp_tp_linear *l, ddp__tp_linear_product *p,
-                                                   const void *bias, int64_t rows, int whole,
+                                                   const void *bias, int64_t rows, int gather_features,
                                                    ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     void *out = p->out;
-    if (whole) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
-    if (whole) p->out_row = l->widest;
+    if (gather_features) {
+        p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->max_local);
+        p->out_step = l->max_local;
+    }
     if (ddp__tp_shards_rows(tp))
         DDP_TRY(ddp__tp_linear_multiply_gathered(l, p, rows / tp->world_size, tp->workspace, pending));
     else if (p->out)
         DDP_TRY(ddp__tp_linear_multiply_rows(l, p, 0, rows, p->out));
-    DDP_TRY(ddp__tp_linear_add_bias(l, p->out, p->out_row, bias, rows));
-    if (!whole) return DDP_OK;
-    DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
-    return ddp__tp_linear_copy_features(l, tp->workspace, out, rows, 0);
+    DDP_TRY(ddp__tp_linear_add_bias(l, p->out, p->out_step, bias, rows));
+    if (!gather_features) return DDP_OK;
+    DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->max_local), NULL));
+    return ddp__tp_linear_join_features(l, tp->workspace, out, rows);
 }
 
-/* --- column: y (M, out) = x W' + b --- */
+//== linear layers: forward and backward ============================================= >>impl-tp-linear-passes
+/* ddp_tp_linear_forward and ddp_tp_linear_backward: which products and collectives a column and a row linear
+   run. The MLP calls ddp__tp_linear_forward and _backward directly.
 
+   Workspace in sequence parallelism:     [rows of all ranks]
+       in a column linear's backward      [x of all ranks | partial dx]
+   With gather_output or scatter_input:   [slot of rank 0 | slot of rank 1 | ...] */
+
+/* A row linear's input. With scatter_input: this rank's columns of the full x. */
+static const void *ddp__tp_linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_step) {
+    int64_t first = 0;
+    *x_step = l->desc.scatter_input ? l->desc.in_features : l->local_in;
+    if (l->desc.scatter_input) (void)ddp__tp_linear_shard(l, 0, l->tp->rank, &first, NULL);
+    return ddp__tp_at(l->tp, x, first);
+}
+
+static ddp_result ddp__tp_linear_forward(ddp_tp_linear *l, const void *weight, const void *bias,
+                                         const void *x, int64_t rows, void *y) {
+    ddp_tp *tp = l->tp;
+    ddp__tp_linear_product p = {weight, x, y, l->local_in, l->local_out, 1};
+    ddp__tp_pending pending = DDP_ZERO;
+    ddp_result result;
+    DDP_TRY(ddp_device_begin(tp->group));
+    if (l->desc.split == DDP_TP_COLUMN) {
+        int gather_features = l->desc.gather_output && tp->world_size > 1;
+        result = ddp__tp_linear_multiply_features(l, &p, bias, rows, gather_features, &pending);
+        return ddp__tp_wait_all(tp, &pending, result);
+    }
+    p.in = ddp__tp_linear_row_input(l, x, &p.in_step);
+    result = ddp__tp_linear_multiply_reduced(l, &p, rows, tp->workspace, &pending);
+    DDP_TRY(ddp__tp_wait_all(tp, &pending, result));
+    return ddp__tp_linear_add_bias(l, y, l->local_out, bias, ddp__tp_local_rows(tp, rows));
+}
+
+/* In sequence parallelism x is gathered again for the weight's gradient, while dx is computed. */
 static ddp_result ddp__tp_linear_backward_column(const ddp_tp_linear *l, ddp__tp_linear_product *p,
                                                  const void *x, int64_t rows,
                                                  const ddp__tp_linear_grads *grads,
                                                  ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
-    unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * l->in) * tp->size, 64);
+    unsigned char *partial = tp->workspace + ddp_round_up((size_t)(rows * l->local_in) * tp->size, 64);
     if (l->desc.gather_output && tp->world_size > 1) {
-        DDP_TRY(ddp__tp_linear_copy_features(l, p->in, tp->workspace, rows, 1));
+        DDP_TRY(ddp__tp_linear_slice_features(l, p->in, tp->workspace, rows));
         p->in = tp->workspace;
     }
-    /* a rank without features may bring NULL in either case */
+    /* A rank without features may pass NULL gradients in any case, so `wanted` may differ there: if the last
+       rank has none, all ranks gather. */
     if (ddp__tp_shards_rows(tp) && (grads->wanted || !ddp__tp_linear_local_features(l, tp->world_size - 1))) {
         ddp_work *work = tp->desc.chunk_count > 1 ? &pending->works[0] : NULL;
-        DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(rows / tp->world_size * l->in), work));
+        size_t local_count = (size_t)(rows / tp->world_size * l->local_in);
+        DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, local_count, work));
         x = tp->workspace;
     }
-    if (p->out) DDP_TRY(ddp__tp_linear_multiply_reduced(l, p, rows, after, pending));
-    return ddp__tp_linear_weight_grads(l, p->in, x, l->in, rows, grads, pending);
-}
-
-/* --- row: y (M, N) = x W' summed over the ranks, each of which has columns of x and W, + b --- */
-
-/* The input of a row linear. With scatter_input, this rank's columns of x. */
-static const void *ddp__tp_linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_row) {
-    int64_t first = 0;
-    *x_row = l->desc.scatter_input ? l->desc.in_features : l->in;
-    if (l->desc.scatter_input) (void)ddp__tp_linear_shard(l, 0, l->tp->rank, &first, NULL);
-    return ddp__tp_at(l->tp, x, first);
+    if (p->out) DDP_TRY(ddp__tp_linear_multiply_reduced(l, p, rows, partial, pending));
+    return ddp__tp_linear_weight_grads(l, p->in, x, l->local_in, rows, grads, pending);
 }
 
 static ddp_result ddp__tp_linear_backward_row(const ddp_tp_linear *l, ddp__tp_linear_product *p,
                                               const void *x, int64_t rows, const ddp__tp_linear_grads *grads,
                                               ddp__tp_pending *pending) {
-    int64_t x_row;
-    int whole = l->desc.scatter_input && l->tp->world_size > 1 && p->out;
-    DDP_TRY(ddp__tp_linear_multiply_features(l, p, NULL, rows, whole, pending));
-    x = ddp__tp_linear_row_input(l, x, &x_row);
-    return ddp__tp_linear_weight_grads(l, p->in, x, x_row, rows, grads, pending);
+    int64_t x_step;
+    int gather_features = l->desc.scatter_input && l->tp->world_size > 1 && p->out;
+    DDP_TRY(ddp__tp_linear_multiply_features(l, p, NULL, rows, gather_features, pending));
+    x = ddp__tp_linear_row_input(l, x, &x_step);
+    return ddp__tp_linear_weight_grads(l, p->in, x, x_step, rows, grads, pending);
 }
 
-/* --- creation --- */
+static ddp_result ddp__tp_linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy,
+                                          int64_t rows, void *dx, const ddp__tp_linear_grads *grads) {
+    ddp__tp_linear_product p = {weight, dy, dx, l->local_out, l->local_in, 0};
+    ddp__tp_pending pending = DDP_ZERO;
+    ddp_result result;
+    DDP_TRY(ddp_device_begin(l->tp->group));
+    if (l->desc.split == DDP_TP_COLUMN)
+        result = ddp__tp_linear_backward_column(l, &p, x, rows, grads, &pending);
+    else
+        result = ddp__tp_linear_backward_row(l, &p, x, rows, grads, &pending);
+    return ddp__tp_wait_all(l->tp, &pending, result);
+}
+
+/* A pointer may be NULL if it has no elements to point to. */
+static ddp_result ddp__tp_linear_check(const ddp_tp_linear *l, const char *call, const void *weight,
+                                       const void *x, int64_t rows, const char *y_name, const void *y) {
+    DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
+    DDP__TP_NEED(l->tp, call, weight || !l->local_in || !l->local_out, "%s", "weight is NULL");
+    DDP__TP_NEED(l->tp, call, x || !rows || (!l->local_in && !l->desc.scatter_input), "%s", "x is NULL");
+    DDP__TP_NEED(l->tp, call, y || !rows || (!l->local_out && !l->desc.gather_output), "%s is NULL", y_name);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
+                                        const void *x, int64_t rows, void *y) {
+    DDP_PUBLIC_CALL(ddp_tp_linear_forward);
+    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
+    DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "y", y));
+    DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->local_out,
+                 "bias is %s, but no_bias=%d", bias ? "given" : "NULL", linear->desc.no_bias);
+    return ddp__tp_linear_forward(linear, weight, bias, x, rows, y);
+}
+
+DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
+                                         const void *dy, int64_t rows, void *dx, void *weight_grad,
+                                         void *bias_grad) {
+    DDP_PUBLIC_CALL(ddp_tp_linear_backward);
+    const ddp__tp_linear_grads grads = {weight_grad || bias_grad, weight_grad, bias_grad};
+    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
+    DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "dy", dy));
+    DDP__TP_NEED(linear->tp, __func__,
+                 !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->local_out,
+                 "bias_grad is %s, but no_bias=%d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
+    DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->local_in || !linear->local_out,
+                 "%s", "bias_grad is given, but weight_grad is NULL; pass both, or neither");
+    return ddp__tp_linear_backward(linear, weight, x, dy, rows, dx, &grads);
+}
+
+//== linear layers: creation ========================================================= >>impl-tp-linear-create
+/* ddp_tp_linear_create: resolves the desc into the features of this rank and the size of the workspace,
+   and compares it on all ranks. Boxes of weights and biases for checkpoints. The MLP calls
+   ddp__tp_linear_init. */
 
 /* The multiple of the ranks that is nearest to n, at least one of each. */
 static int64_t ddp__tp_nearest_multiple(int64_t n, int64_t ranks) {
@@ -3284,7 +3417,7 @@ static ddp_result ddp__tp_linear_resolve(ddp_tp_linear *l, const char *call) {
                  d->gather_output ? "gather_output" : "scatter_input");
     if (l->part_count) return DDP_OK;
     l->part_count = 1;
-    l->part[0] = d->split == DDP_TP_COLUMN ? d->out_features : d->in_features;
+    l->part[0] = ddp__tp_linear_sharded_features(l);
     return DDP_OK;
 }
 
@@ -3294,9 +3427,9 @@ static ddp_result ddp__tp_linear_init(ddp_tp_linear *l, const char *call, size_t
     const ddp_tp_linear_desc *d = &l->desc;
     int64_t rows = tp->desc.max_rows;
     DDP_TRY(ddp__tp_linear_resolve(l, call));
-    l->in = d->split == DDP_TP_ROW ? ddp__tp_linear_local_features(l, tp->rank) : d->in_features;
-    l->out = d->split == DDP_TP_ROW ? d->out_features : ddp__tp_linear_local_features(l, tp->rank);
-    l->widest = ddp__tp_linear_local_features(l, 0);
+    l->local_in = d->split == DDP_TP_ROW ? ddp__tp_linear_local_features(l, tp->rank) : d->in_features;
+    l->local_out = d->split == DDP_TP_ROW ? d->out_features : ddp__tp_linear_local_features(l, tp->rank);
+    l->max_local = ddp__tp_linear_local_features(l, 0);
     *bytes = 0;
     if (ddp__tp_shards_rows(tp)) {
         *bytes = ddp_round_up(
@@ -3304,33 +3437,33 @@ static ddp_result ddp__tp_linear_init(ddp_tp_linear *l, const char *call, size_t
         if (d->split == DDP_TP_COLUMN)
             *bytes = ddp__tp_add_bytes(*bytes, *bytes); /* x, and the gradient of it */
     } else if (tp->world_size > 1 && (d->gather_output || d->scatter_input))
-        *bytes = ddp__tp_bytes(rows, l->widest, tp->size * (size_t)tp->world_size);
+        *bytes = ddp__tp_bytes(rows, l->max_local, tp->size * (size_t)tp->world_size);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_linear_create);
-    char what[280];
-    ddp_tp_linear made = DDP_ZERO;
-    const ddp_tp_linear_desc *d = &made.desc;
-    void *l;
+    char fields[280];
+    ddp_tp_linear layer = DDP_ZERO;
+    const ddp_tp_linear_desc *d = &layer.desc;
+    void *created;
     size_t bytes = 0;
     ddp_result result;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
-    made.tp = tp;
-    if (desc) made.desc = *desc;
+    layer.tp = tp;
+    if (desc) layer.desc = *desc;
     if (!desc)
         result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
     else
-        result = ddp__tp_linear_init(&made, __func__, &bytes);
-    snprintf(what, sizeof what,
+        result = ddp__tp_linear_init(&layer, __func__, &bytes);
+    snprintf(fields, sizeof fields,
              "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d "
              "heads=%d kv_heads=%d "
              "head_size=%lld",
              (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0,
              d->gather_output != 0, d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
-    result = ddp__tp_finish_create(tp, __func__, result, what, bytes, &made, sizeof made, &l);
-    *out = (ddp_tp_linear *)l;
+    result = ddp__tp_finish_create(tp, __func__, result, fields, bytes, &layer, sizeof layer, &created);
+    *out = (ddp_tp_linear *)created;
     return result;
 }
 
@@ -3338,8 +3471,12 @@ DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear) {
     if (linear) ddp_host_free(linear->tp->group, linear);
 }
 
-DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear) { return linear ? linear->in : 0; }
-DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) { return linear ? linear->out : 0; }
+DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear) {
+    return linear ? linear->local_in : 0;
+}
+DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) {
+    return linear ? linear->local_out : 0;
+}
 
 /* The box of a weight (ndim 2) or of a bias (1). */
 static ddp_result ddp__tp_linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim,
@@ -3365,82 +3502,22 @@ DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, 
     return ddp__tp_linear_box(linear, "ddp_tp_linear_bias_box", part, 1, box);
 }
 
-/* A pointer may be NULL if it has no elements to point to. */
-static ddp_result ddp__tp_linear_check(const ddp_tp_linear *l, const char *call, const void *weight,
-                                       const void *x, int64_t rows, const char *y_name, const void *y) {
-    DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
-    DDP__TP_NEED(l->tp, call, weight || !l->in || !l->out, "%s", "weight is NULL");
-    DDP__TP_NEED(l->tp, call, x || !rows || (!l->in && !l->desc.scatter_input), "%s", "x is NULL");
-    DDP__TP_NEED(l->tp, call, y || !rows || (!l->out && !l->desc.gather_output), "%s is NULL", y_name);
-    return DDP_OK;
-}
-
-static ddp_result ddp__tp_linear_forward(ddp_tp_linear *l, const void *weight, const void *bias,
-                                         const void *x, int64_t rows, void *y) {
-    ddp_tp *tp = l->tp;
-    ddp__tp_linear_product p = {weight, x, y, l->in, l->out, 1};
-    ddp__tp_pending pending = DDP_ZERO;
-    DDP_TRY(ddp_device_begin(tp->group));
-    if (l->desc.split == DDP_TP_COLUMN)
-        return ddp__tp_wait_all(tp, &pending,
-                                ddp__tp_linear_multiply_features(l, &p, bias, rows,
-                                                                 l->desc.gather_output && tp->world_size > 1,
-                                                                 &pending));
-    p.in = ddp__tp_linear_row_input(l, x, &p.in_row);
-    DDP_TRY(ddp__tp_wait_all(tp, &pending,
-                             ddp__tp_linear_multiply_reduced(l, &p, rows, tp->workspace, &pending)));
-    return ddp__tp_linear_add_bias(l, y, l->out, bias, ddp__tp_local_rows(tp, rows));
-}
-
-static ddp_result ddp__tp_linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy,
-                                          int64_t rows, void *dx, const ddp__tp_linear_grads *grads) {
-    ddp__tp_linear_product p = {weight, dy, dx, l->out, l->in, 0};
-    ddp__tp_pending pending = DDP_ZERO;
-    DDP_TRY(ddp_device_begin(l->tp->group));
-    return ddp__tp_wait_all(l->tp, &pending,
-                            l->desc.split == DDP_TP_COLUMN
-                                ? ddp__tp_linear_backward_column(l, &p, x, rows, grads, &pending)
-                                : ddp__tp_linear_backward_row(l, &p, x, rows, grads, &pending));
-}
-
-DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
-                                        const void *x, int64_t rows, void *y) {
-    DDP_PUBLIC_CALL(ddp_tp_linear_forward);
-    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
-    DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "y", y));
-    DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->out,
-                 "bias is %s, but no_bias=%d", bias ? "given" : "NULL", linear->desc.no_bias);
-    return ddp__tp_linear_forward(linear, weight, bias, x, rows, y);
-}
-
-DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
-                                         const void *dy, int64_t rows, void *dx, void *weight_grad,
-                                         void *bias_grad) {
-    DDP_PUBLIC_CALL(ddp_tp_linear_backward);
-    const ddp__tp_linear_grads grads = {weight_grad || bias_grad, weight_grad, bias_grad};
-    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
-    DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "dy", dy));
-    DDP__TP_NEED(linear->tp, __func__, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out,
-                 "bias_grad is %s, but no_bias=%d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
-    DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->in || !linear->out, "%s",
-                 "bias_grad is given, but weight_grad is NULL; pass both, or neither");
-    return ddp__tp_linear_backward(linear, weight, x, dy, rows, dx, &grads);
-}
-
 //== MLP ======================================================================================= >>impl-tp-mlp
-/* A column linear, the activation, and a row linear. */
+/* ddp_tp_mlp: a column linear, the activation, and a row linear. Between them nothing is sent: each rank has
+   the hidden features that its weights produce.
+       forward     x --column--> h (rows, hidden/t) --activation--> a --row--> y         saved = [h | a]
+       backward    dx <-column-- dh <--------------activation------ da <-row-- dy        workspace: [da | dh]
+   Gated: h and dh have 2 hidden/t columns, the gate and the up projection. Otherwise dh overwrites da. */
 
 struct ddp_tp_mlp {
     ddp_tp_mlp_desc desc;
     ddp_tp_linear column, row;
-    /* offset in the workspace after that of the two linears: the gradient of the tensor between them */
-    size_t spare;
+    size_t grad_offset; /* of da and dh in the workspace, after the part that the linears use */
 };
 
 static int ddp__tp_mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
 
-/* Creates the two linears and lays out the tensors between them in the workspace: `between` is (rows,
-   hidden); before the activation it is (rows, 2 hidden) if gated. */
+/* Initialises the two linears. *bytes: of the workspace, with da and dh. */
 static ddp_result ddp__tp_mlp_init(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
@@ -3465,30 +3542,30 @@ static ddp_result ddp__tp_mlp_init(ddp_tp_mlp *m, ddp_tp *tp, const char *call, 
     }
     DDP_TRY(ddp__tp_linear_init(&m->column, call, &column_bytes));
     DDP_TRY(ddp__tp_linear_init(&m->row, call, &row_bytes));
-    m->spare = ddp_round_up(column_bytes > row_bytes ? column_bytes : row_bytes, 64);
-    *bytes = ddp__tp_add_bytes(
-        m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__tp_mlp_gated(m) ? 3 : 1) * tp->size));
+    m->grad_offset = ddp_round_up(column_bytes > row_bytes ? column_bytes : row_bytes, 64);
+    *bytes = ddp__tp_add_bytes(m->grad_offset, ddp__tp_bytes(tp->desc.max_rows, m->row.max_local,
+                                                             (ddp__tp_mlp_gated(m) ? 3 : 1) * tp->size));
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_create);
-    char what[160];
-    ddp_tp_mlp made = DDP_ZERO;
+    char fields[160];
+    ddp_tp_mlp layer = DDP_ZERO;
     ddp_result result;
-    void *m;
+    void *created;
     size_t bytes = 0;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
-    if (desc) made.desc = *desc;
+    if (desc) layer.desc = *desc;
     if (!desc)
         result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
     else
-        result = ddp__tp_mlp_init(&made, tp, __func__, &bytes);
-    snprintf(what, sizeof what, "channels=%lld hidden=%lld activation=%d no_bias=%d",
-             (long long)made.desc.channels, (long long)made.desc.hidden, (int)made.desc.activation,
-             made.desc.no_bias != 0);
-    result = ddp__tp_finish_create(tp, __func__, result, what, bytes, &made, sizeof made, &m);
-    *out = (ddp_tp_mlp *)m;
+        result = ddp__tp_mlp_init(&layer, tp, __func__, &bytes);
+    snprintf(fields, sizeof fields, "channels=%lld hidden=%lld activation=%d no_bias=%d",
+             (long long)layer.desc.channels, (long long)layer.desc.hidden, (int)layer.desc.activation,
+             layer.desc.no_bias != 0);
+    result = ddp__tp_finish_create(tp, __func__, result, fields, bytes, &layer, sizeof layer, &created);
+    *out = (ddp_tp_mlp *)created;
     return result;
 }
 
@@ -3497,11 +3574,12 @@ DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp) {
 }
 
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows) {
-    return mlp && rows > 0 ? (size_t)rows * (size_t)(mlp->column.out + mlp->row.in) : 0;
+    return mlp && rows > 0 ? (size_t)rows * (size_t)(mlp->column.local_out + mlp->row.local_in) : 0;
 }
 
 DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which) {
-    return !mlp || which < 0 || which > 1 ? NULL : which ? &mlp->row : &mlp->column;
+    if (!mlp || which < 0 || which > 1) return NULL;
+    return which ? &mlp->row : &mlp->column;
 }
 
 static ddp_result ddp__tp_mlp_check(const ddp_tp_mlp *m, const char *call, const void *const weights[4],
@@ -3513,7 +3591,8 @@ static ddp_result ddp__tp_mlp_check(const ddp_tp_mlp *m, const char *call, const
     return ddp__tp_linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
 }
 
-/* saved: the output of the column linear, (rows, column.out), then that of the activation, (rows, row.in). */
+/* saved: the output of the column linear, (rows, column.local_out), then that of the activation, (rows,
+   row.local_in). */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                      int64_t rows, void *saved, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_forward);
@@ -3521,14 +3600,14 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
     ddp_tp *tp = mlp->column.tp;
     DDP_TRY(ddp__tp_mlp_check(mlp, __func__, weights, x, saved, rows, "y", y));
     DDP__TP_NEED(tp, __func__,
-                 (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out)
+                 (!weights[1] == !!mlp->desc.no_bias || !mlp->column.local_out)
                      && !weights[3] == !!mlp->desc.no_bias,
                  "biases are %s and %s, but no_bias=%d", weights[1] ? "given" : "NULL",
                  weights[3] ? "given" : "NULL", mlp->desc.no_bias);
-    void *act = ddp__tp_at(tp, saved, rows * mlp->column.out);
+    void *act = ddp__tp_at(tp, saved, rows * mlp->column.local_out);
     DDP_TRY(ddp__tp_linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
     DDP_TRY(ddp__tp_poison_on_error(
-        tp, tp->kernels->activate(mlp->desc.activation, rows, mlp->row.in, saved, act)));
+        tp, tp->kernels->activate(mlp->desc.activation, rows, mlp->row.local_in, saved, act)));
     return ddp__tp_linear_forward(&mlp->row, weights[2], weights[3], act, rows, y);
 }
 
@@ -3543,22 +3622,31 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     for (int i = 0; i < 2 && grads; i++) {
         const ddp__tp_linear_grads given = {1, grads[2 * i], grads[2 * i + 1]};
         to[i] = given;
-        DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.in,
+        DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.local_in,
                      "grads[%d] is %s and grads[%d] is %s, but no_bias=%d", 2 * i,
                      given.weight ? "given" : "NULL", 2 * i + 1, given.bias ? "given" : "NULL",
                      mlp->desc.no_bias);
     }
-    void *d_act = tp->workspace + mlp->spare;
-    void *d_in = ddp__tp_mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.in) : d_act;
-    DDP_TRY(ddp__tp_linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy,
-                                    rows, d_act, &to[1]));
-    DDP_TRY(ddp__tp_poison_on_error(
-        tp, tp->kernels->activate_backward(mlp->desc.activation, rows, mlp->row.in, saved, d_act, d_in)));
+    void *d_act = tp->workspace + mlp->grad_offset;
+    void *d_in = ddp__tp_mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.local_in) : d_act;
+    DDP_TRY(ddp__tp_linear_backward(
+        &mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.local_out), dy, rows, d_act, &to[1]));
+    DDP_TRY(
+        ddp__tp_poison_on_error(tp, tp->kernels->activate_backward(mlp->desc.activation, rows,
+                                                                   mlp->row.local_in, saved, d_act, d_in)));
     return ddp__tp_linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
-//== embedding =========================================================================== >>impl-tp-embedding
-/* An embedding whose rows (vocabulary) are split over the ranks. */
+//== embedding and cross-entropy ============================================================ >>impl-tp-vocab
+/* Vocabulary-parallel layers, as in Megatron-LM. Rank r has the rows of the embedding table, and the columns
+   of the logits, for words [first, first + count).
+
+     embedding       each rank looks up its own words, the others are rows of zeros. The sum is the output:
+                     all-reduce, or reduce-scatter of rows in sequence parallelism.
+                         tokens  7 2 5       rank 0 (words 0 to 3)  [ 0  e2  0 ]     sum  [ e7 e2 e5 ]
+                                             rank 1 (words 4 to 7)  [ e7  0  e5]
+     cross-entropy   all-reduce MAX of the largest logits, then one all-reduce SUM of the exponentials and of
+                     the targets' logits. See the kernel loss_max. */
 
 struct ddp_tp_embedding {
     ddp_tp *tp;
@@ -3587,19 +3675,19 @@ static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *cal
 DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
                                           const ddp_tp_embedding_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_embedding_create);
-    ddp_tp_embedding made = DDP_ZERO;
-    char what[160];
-    void *layer;
+    ddp_tp_embedding layer = DDP_ZERO;
+    char fields[160];
+    void *created;
     if (!out || !tp)
         return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
-    made.tp = tp;
-    ddp_result result = ddp__tp_embedding_resolve(&made, __func__, desc);
-    size_t bytes = ddp__tp_shards_rows(tp) ? ddp__tp_bytes(tp->desc.max_rows, made.desc.channels, tp->size)
+    layer.tp = tp;
+    ddp_result result = ddp__tp_embedding_resolve(&layer, __func__, desc);
+    size_t bytes = ddp__tp_shards_rows(tp) ? ddp__tp_bytes(tp->desc.max_rows, layer.desc.channels, tp->size)
                                            : 0;
-    snprintf(what, sizeof what, "vocab=%lld padded_vocab=%lld channels=%lld", (long long)made.desc.vocab,
-             (long long)made.desc.padded_vocab, (long long)made.desc.channels);
-    result = ddp__tp_finish_create(tp, __func__, result, what, bytes, &made, sizeof made, &layer);
-    *out = (ddp_tp_embedding *)layer;
+    snprintf(fields, sizeof fields, "vocab=%lld padded_vocab=%lld channels=%lld", (long long)layer.desc.vocab,
+             (long long)layer.desc.padded_vocab, (long long)layer.desc.channels);
+    result = ddp__tp_finish_create(tp, __func__, result, fields, bytes, &layer, sizeof layer, &created);
+    *out = (ddp_tp_embedding *)created;
     return result;
 }
 
@@ -3620,7 +3708,7 @@ DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_te
     return DDP_OK;
 }
 
-/* Rows and tokens are the same on every rank, and therefore an error is too. */
+/* Rows and tokens are the same on every rank. Therefore an error occurs on all ranks, or on none. */
 static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, const char *call,
                                           const int32_t *tokens, int64_t rows) {
     const ddp_tp *tp = embedding->tp;
@@ -3633,7 +3721,6 @@ static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, con
     return DDP_OK;
 }
 
-/* The sum over ranks is the whole. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight,
                                            const int32_t *tokens, int64_t rows, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_embedding_forward);
@@ -3681,12 +3768,10 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
     return ddp_device_check(tp->group);
 }
 
-//== cross-entropy ============================================================================ >>impl-tp-loss
-/* Cross-entropy of logits whose columns (vocabulary) are split over the ranks. */
-
-/* The arguments are the same on every rank, and therefore an error is too. *counting: rows not ignored. */
+/* The arguments are the same on every rank, and therefore errors are too. *counted_rows: rows that are not
+   ignored. */
 static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc,
-                                     const int32_t *targets, int64_t rows, int64_t *counting) {
+                                     const int32_t *targets, int64_t rows, int64_t *counted_rows) {
     int64_t ignore = desc->ignore_index ? desc->ignore_index : -100;
     DDP__TP_NEED(tp, call, desc->vocab > 0, "vocab=%lld; use a positive number", (long long)desc->vocab);
     DDP__TP_NEED(tp, call, desc->padded_vocab == 0 || desc->padded_vocab >= desc->vocab,
@@ -3698,10 +3783,10 @@ static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const d
                  "scale=%g; use a finite number", desc->scale);
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
     DDP__TP_NEED(tp, call, targets || rows == 0, "%s", "targets is NULL");
-    *counting = 0;
+    *counted_rows = 0;
     for (int64_t i = 0; i < rows; i++) {
         if (targets[i] == ignore) continue;
-        ++*counting;
+        ++*counted_rows;
         DDP__TP_NEED(tp, call, targets[i] >= 0 && targets[i] < desc->vocab,
                      "targets[%lld]=%d; use 0 to %lld, or ignore_index=%lld", (long long)i, (int)targets[i],
                      (long long)desc->vocab - 1, (long long)ignore);
@@ -3715,9 +3800,9 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     DDP_PUBLIC_CALL(ddp_tp_cross_entropy);
     ddp_loss op = DDP_ZERO;
     double total = 0;
-    int64_t counting = 0;
+    int64_t counted_rows = 0;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, tp ? "desc" : "tp");
-    DDP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
+    DDP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counted_rows));
     op.rows = rows;
     op.columns = ddp__tensor_shard_range(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank,
                                          tp->world_size, &op.first);
@@ -3727,7 +3812,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     op.ignore = desc->ignore_index ? desc->ignore_index : -100;
     op.z_loss = desc->z_loss;
     op.scale = desc->scale;
-    if (op.scale == 0 && counting) op.scale = 1 / (double)counting;
+    if (op.scale == 0 && counted_rows) op.scale = 1 / (double)counted_rows;
     op.total = mean ? &total : NULL;
     op.logits = logits;
     op.max = tp->workspace;                            /* (rows) */
@@ -3743,14 +3828,15 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->loss_sum(&op)));
     DDP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, DDP_OP_SUM, NULL));
     DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->loss_end(&op)));
-    /* what the host has waited for may have ended with the group */
+    /* the host has waited for the device, meanwhile the group may have failed */
     if (mean) DDP_TRY(ddp_group_status(tp->group));
-    if (mean && counting) *mean = total / (double)counting;
+    if (mean && counted_rows) *mean = total / (double)counted_rows;
     return ddp__tp_poison_on_error(tp, ddp_device_check(tp->group));
 }
 
 //== norms ==================================================================================== >>impl-tp-norm
-/* Layer norm and RMS norm of the last dimension. */
+/* Layer norm and RMS norm of the last dimension. In sequence parallelism every rank normalises other rows, so
+   the gradients of weight and bias are summed over the ranks. */
 
 struct ddp_tp_layer_norm {
     ddp_tp *tp;
@@ -3772,18 +3858,18 @@ static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const char *call, const
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
                                            const ddp_tp_layer_norm_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_layer_norm_create);
-    ddp_tp_layer_norm made = DDP_ZERO;
-    const ddp_tp_layer_norm_desc *d = &made.desc;
-    char what[160];
-    void *layer;
+    ddp_tp_layer_norm layer = DDP_ZERO;
+    const ddp_tp_layer_norm_desc *d = &layer.desc;
+    char fields[160];
+    void *created;
     if (!out || !tp)
         return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
-    made.tp = tp;
-    ddp_result result = ddp__tp_norm_resolve(tp, __func__, desc, &made.desc);
-    snprintf(what, sizeof what, "channels=%lld rms=%d eps=%.17g", (long long)d->channels, d->rms, d->eps);
-    result = ddp__tp_finish_create(tp, __func__, result, what, ddp__tp_bytes(2, d->channels, tp->size), &made,
-                                   sizeof made, &layer);
-    *out = (ddp_tp_layer_norm *)layer;
+    layer.tp = tp;
+    ddp_result result = ddp__tp_norm_resolve(tp, __func__, desc, &layer.desc);
+    snprintf(fields, sizeof fields, "channels=%lld rms=%d eps=%.17g", (long long)d->channels, d->rms, d->eps);
+    result = ddp__tp_finish_create(tp, __func__, result, fields, ddp__tp_bytes(2, d->channels, tp->size),
+                                   &layer, sizeof layer, &created);
+    *out = (ddp_tp_layer_norm *)created;
     return result;
 }
 
@@ -3794,10 +3880,10 @@ DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm) {
 static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *call, const void *weight,
                                      const void *x, int64_t rows, const void *stats) {
     const ddp_tp *tp = norm->tp;
-    int64_t most = ddp__tp_local_rows(tp, tp->desc.max_rows);
-    DDP__TP_NEED(tp, call, rows >= 0 && rows <= most,
+    int64_t max_rows = ddp__tp_local_rows(tp, tp->desc.max_rows);
+    DDP__TP_NEED(tp, call, rows >= 0 && rows <= max_rows,
                  "rows=%lld; use 0 to %lld on this rank, as max_rows allows", (long long)rows,
-                 (long long)most);
+                 (long long)max_rows);
     DDP__TP_NEED(tp, call, weight, "%s", "weight is NULL");
     DDP__TP_NEED(tp, call, (x && stats) || rows == 0, "%s is NULL", x ? "stats" : "x");
     return DDP_OK;
@@ -3816,7 +3902,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     return ddp__tp_poison_on_error(norm->tp, norm->tp->kernels->norm(&op));
 }
 
-/* In sequence parallelism every rank has other rows. Their gradients are summed over ranks before they are
+/* The gradients are summed in the workspace first: over the rows, then over the ranks. Only the result is
    written or added to the caller's gradients. */
 DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
                                              const void *stats, const void *dy, int64_t rows, void *dx,
@@ -3840,8 +3926,8 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     if (ddp__tp_shards_rows(tp))
         DDP_TRY(
             ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), DDP_OP_SUM, NULL));
-    for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
-        void *grad = which ? bias_grad : weight_grad, *from = tp->workspace + (size_t)which * bytes;
+    for (int i = 0; i < (bias_grad ? 2 : 1); i++) {
+        void *grad = i ? bias_grad : weight_grad, *from = tp->workspace + (size_t)i * bytes;
         if (!tp->desc.accumulate_grads)
             tp->device->copy(grad, from, bytes);
         else
@@ -3851,7 +3937,8 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
 }
 
 //== random numbers ========================================================================= >>impl-tp-random
-/* Dropout and normal values. Each element depends on its global position, not on the number of ranks. */
+/* ddp_tp_dropout and ddp_tensor_init_normal. The random number of an element depends only on its position
+   in the global tensor, not on the number of ranks. */
 
 DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows,
                                  int64_t columns, void *y) {
@@ -3888,8 +3975,8 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
     return ddp_device_check(tp->group);
 }
 
-/* A standard normal value for one element (Box and Muller 1958): of u in (0, 1] and v in [0, 1), 53 bits
-   each. */
+/* A standard normal value for one element, from u in (0, 1] and v in [0, 1) with 53 bits each (Box and Muller
+   1958). */
 static double ddp__tp_normal(uint64_t key, uint64_t index) {
     const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
     uint32_t w[4] = {(uint32_t)index, (uint32_t)(index >> 32), DDP__TP_STREAM_NORMAL, 0};
@@ -3901,23 +3988,24 @@ static double ddp__tp_normal(uint64_t key, uint64_t index) {
     return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
 }
 
-/* Rows of the last dimension, one after the other: where each begins in the global tensor. */
+/* Fills the box row by row of its last dimension. `element` is the position of a row's first element in the
+   global tensor. */
 static void ddp__tp_init_rows(const ddp_tensor_box *b, ddp_dtype dtype, uint64_t key, double mean,
                               double deviation, void *out, size_t count) {
     int last = b->ndim - 1;
-    int64_t at[DDP_MAX_NDIM] = {0}, row = b->ndim ? b->shape[last] : 1;
+    int64_t index_in_box[DDP_MAX_NDIM] = {0}, row = b->ndim ? b->shape[last] : 1;
     for (size_t done = 0; done < count; done += (size_t)row) {
-        uint64_t index = 0;
+        uint64_t element = 0;
         for (int d = 0; d < b->ndim; d++)
-            index = index * (uint64_t)b->global_shape[d] + (uint64_t)(b->offset[d] + at[d]);
+            element = element * (uint64_t)b->global_shape[d] + (uint64_t)(b->offset[d] + index_in_box[d]);
         for (size_t j = 0; j < (size_t)row; j++) {
-            double value = mean + deviation * ddp__tp_normal(key, index + j);
+            double value = mean + deviation * ddp__tp_normal(key, element + j);
             if (dtype == DDP_F32)
                 ((float *)out)[done + j] = (float)value;
             else
                 ((double *)out)[done + j] = value;
         }
-        for (int d = last - 1; d >= 0 && ++at[d] == b->shape[d]; d--) at[d] = 0;
+        for (int d = last - 1; d >= 0 && ++index_in_box[d] == b->shape[d]; d--) index_in_box[d] = 0;
     }
 }
 
