@@ -1212,8 +1212,10 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     if (!size_bytes) return DDP__TENSOR_BAD(group, "size_bytes is NULL");
     size_t size = ddp_dtype_size(tensor->dtype), length;
     int n = tensor->ndim;
-    int64_t rows = n > 1 ? tensor->shape[n - 2] : 1, columns = n > 0 ? tensor->shape[n - 1] : 1;
-    int shown_rows = rows < 4 ? (int)rows : 4, shown_columns = columns < 8 ? (int)columns : 8;
+    int64_t rows = n > 1 ? tensor->shape[n - 2] : 1;
+    int64_t columns = n > 0 ? tensor->shape[n - 1] : 1;
+    int shown_rows = rows < 4 ? (int)rows : 4;
+    int shown_columns = columns < 8 ? (int)columns : 8;
     if (group && ddp_world_size(group) > 1)
         ddp__tensor_append(summary, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
     ddp__tensor_append(summary, "%s %s %s\n", ddp_dtype_name(tensor->dtype),
@@ -1778,7 +1780,8 @@ static ddp_result ddp__tensor_root_exchange_shards(const ddp__tensor_transfer *t
 static ddp_result ddp__tensor_root_exchange(const ddp__tensor_transfer *tr, int root, int gathers,
                                             ddp_tensor *whole, ddp_tensor *part, char *workspace) {
     const ddp_device *device = ddp__tensor_device(tr->group);
-    ddp_tensor *from = gathers ? part : whole, *to = gathers ? whole : part;
+    ddp_tensor *from = gathers ? part : whole;
+    ddp_tensor *to = gathers ? whole : part;
     size_t count = (size_t)ddp__tensor_shape_count(tr->ndim, tr->global), bytes = count * tr->element_size;
     if (bytes == 0) return DDP_OK;
     if (tr->to > 0 && tr->world_size > 1)
@@ -2314,8 +2317,10 @@ static __attribute__((noinline)) void ddp__real(gemm_run)(const ddp_gemm *g) {
         nc = DDP__GEMM_NC_BYTES / DDP__GEMM_NR_BYTES * nr
     };
     /* element (i, k) of A: a[i * a_row + k * a_step]; element (k, j) of B: b[k * b_row + j * b_step] */
-    const int64_t a_row = g->trans_a ? 1 : g->lda, a_step = g->trans_a ? g->lda : 1;
-    const int64_t b_row = g->trans_b ? 1 : g->ldb, b_step = g->trans_b ? g->ldb : 1;
+    const int64_t a_row = g->trans_a ? 1 : g->lda;
+    const int64_t a_step = g->trans_a ? g->lda : 1;
+    const int64_t b_row = g->trans_b ? 1 : g->ldb;
+    const int64_t b_step = g->trans_b ? g->ldb : 1;
     const DDP__REAL *a = (const DDP__REAL *)g->a, *b = (const DDP__REAL *)g->b;
     DDP__REAL packed_a[DDP__GEMM_MC * kc] __attribute__((aligned(64)));
     DDP__REAL packed_b[nc * kc] __attribute__((aligned(64)));
@@ -2595,7 +2600,8 @@ static ddp_result ddp__real(norm_backward)(const ddp_norm_backward *op) {
 
 static ddp_result ddp__gemm_check(const ddp_gemm *g) {
     DDP__GEMM_NEED(g, "gemm is NULL");
-    const int64_t a_columns = g->trans_a ? g->m : g->k, b_columns = g->trans_b ? g->k : g->n;
+    const int64_t a_columns = g->trans_a ? g->m : g->k;
+    const int64_t b_columns = g->trans_b ? g->k : g->n;
     DDP__GEMM_NEED(g->m >= 0 && g->n >= 0 && g->k >= 0, "m=%lld n=%lld k=%lld; use 0 or more",
                    (long long)g->m, (long long)g->n, (long long)g->k);
     DDP__GEMM_NEED(g->dtype == DDP_F32 || g->dtype == DDP_F64, "dtype=%s (%d); use f32 or f64",
@@ -2638,7 +2644,8 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
     DDP_TRY(ddp__gemm_check(g));
     if (ddp__gemm_empty(g)) return DDP_OK;
     const int64_t sizes[6] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc};
-    CBLAS_TRANSPOSE ta = g->trans_a ? CblasTrans : CblasNoTrans, tb = g->trans_b ? CblasTrans : CblasNoTrans;
+    CBLAS_TRANSPOSE ta = g->trans_a ? CblasTrans : CblasNoTrans;
+    CBLAS_TRANSPOSE tb = g->trans_b ? CblasTrans : CblasNoTrans;
     for (int i = 0; i < 6; i++)
         DDP__GEMM_NEED(sizes[i] <= 2147483647,
                        "%s=%lld exceeds the CBLAS limit of 2147483647; set desc.gemm to ddp_gemm_builtin",
