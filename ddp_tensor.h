@@ -2172,6 +2172,8 @@ static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int 
         for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
 }
 
+static inline int64_t ddp__tp_min(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* Block sizes of matrix products, see >>impl-tp-gemm-kernel. */
 #if defined(__AVX512F__)
 #define DDP__GEMM_VECTOR 64 /* bytes */
@@ -2325,12 +2327,12 @@ static __attribute__((noinline)) void ddp__real(gemm_run)(const ddp_gemm *g) {
     DDP__REAL packed_a[DDP__GEMM_MC * kc] __attribute__((aligned(64)));
     DDP__REAL packed_b[nc * kc] __attribute__((aligned(64)));
     for (int64_t j = 0; j < g->n; j += nc) {
-        const int64_t columns = g->n - j < nc ? g->n - j : nc;
+        const int64_t columns = ddp__tp_min(g->n - j, nc);
         for (int64_t k = 0; k < g->k; k += kc) {
-            const int64_t depth = g->k - k < kc ? g->k - k : kc;
+            const int64_t depth = ddp__tp_min(g->k - k, kc);
             ddp__real(gemm_pack)(nr, packed_b, columns, depth, b + k * b_row + j * b_step, b_step, b_row);
             for (int64_t i = 0; i < g->m; i += DDP__GEMM_MC) {
-                const int64_t rows = g->m - i < DDP__GEMM_MC ? g->m - i : DDP__GEMM_MC;
+                const int64_t rows = ddp__tp_min(g->m - i, DDP__GEMM_MC);
                 DDP__REAL *c = (DDP__REAL *)g->c + i * g->ldc + j;
                 ddp__real(gemm_pack)(DDP__GEMM_MR, packed_a, rows, depth, a + i * a_row + k * a_step, a_row,
                                      a_step);
