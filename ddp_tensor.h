@@ -623,7 +623,7 @@ extern "C" {
 #else
 #define DDP__TENSOR_THREAD _Thread_local
 #endif
-#define DDP__TENSOR_BAD(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
+#define DDP__TENSOR_INVALID(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
 //== tensor memory ====================================================================== >>impl-tensor-memory
 /* ddp_tensor_create, _free, _view, _slice, _fill and _copy, and the checks of tensors that all calls share. A
@@ -826,7 +826,7 @@ static void ddp__tensor_fill_encoded(ddp_group *group, const ddp_tensor *t, cons
 
 DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
                                     const int64_t *shape) {
-    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
+    if (!out) return DDP__TENSOR_INVALID(group, "out is NULL");
     return ddp__tensor_alloc(__func__, group, "out", out, dtype, ndim, shape);
 }
 
@@ -842,11 +842,11 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     ddp__tensor_text a, b;
     int64_t count, known;
     int inferred = -1;
-    if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
+    if (!out) return DDP__TENSOR_INVALID(NULL, "out is NULL");
     DDP_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
     if (ndim < 0 || ndim > DDP_MAX_NDIM)
-        return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
-    if (ndim && !shape) return DDP__TENSOR_BAD(NULL, "shape is NULL");
+        return DDP__TENSOR_INVALID(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
+    if (ndim && !shape) return DDP__TENSOR_INVALID(NULL, "shape is NULL");
     t.data = in->data;
     t.dtype = in->dtype;
     t.ndim = ndim;
@@ -854,7 +854,7 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
         t.shape[i] = shape[i];
         if (shape[i] != -1) continue;
         if (inferred >= 0)
-            return DDP__TENSOR_BAD(NULL, "shape[%d] and shape[%d] are both -1; use -1 once", inferred, i);
+            return DDP__TENSOR_INVALID(NULL, "shape[%d] and shape[%d] are both -1; use -1 once", inferred, i);
         inferred = i;
         t.shape[i] = 1;
     }
@@ -862,9 +862,9 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     known = ddp_tensor_count(&t);
     if (inferred >= 0 && known > 0 && count % known == 0) t.shape[inferred] = count / known;
     if (known < 0 || ddp_tensor_count(&t) != count || (inferred >= 0 && known == 0))
-        return DDP__TENSOR_BAD(NULL, "in is %s, and its %lld elements do not fill %s",
-                               ddp__tensor_shape(in->ndim, in->shape, &a), (long long)count,
-                               ddp__tensor_shape(ndim, shape, &b));
+        return DDP__TENSOR_INVALID(NULL, "in is %s, and its %lld elements do not fill %s",
+                                   ddp__tensor_shape(in->ndim, in->shape, &a), (long long)count,
+                                   ddp__tensor_shape(ndim, shape, &b));
     *out = t;
     return DDP_OK;
 }
@@ -874,20 +874,21 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
     ddp__tensor_text text;
     size_t step;
     ddp_tensor t;
-    if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
+    if (!out) return DDP__TENSOR_INVALID(NULL, "out is NULL");
     DDP_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
     ddp__tensor_shape(in->ndim, in->shape, &text);
     if (dim < 0 || dim >= in->ndim)
-        return DDP__TENSOR_BAD(NULL, "dim=%d is not a dimension of in, which is %s", dim, text.text);
+        return DDP__TENSOR_INVALID(NULL, "dim=%d is not a dimension of in, which is %s", dim, text.text);
     if (begin < 0 || end < begin || end > in->shape[dim])
-        return DDP__TENSOR_BAD(NULL, "entries [%lld, %lld) are outside dimension %d of in, which is %s",
-                               (long long)begin, (long long)end, dim, text.text);
+        return DDP__TENSOR_INVALID(NULL, "entries [%lld, %lld) are outside dimension %d of in, which is %s",
+                                   (long long)begin, (long long)end, dim, text.text);
     for (int i = 0; i < dim; i++)
         if (in->shape[i] != 1)
-            return DDP__TENSOR_BAD(NULL,
-                                   "in is %s: a slice of dimension %d is not contiguous, since shape[%d] is "
-                                   "not 1; use ddp_tensor_copy_box",
-                                   text.text, dim, i);
+            return DDP__TENSOR_INVALID(
+                NULL,
+                "in is %s: a slice of dimension %d is not contiguous, since shape[%d] is "
+                "not 1; use ddp_tensor_copy_box",
+                text.text, dim, i);
     t = *in;
     step = ddp_dtype_size(in->dtype);
     for (int i = dim + 1; i < in->ndim; i++) step *= (size_t)in->shape[i];
@@ -910,16 +911,16 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
     const ddp_device *device = ddp__tensor_device(group);
     ddp_tensor t;
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
-    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
+    if (!out) return DDP__TENSOR_INVALID(group, "out is NULL");
     if (out->dtype && out->dtype != in->dtype
         && (in->dtype >= DDP_I8 || (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
-        return DDP__TENSOR_BAD(group,
-                               "in is %s and out is %s; a copy converts only between floating-point dtypes",
-                               ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
+        return DDP__TENSOR_INVALID(
+            group, "in is %s and out is %s; a copy converts only between floating-point dtypes",
+            ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
     DDP_TRY(ddp__tensor_output_begin(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
     if (ddp__tensor_overlap(in, &t)
         && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
-        return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
+        return DDP__TENSOR_INVALID(group, "in and out overlap; use separate memory");
     if (in->dtype != t.dtype)
         device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
     else if (t.data != in->data && ddp__tensor_bytes(in))
@@ -1109,11 +1110,11 @@ DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, co
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     DDP_TRY(ddp__tensor_check(__func__, group, "out", out, 1));
     DDP_TRY(ddp__tensor_check_same_type(__func__, group, in, out));
-    if (in->ndim && !extent) return DDP__TENSOR_BAD(group, "extent is NULL");
+    if (in->ndim && !extent) return DDP__TENSOR_INVALID(group, "extent is NULL");
     DDP_TRY(ddp__tensor_check_box(__func__, group, "in", in, in_offset, extent));
     DDP_TRY(ddp__tensor_check_box(__func__, group, "out", out, out_offset, extent));
     if (ddp__tensor_overlap(in, out))
-        return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
+        return DDP__TENSOR_INVALID(group, "in and out overlap; use separate memory");
     DDP_TRY(ddp_device_begin(group));
     DDP_TRY(ddp__tensor_copy_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape,
                                  in_offset, out->data, out->shape, out_offset));
@@ -1127,16 +1128,17 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     int64_t shape[DDP_MAX_NDIM], in_stride[DDP_MAX_NDIM], step;
     unsigned seen = 0;
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
-    if (in->ndim && !order) return DDP__TENSOR_BAD(group, "order is NULL");
+    if (in->ndim && !order) return DDP__TENSOR_INVALID(group, "order is NULL");
     for (int i = 0; i < in->ndim; i++) {
         if (order[i] < 0 || order[i] >= in->ndim || seen >> order[i] & 1)
-            return DDP__TENSOR_BAD(group, "order[%d]=%d; use each dimension from 0 to %d once", i, order[i],
-                                   in->ndim - 1);
+            return DDP__TENSOR_INVALID(group, "order[%d]=%d; use each dimension from 0 to %d once", i,
+                                       order[i], in->ndim - 1);
         seen |= 1u << order[i];
         shape[i] = in->shape[order[i]];
     }
     DDP_TRY(ddp__tensor_output_begin(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
-    if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap; use separate memory");
+    if (ddp__tensor_overlap(in, &t))
+        return DDP__TENSOR_INVALID(group, "in and out overlap; use separate memory");
     /* empty: its steps may exceed 63 bits */
     if (ddp__tensor_bytes(in) == 0) return ddp__tensor_output_end(group, out, &t, DDP_OK);
     s.ndim = in->ndim;
@@ -1207,9 +1209,10 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     ddp__tensor_text shape;
     DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
     if (placement < DDP_PARTIAL || placement > tensor->ndim)
-        return DDP__TENSOR_BAD(group, "%s is invalid for a tensor of shape %s", ddp_placement_name(placement),
-                               ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
-    if (!size_bytes) return DDP__TENSOR_BAD(group, "size_bytes is NULL");
+        return DDP__TENSOR_INVALID(group, "%s is invalid for a tensor of shape %s",
+                                   ddp_placement_name(placement),
+                                   ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
+    if (!size_bytes) return DDP__TENSOR_INVALID(group, "size_bytes is NULL");
     size_t size = ddp_dtype_size(tensor->dtype), length;
     int n = tensor->ndim;
     int64_t rows = n > 1 ? tensor->shape[n - 2] : 1;
@@ -1307,13 +1310,13 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement) {
 DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
                                           int rank, int world_size, ddp_tensor_box *box) {
     ddp_tensor full = DDP_ZERO;
-    if (!box) return DDP__TENSOR_BAD(NULL, "box is NULL");
+    if (!box) return DDP__TENSOR_INVALID(NULL, "box is NULL");
     if (ndim < 0 || ndim > DDP_MAX_NDIM)
-        return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
-    if (ndim && !global_shape) return DDP__TENSOR_BAD(NULL, "global_shape is NULL");
+        return DDP__TENSOR_INVALID(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
+    if (ndim && !global_shape) return DDP__TENSOR_INVALID(NULL, "global_shape is NULL");
     if (world_size < 1 || rank < 0 || rank >= world_size)
-        return DDP__TENSOR_BAD(NULL, "rank=%d with world_size=%d; use ranks 0 to world_size - 1", rank,
-                               world_size);
+        return DDP__TENSOR_INVALID(NULL, "rank=%d with world_size=%d; use ranks 0 to world_size - 1", rank,
+                                   world_size);
     full.dtype = DDP_U8;
     full.ndim = ndim;
     for (int i = 0; i < ndim; i++) full.shape[i] = global_shape[i];
@@ -1366,7 +1369,7 @@ static void ddp__tensor_layout_shard(const ddp_tensor_layout *layout, const ddp_
 
 DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box) {
     DDP_TRY(ddp__tensor_check_layout(__func__, "layout", layout));
-    if (!box) return DDP__TENSOR_BAD(ddp__tensor_layout_group(layout), "box is NULL");
+    if (!box) return DDP__TENSOR_INVALID(ddp__tensor_layout_group(layout), "box is NULL");
     ddp__tensor_layout_shard(layout, layout->placement, -1, box);
     return DDP_OK;
 }
@@ -1711,7 +1714,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tenso
                                                ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan) {
     ddp__tensor_transfer tr;
-    if (!plan) return DDP__TENSOR_BAD(group, "plan is NULL");
+    if (!plan) return DDP__TENSOR_INVALID(group, "plan is NULL");
     DDP_TRY(ddp__tensor_transfer_prepare(&tr, __func__, group, in, from, to, out, NULL, 0));
     *plan = tr.plan;
     return DDP_OK;
@@ -1740,7 +1743,7 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
     DDP_TRY(ddp__tensor_output_begin(__func__, group, out, whole->dtype, 0, tr.ndim,
                                      ddp__tensor_local_box(&tr, to).shape, &t));
     if (ddp__tensor_overlap(whole, &t))
-        return DDP__TENSOR_BAD(group, "whole and out overlap; use separate memory");
+        return DDP__TENSOR_INVALID(group, "whole and out overlap; use separate memory");
     return ddp__tensor_output_end(group, out, &t, ddp__tensor_transfer_local(&tr, whole, &t));
 }
 
@@ -1839,9 +1842,9 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
     ddp__tensor_transfer tr;
     /* source: root's whole tensor; dtype, ndim and shape on every rank */
     ddp_tensor t = DDP_ZERO, source = DDP_ZERO;
-    if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
+    if (!group) return DDP__TENSOR_INVALID(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group))
-        return DDP__TENSOR_BAD(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
+        return DDP__TENSOR_INVALID(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
     ddp__tensor_transfer_init(&tr, __func__, group, DDP_REPLICATE, to);
     if (tr.rank == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
     if (tr.rank == root && result == DDP_OK) {
@@ -1859,7 +1862,7 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
                                           ddp__tensor_local_box(&tr, to).shape, &t);
     if (result == DDP_OK && tr.rank == root && ddp__tensor_overlap(&source, &t)
         && (to > 0 || source.data != t.data))
-        result = DDP__TENSOR_BAD(group, "whole and out overlap; use separate memory");
+        result = DDP__TENSOR_INVALID(group, "whole and out overlap; use separate memory");
     result = ddp__tensor_root_run(&tr, root, 0, &source, &t, result);
     return out ? ddp__tensor_output_end(group, out, &t, result) : result;
 }
@@ -1891,9 +1894,9 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
     ddp__tensor_transfer tr;
     ddp_tensor t = DDP_ZERO, part = DDP_ZERO;
     ddp_result result;
-    if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
+    if (!group) return DDP__TENSOR_INVALID(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group))
-        return DDP__TENSOR_BAD(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
+        return DDP__TENSOR_INVALID(group, "root=%d; use ranks 0 to %d", root, ddp_world_size(group) - 1);
     result = ddp__tensor_gather_prepare(&tr, __func__, group, in, from, global_shape, root, out, &t);
     if (in) part = *in;
     result = ddp__tensor_root_run(&tr, root, 1, &t, &part, result);
@@ -2678,10 +2681,9 @@ static const ddp_layer_kernels ddp__host_layers[2] = {
 /* struct ddp_tp: the workspace that layers share, checks of arguments, and the collectives with
    statistics that all layers call. ddp_tp_create and ddp_tp_destroy. */
 
-#define DDP__TP_FAIL(group, result, call, ...) ddp_fail_in(result, call, group, __VA_ARGS__)
-#define DDP__TP_NEED(tp, call, condition, ...)                                                  \
-    do {                                                                                        \
-        if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); \
+#define DDP__TP_NEED(tp, call, condition, ...)                                                 \
+    do {                                                                                       \
+        if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, call, (tp)->group, __VA_ARGS__); \
     } while (0)
 #define DDP__TP_MAX_CHUNKS 64 /* chunk_count at most */
 #define DDP__TP_MAX_PENDING 4 /* pending collectives of one layer, at most */
@@ -2732,8 +2734,8 @@ static ddp_result ddp__tp_reserve_workspace(ddp_group *group, ddp_tp *tp, const 
     void *larger = NULL;
     uint64_t largest = bytes;
     if (result == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
-        result = DDP__TP_FAIL(
-            group, DDP_ERR_INVALID, call,
+        result = ddp_fail_in(
+            DDP_ERR_INVALID, call, group,
             "max_rows=%lld rows of these features do not fit in memory; use a smaller max_rows",
             (long long)tp->desc.max_rows);
     snprintf(description, sizeof description, "%s %s", call, desc);
@@ -2876,7 +2878,7 @@ static ddp_result ddp__tp_wait_all(ddp_tp *tp, ddp__tp_pending *pending, ddp_res
 static ddp_result ddp__tp_resolve_desc(ddp_group *group, const ddp_tp_desc *desc, ddp_tp_desc *d) {
     const char *call = "ddp_tp_create";
     const ddp_layer_kernels *kernels = ddp_group_device(group)->layers;
-    if (!desc) return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
+    if (!desc) return ddp_fail_in(DDP_ERR_INVALID, call, group, "%s", "desc is NULL");
     *d = *desc;
     if (d->dtype == DDP_DTYPE_DEFAULT) d->dtype = DDP_F32;
     if (d->chunk_count == 0) d->chunk_count = 1;
@@ -2884,15 +2886,15 @@ static ddp_result ddp__tp_resolve_desc(ddp_group *group, const ddp_tp_desc *desc
     d->accumulate_grads = d->accumulate_grads != 0;
     DDP_TRY(ddp_check_kernels(group, call, kernels ? &kernels->version : NULL, "ddp_tensor.h"));
     if (d->dtype != DDP_F32 && d->dtype != DDP_F64)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d); use f32 or f64",
-                            ddp_dtype_name(d->dtype), (int)d->dtype);
+        return ddp_fail_in(DDP_ERR_INVALID, call, group, "dtype=%s (%d); use f32 or f64",
+                           ddp_dtype_name(d->dtype), (int)d->dtype);
     if (d->max_rows < 1)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call,
-                            "max_rows=%lld; use the largest number of rows of an activation",
-                            (long long)d->max_rows);
+        return ddp_fail_in(DDP_ERR_INVALID, call, group,
+                           "max_rows=%lld; use the largest number of rows of an activation",
+                           (long long)d->max_rows);
     if (d->chunk_count < 0 || d->chunk_count > DDP__TP_MAX_CHUNKS)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "chunk_count=%d; use 0 to %d", d->chunk_count,
-                            DDP__TP_MAX_CHUNKS);
+        return ddp_fail_in(DDP_ERR_INVALID, call, group, "chunk_count=%d; use 0 to %d", d->chunk_count,
+                           DDP__TP_MAX_CHUNKS);
     return DDP_OK;
 }
 
@@ -2939,9 +2941,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     size_t size = sizeof(ddp_tp) + 2 * (size_t)ddp_world_size(group) * sizeof(size_t);
     ddp_tp *tp = (ddp_tp *)ddp_host_alloc(group, size);
     if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
-    if (tp) {
-        tp->group = group;
-    }
+    if (tp) tp->group = group;
     if (result == DDP_OK) result = ddp__tp_init(tp, &d);
     snprintf(description, sizeof description,
              "dtype=%s max_rows=%lld sequence_parallel=%d chunk_count=%d accumulate_grads=%d",
@@ -3462,7 +3462,7 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     layer.tp = tp;
     if (desc) layer.desc = *desc;
     if (!desc)
-        result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
+        result = ddp_fail_in(DDP_ERR_INVALID, __func__, tp->group, "%s", "desc is NULL");
     else
         result = ddp__tp_linear_init(&layer, __func__, &bytes);
     snprintf(fields, sizeof fields,
@@ -3567,7 +3567,7 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     if (desc) layer.desc = *desc;
     if (!desc)
-        result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
+        result = ddp_fail_in(DDP_ERR_INVALID, __func__, tp->group, "%s", "desc is NULL");
     else
         result = ddp__tp_mlp_init(&layer, tp, __func__, &bytes);
     snprintf(fields, sizeof fields, "channels=%lld hidden=%lld activation=%d no_bias=%d",
