@@ -3352,8 +3352,8 @@ static int ddp__rank_is_gone(ddp__heap *heap, int rank, int number, char *text, 
         snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid,
                  ddp_result_name((ddp_result)r->result));
     else if (state == DDP__RANK_LEFT)
-        snprintf(text, size, "rank %d (pid %d) has returned from its function without this call", number,
-                 r->pid);
+        snprintf(text, size, "rank %d (pid %d) has returned from its function and does not make this call",
+                 number, r->pid);
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
         if (r->pid == 0 /* of another pid namespace */) return 0;
@@ -6085,10 +6085,11 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
 static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__launcher *from) {
     DDP_TRY(ddp__env_int(from->rank, -1, &id->rank));
     DDP_TRY(ddp__env_int(from->size, -1, &id->world_size));
-    DDP__CREATE_CHECK(id->rank >= 0, "%s is set in the environment but %s is not; set both or neither",
+    DDP__CREATE_CHECK(id->rank >= 0, "%s is set in the environment, but %s is not; set both, or neither",
                       from->size, from->rank);
-    DDP__CREATE_CHECK(id->world_size >= 0, "%s is set in the environment but %s is not; set both or neither",
-                      from->rank, from->size);
+    DDP__CREATE_CHECK(id->world_size >= 0,
+                      "%s is set in the environment, but %s is not; set both, or neither", from->rank,
+                      from->size);
     DDP_TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
     DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
     DDP__CREATE_CHECK(id->rank < id->world_size, "%s=%d with %s=%d; use ranks 0 to %d", from->rank, id->rank,
@@ -8614,7 +8615,7 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
     if (!group || ddp_group_is_forked(group)) return; /* a forked process must not touch the group */
     if (group->thread_started || group->no_thread) {
         char text[96];
-        snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank,
+        snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with pending work", group->rank,
                  (int)getpid());
         pthread_mutex_lock(&group->lock);
         int pending = group->head || group->running || group->pending_p2p;

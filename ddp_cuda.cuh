@@ -70,7 +70,7 @@ ERRORS
       (cudaErrorNoKernelImageForDevice)
     A timeout names the missing ranks, and their last calls:
       rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce
-      f32 count=1000 sum of group world is under way on rank 0; behind is rank 1, whose last was seq=2
+      f32 count=1000 sum of group=world is pending on rank 0; missing: rank 1, whose last call is seq=2
       ddp_broadcast f32 count=10 root=0
     A failure inside a kernel is reported by a later call, as always with CUDA. The functions of ddp_device
     that return nothing store their thread's first failure for ddp_cuda_check.

@@ -10,6 +10,9 @@ A text is each string literal that is not known to be something else (NO_TEXT_CA
     error   the format of ddp_fail, ddp_fail_in, or a macro that calls them
     part    a part of an error text: an argument, a text that a function stores, or one that snprintf writes
     log     a text for the caller's log_fn
+An error text is one sentence: place, cause; remedy. The place is `name=value`, a rank or a file. Remedies begin with
+`use` (values), `set` (fields of a desc), `pass` (arguments), `call` (order of calls) or `give` (the same on all ranks).
+
 The public functions come from a call graph of the headers. A call through a table (ddp_backend, ddp_device) leads to
 every function at that position of a table. error_texts_selftest.py proves that each rule fires.
 """
@@ -37,7 +40,7 @@ DIRECTIVE = re.compile(r"%[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?(?:hh|h|ll|l|z|j|t
 TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|[A-Za-z_]\w*|\d[\w.]*|->|##|\S", re.S)
 BANNER = re.compile(r"^//== .*>>([a-z0-9-]+)$", re.M)
 
-# One term per concept: the term of the table, and the words that it replaces. WRITING says why.
+# One term per concept: the term of the table, and the words that it replaces.
 TERMS = [
     ("use A to B", r"allowed are|numbered from 0|(ranks|indices) are 0 to|pass (0|1|a number|a positive)|are the most"),
     ("invalid", r"impossible|(is|are) wrong"),
@@ -45,6 +48,7 @@ TERMS = [
     ("could not be allocated", r"out of memory|no memory|not to be had|could not be had|ran out"),
     ("space", r"rooms?|making room"),
     ("too small for", r"has room for"),
+    ("set both, or neither", r"both or neither"),
     ("pending", r"under way|on (the|its) way"),
     ("closed the connection, exited, no longer exists", r"(is|are|was) gone|went away|hung up|has left|left the group"),
     ("destroyed the group", r"left (this|the) group"),

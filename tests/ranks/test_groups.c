@@ -423,7 +423,7 @@ static ddp_result destroy_with_work_pending(ddp_group *world) {
     result = ddp_barrier(child);
     RANKS_CHECK(world, result == DDP_ERR_PEER_LOST, "%s", ddp_result_name(result));
     RANKS_CHECK(world, strstr(ddp_last_error(), text), "%s", ddp_last_error());
-    RANKS_CHECK(world, strstr(ddp_last_error(), "with work pending"), "%s", ddp_last_error());
+    RANKS_CHECK(world, strstr(ddp_last_error(), "with pending work"), "%s", ddp_last_error());
     ddp_group_destroy(child);
     return DDP_OK;
 }
