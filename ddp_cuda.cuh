@@ -463,10 +463,10 @@ static cudaError_t ddp__cuda_is_device_memory(const void *pointer, int *yes) {
 }
 
 static cudaError_t ddp__cuda_stream_create(cudaStream_t *out, int high_priority) {
-    int least = 0, greatest = 0;
-    cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    int lowest = 0, highest = 0;
+    cudaError_t error = cudaDeviceGetStreamPriorityRange(&lowest, &highest);
     return error == cudaSuccess
-               ? cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? greatest : least)
+               ? cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? highest : lowest)
                : error;
 }
 
@@ -533,8 +533,8 @@ static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
 typedef struct ddp__cuda_thread {
     cudaStream_t stream;
     const struct ddp__cuda_open_args
-        *args;             /* set while the thread is in ddp_cuda_group_create; otherwise NULL */
-    ddp_saved_error first; /* first failure that ddp_cuda_check has not reported yet */
+        *args;                     /* set while the thread is in ddp_cuda_group_create; otherwise NULL */
+    ddp_saved_error first_failure; /* first failure that ddp_cuda_check has not reported yet */
 } ddp__cuda_thread;
 
 static thread_local ddp__cuda_thread ddp__cuda_this_thread;
@@ -561,7 +561,7 @@ static ddp_result ddp__cuda_query(cudaError_t error, const char *function, const
 
 /* Stores the first failure of a function that returns nothing. */
 static void ddp__cuda_save_failure(ddp_result result) {
-    ddp_error_save(&ddp__cuda_this_thread.first, result);
+    ddp_error_save(&ddp__cuda_this_thread.first_failure, result);
 }
 
 static void ddp__cuda_save_error(cudaError_t error, const char *function, const char *call) {
@@ -1139,14 +1139,14 @@ template <int N> struct ddp__cuda_sums { double at[N]; };
 
 /* Returns the value of another lane of the team. All lanes of the warp must call it. */
 template <class T>
-static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team, unsigned all) {
-    return __shfl_sync(all, value, lane, team);
+static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team, unsigned full_mask) {
+    return __shfl_sync(full_mask, value, lane, team);
 }
 template <int N>
 static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_from_lane(ddp__cuda_sums<N> value, int lane,
-                                                                        int team, unsigned all) {
+                                                                        int team, unsigned full_mask) {
     DDP__UNROLL
-    for (int i = 0; i < N; i++) value.at[i] = __shfl_sync(all, value.at[i], lane, team);
+    for (int i = 0; i < N; i++) value.at[i] = __shfl_sync(full_mask, value.at[i], lane, team);
     return value;
 }
 
@@ -1162,7 +1162,7 @@ template <class F> struct ddp__cuda_rows_work {
     size_t rows;
     __device__ __forceinline__ void device() const {
         __shared__ int64_t cells[F::CELLS];
-        const unsigned all = 0xffffffffu, teams = 32 / F::TEAM;
+        const unsigned full_mask = 0xffffffffu, teams = 32 / F::TEAM;
         int lane = threadIdx.x % F::TEAM;
         for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
         __syncthreads();
@@ -1174,8 +1174,8 @@ template <class F> struct ddp__cuda_rows_work {
             if (row < rows) value = f.partial(row, lane, cells);
             DDP__UNROLL
             for (int half = F::TEAM / 2; half; half /= 2)
-                value = F::join(value, ddp__cuda_from_lane(value, lane + half, F::TEAM, all));
-            value = ddp__cuda_from_lane(value, 0, F::TEAM, all);
+                value = F::join(value, ddp__cuda_from_lane(value, lane + half, F::TEAM, full_mask));
+            value = ddp__cuda_from_lane(value, 0, F::TEAM, full_mask);
             if (row < rows) f.finish(row, value, lane, cells);
         }
         __syncthreads();
@@ -2529,9 +2529,9 @@ typedef struct ddp__cuda_streams {
     int device;
     cudaStream_t stream[2]; /* by ddp_stream_kind */
     int owns_comm;
-    void *products; /* state of cuBLASLt; NULL until the first product */
-    void (*close_products)(ddp_group *group, void *products);
-    ddp_saved_error failed; /* failure of opening. The backend opens next and reports it to all ranks */
+    void *cublaslt; /* state of cuBLASLt; NULL until the first product */
+    void (*close_cublaslt)(ddp_group *group, void *cublaslt);
+    ddp_saved_error open_failure; /* failure of opening. The backend opens next and reports it to all ranks */
 } ddp__cuda_streams;
 
 /* Memory of ddp_group_alloc, in a list per group. */
@@ -2596,7 +2596,7 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
                                 "cudaStreamCreateWithPriority");
         streams->owns_comm = result == DDP_OK;
     }
-    ddp_error_save(&streams->failed, result);
+    ddp_error_save(&streams->open_failure, result);
     if (result == DDP_OK || parent_streams || args) return DDP_OK;
     ddp_host_free(group, streams);
     *state = NULL;
@@ -2606,7 +2606,7 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
     ddp__cuda_streams *streams = (ddp__cuda_streams *)state;
     if (streams->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(streams->stream[DDP_STREAM_COMM]);
-    if (streams->products) streams->close_products(group, streams->products);
+    if (streams->cublaslt) streams->close_cublaslt(group, streams->cublaslt);
     ddp_host_free(group, streams);
 }
 
@@ -2850,11 +2850,11 @@ static void ddp__cuda_cublaslt_close(ddp_group *group, void *state) {
 /* Creates the group's state at the first product, or the part that an earlier failure left out. */
 static ddp_result ddp__cuda_cublaslt_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_cublaslt **out) {
     ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
-    ddp__cuda_cublaslt *p = (ddp__cuda_cublaslt *)(streams->products ? streams->products
+    ddp__cuda_cublaslt *p = (ddp__cuda_cublaslt *)(streams->cublaslt ? streams->cublaslt
                                                                      : ddp_host_alloc(group, sizeof *p));
     if (!p) return DDP_ERR_NO_MEMORY;
-    streams->products = p;
-    streams->close_products = ddp__cuda_cublaslt_close;
+    streams->cublaslt = p;
+    streams->close_cublaslt = ddp__cuda_cublaslt_close;
     *out = p;
     if (!p->workspace) DDP_TRY(ddp__cuda_device_alloc(group, DDP__CUDA_LT_WORKSPACE_BYTES, &p->workspace));
     if (p->handle) return DDP_OK;
@@ -2869,7 +2869,8 @@ static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cu
     cudaDataType_t type = g->dtype == DDP_F32 ? CUDA_R_32F : CUDA_R_64F;
     cublasComputeType_t compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     if (g->dtype == DDP_F64) compute = CUBLAS_COMPUTE_64F;
-    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
     cublasStatus_t s = cublasLtMatmulDescInit(&d->product, compute, type);
     if (s == CUBLAS_STATUS_SUCCESS)
@@ -2877,9 +2878,11 @@ static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cu
     if (s == CUBLAS_STATUS_SUCCESS)
         s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n, g->trans_b ? n : k, g->ldb);
+        s = g->trans_b ? cublasLtMatrixLayoutInit(&d->a, type, k, n, g->ldb)
+                       : cublasLtMatrixLayoutInit(&d->a, type, n, k, g->ldb);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k, g->trans_a ? k : m, g->lda);
+        s = g->trans_a ? cublasLtMatrixLayoutInit(&d->b, type, m, k, g->lda)
+                       : cublasLtMatrixLayoutInit(&d->b, type, k, m, g->lda);
     return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->c, type, n, m, g->ldc) : s;
 }
 
@@ -3057,7 +3060,7 @@ typedef struct ddp__nccl_comm {
 typedef struct ddp__nccl_workspace {
     void *memory; /* receive buffer of a reduction in tree order */
     size_t size_bytes;
-    void *cell; /* operand of a barrier's all-reduce */
+    void *barrier_operand; /* of a barrier's all-reduce */
 } ddp__nccl_workspace;
 
 /* Operations in flight: `count` entries from index `first` on, in issue order. */
@@ -3203,20 +3206,20 @@ static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv,
     ddp_result result = ddp__nccl_group_start(n);
     if (result != DDP_OK) return result;
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
-        const ddp__nccl_block b = block_of(j);
-        const unsigned char *from = b.send.size ? (const unsigned char *)send + b.send.begin : NULL;
-        unsigned char *to = b.recv.size ? (unsigned char *)recv + b.recv.begin : NULL;
+        const ddp__nccl_block block = block_of(j);
+        const unsigned char *from = block.send.size ? (const unsigned char *)send + block.send.begin : NULL;
+        unsigned char *to = block.recv.size ? (unsigned char *)recv + block.recv.begin : NULL;
         if (j != n->rank) {
             if (from)
                 result = ddp__nccl_complete(
-                    n, ncclSend(from, b.send.size, ncclUint8, j, n->comm.handle, stream), "ncclSend");
+                    n, ncclSend(from, block.send.size, ncclUint8, j, n->comm.handle, stream), "ncclSend");
             if (to && result == DDP_OK)
                 result = ddp__nccl_complete(
-                    n, ncclRecv(to, b.recv.size, ncclUint8, j, n->comm.handle, stream), "ncclRecv");
+                    n, ncclRecv(to, block.recv.size, ncclUint8, j, n->comm.handle, stream), "ncclRecv");
         } else if (from && to && from != to)
             result = ddp__cuda_group_fail(
                 n->group,
-                DDP__CUDA_RUNTIME->memcpy_async(to, from, b.recv.size, cudaMemcpyDeviceToDevice, stream),
+                DDP__CUDA_RUNTIME->memcpy_async(to, from, block.recv.size, cudaMemcpyDeviceToDevice, stream),
                 "cudaMemcpyAsync");
     }
     return ddp__nccl_group_end(n, result);
@@ -3299,10 +3302,11 @@ static ddp_result ddp__nccl_workspace_grow(ddp__nccl *n, size_t size) {
 
 static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
     /* Shares begin at multiples of `vector`. */
-    size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size;
+    size_t world_size = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size;
     int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
     ddp__nccl_tree t = {call, call->count * size, 0, 0, 0};
-    size_t max_share = DDP__NCCL_WORKSPACE_MAX / world / vector * vector, bytes = DDP__NCCL_WORKSPACE_FIRST;
+    size_t max_share = DDP__NCCL_WORKSPACE_MAX / world_size / vector * vector,
+           bytes = DDP__NCCL_WORKSPACE_FIRST;
     if (n->world_size > DDP__CUDA_TREE_MAX_SOURCES)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "DDP_ORDER_TREE has at most %d ranks, but the group has %d; use DDP_ORDER_ANY",
@@ -3310,17 +3314,17 @@ static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype,
                                     call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
-    t.share = ddp_round_up(scatter ? t.block : (call->count + world - 1) / world * size, vector);
+    t.share = ddp_round_up(scatter ? t.block : (call->count + world_size - 1) / world_size * size, vector);
     if (t.share > max_share) t.share = max_share;
-    while (bytes < world * t.share) bytes *= 2;
+    while (bytes < world_size * t.share) bytes *= 2;
     /* A captured call cannot allocate and uses more rounds. Otherwise the first call of a size allocates. */
-    if (world * t.share > n->workspace.size_bytes && !n->capturing)
+    if (world_size * t.share > n->workspace.size_bytes && !n->capturing)
         DDP_TRY(ddp_agree(n->control, "allocating the buffers of a reduction in tree order",
                           ddp__nccl_workspace_grow(n, bytes), 0, ""));
-    max_share = n->workspace.size_bytes / world / vector * vector;
+    max_share = n->workspace.size_bytes / world_size / vector * vector;
     if (t.share > max_share) t.share = max_share;
     for (; t.first < t.block; t.first += t.count) {
-        size_t round = scatter ? t.share : t.share * world;
+        size_t round = scatter ? t.share : t.share * world_size;
         t.count = t.block - t.first < round ? t.block - t.first : round;
         DDP_TRY(ddp__nccl_tree_round(n, &t));
     }
@@ -3407,9 +3411,11 @@ static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
     /* The watchdog reads this event only after ddp__nccl_op_end. */
     cudaEvent_t event = n->ops.at[n->ops.current].event;
     int done = 0;
-    ddp_result result = ddp__nccl_complete(
-        n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream),
-        "ncclAllReduce");
+    ddp_result result = ddp__nccl_complete(n,
+                                           ncclAllReduce(n->workspace.barrier_operand,
+                                                         n->workspace.barrier_operand, 1, ncclUint8, ncclMax,
+                                                         n->comm.handle, stream),
+                                           "ncclAllReduce");
     if (result != DDP_OK || n->capturing) return result;
     result = ddp__cuda_fail(cuda->event_record(event, stream), function, "cudaEventRecord");
     ddp__nccl_end(n);
@@ -3603,7 +3609,7 @@ static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states
     char problem[200] = "";
     const char *host_call = NULL;
     ddp__nccl_ops *ops = &n->ops;
-    ncclResult_t asked = ncclSuccess, state = ncclSuccess;
+    ncclResult_t comm_error = ncclSuccess, async_error = ncclSuccess;
     ddp_result result = DDP_OK;
     {
         const ddp__cuda_lock lock(&n->lock);
@@ -3619,10 +3625,10 @@ static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states
             snprintf(problem, sizeof problem, "timed out after %d ms", timeout_ms);
         if (n->comm.host_call && now - n->comm.host_since > timeout_ms * 1e-3) host_call = n->comm.host_call;
         if (n->comm.handle && !n->comm.busy && n->failure.cause == DDP_OK)
-            asked = ncclCommGetAsyncError(n->comm.handle, &state);
+            comm_error = ncclCommGetAsyncError(n->comm.handle, &async_error);
     }
-    if (asked == ncclSuccess) asked = state == ncclInProgress ? ncclSuccess : state;
-    if (result == DDP_OK) result = ddp__nccl_result(asked, "ncclCommGetAsyncError");
+    if (comm_error == ncclSuccess) comm_error = async_error == ncclInProgress ? ncclSuccess : async_error;
+    if (result == DDP_OK) result = ddp__nccl_result(comm_error, "ncclCommGetAsyncError");
     if (result != DDP_OK) {
         ddp__nccl_report(n, states, DDP_ERR_ENGINE, ddp_last_error());
     } else if (host_call) {
@@ -3917,7 +3923,7 @@ static void ddp__nccl_close(ddp_group *, void *state) {
     for (int i = 0; i < DDP__NCCL_MAX_OPS; i++)
         if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
     if (n->workspace.memory) cuda->free(n->workspace.memory);
-    if (n->workspace.cell) cuda->free(n->workspace.cell);
+    if (n->workspace.barrier_operand) cuda->free(n->workspace.barrier_operand);
     ddp_group_destroy(n->watchdog.group);
     ddp_group_destroy(n->control);
     pthread_cond_destroy(&n->changed);
@@ -3929,15 +3935,15 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *function = "creating the group";
     ddp__nccl_workspace *w = &n->workspace;
-    DDP_TRY(ddp_error_restore(&n->streams->failed));
+    DDP_TRY(ddp_error_restore(&n->streams->open_failure));
     DDP__CUDA_TRY(function, "cudaSetDevice", cuda->set_device(n->streams->device));
     for (int i = 0; i < DDP__NCCL_MAX_OPS; i++)
         DDP__CUDA_TRY(function, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
     w->size_bytes = DDP__NCCL_WORKSPACE_FIRST + 128 * (size_t)n->world_size;
     DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
-    DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&w->cell, 16));
-    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->streams->stream[DDP_STREAM_COMM]), function,
-                          "cudaMemsetAsync");
+    DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&w->barrier_operand, 16));
+    return ddp__cuda_fail(cuda->memset_async(w->barrier_operand, 0, 16, n->streams->stream[DDP_STREAM_COMM]),
+                          function, "cudaMemsetAsync");
 }
 
 /* Creates the part of the state that needs no other rank. Returns NULL if memory for the object runs out. */
@@ -4081,7 +4087,8 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
 static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members,
                                   int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
-    int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
+    int color = member_count > 0 ? members[0] : -1;
+    int key = child ? ddp_rank(child) : 0;
     const char *call_name = "ddp_group_split";
     ncclComm_t comm = NULL;
     ddp_group *control = NULL;
@@ -4640,7 +4647,7 @@ static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const ddp__cuda_device_guard guard(s->device);
     DDP_TRY(guard.result);
-    DDP_TRY(ddp_error_restore(&ddp__cuda_streams_of(s->owner)->failed));
+    DDP_TRY(ddp_error_restore(&ddp__cuda_streams_of(s->owner)->open_failure));
     DDP_TRY(
         ddp__cuda_staged_error(cuda->stream_create(&s->staging.stream, 1), "cudaStreamCreateWithPriority"));
     DDP_TRY(
@@ -4853,8 +4860,8 @@ DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) {
 #endif
 
 DDPDEF ddp_result ddp_cuda_check(void) {
-    ddp_result first = ddp_error_restore(&ddp__cuda_this_thread.first);
-    ddp__cuda_this_thread.first.result = DDP_OK;
+    ddp_result first = ddp_error_restore(&ddp__cuda_this_thread.first_failure);
+    ddp__cuda_this_thread.first_failure.result = DDP_OK;
     return first;
 }
 
