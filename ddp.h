@@ -11732,7 +11732,8 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     ddp_sampler_desc *d = &s->desc;
     long long n = (long long)d->dataset_size;
     long long batch = (long long)d->global_batch, window = (long long)d->window;
-    int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
+    if (d->num_replicas == 0) d->num_replicas = 1;
+    int replicas = d->num_replicas;
     DDP__SAMPLER_NEED(n >= 1, "dataset_size=%lld; use 1 or more", n);
     DDP__SAMPLER_NEED(replicas > 0, "num_replicas=%d; use 1 or more, or 0 for 1", replicas);
     DDP__SAMPLER_NEED(d->rank >= 0 && d->rank < replicas, "rank=%d; use 0 to %d with num_replicas=%d",
@@ -11863,15 +11864,15 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
     long long n = (long long)state->dataset_size;
     long long position = (long long)state->position, offset = (long long)state->block_offset;
     long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
-#define DDP__SAME(name, saved, here, format, type)                                                           \
+#define DDP__SAMPLER_NEED_SAME(name, saved, here, format, type)                                              \
     DDP__NEED((saved) == (here),                                                                             \
               "state has " name "=" format ", but sampler has " format "; use a sampler with the same desc", \
               (type)(saved), (type)(here))
-    DDP__SAME("dataset_size", n, d->dataset_size, "%lld", long long);
-    DDP__SAME("shuffle", state->shuffle, (int32_t)d->shuffle, "%d", int);
-    DDP__SAME("no_shuffle", state->no_shuffle != 0, (d->no_shuffle != 0), "%d", int);
-    DDP__SAME("seed", state->seed, d->seed, "%llu", unsigned long long);
-#undef DDP__SAME
+    DDP__SAMPLER_NEED_SAME("dataset_size", n, d->dataset_size, "%lld", long long);
+    DDP__SAMPLER_NEED_SAME("shuffle", state->shuffle, (int32_t)d->shuffle, "%d", int);
+    DDP__SAMPLER_NEED_SAME("no_shuffle", state->no_shuffle != 0, (d->no_shuffle != 0), "%d", int);
+    DDP__SAMPLER_NEED_SAME("seed", state->seed, d->seed, "%llu", unsigned long long);
+#undef DDP__SAMPLER_NEED_SAME
     if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0
         || (offset > 0 && (offset >= batch / replicas || position == n)))
         return ddp_fail(DDP_ERR_CORRUPT,

@@ -4263,13 +4263,16 @@ static ddp_result ddp__cuda_staged_wait_event(ddp__cuda_staged *s, cudaEvent_t e
 }
 
 //== host-staged groups: collectives in rounds ========================================== >>impl-staged-rounds
-/* ddp__cuda_staged_run executes a collective. Rank by rank, block j of a call with many blocks moves as
+/* ddp__cuda_staged_run executes a collective. Its data moves through pinned memory (the stage), a part of
+   each block per round:
 
-       user's buffer (GPU)    [.. block j: round 0 | round 1 | round 2 ..]
-            | round k of every block, ddp__cuda_stage_copy
-       stage (pinned)         [round k of block 0][round k of block 1] ...      in k & 1, out k & 1
+       user's buffer (GPU)    [block 0: round 0 | round 1 ..][block 1: round 0 | round 1 ..]
+            | ddp__cuda_stage_copy, for round k
+       stage, in k & 1        [round k of block 0][round k of block 1] ...
             | the same collective on the CPU group, with smaller counts
-       stage of the peers     and back to their buffers, in the same way */
+       stage, out k & 1       [round k of block 0][round k of block 1] ...
+            | ddp__cuda_stage_copy
+       user's buffer (GPU) */
 
 typedef struct ddp__cuda_rounds {
     const ddp_call *call;
