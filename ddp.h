@@ -11158,31 +11158,31 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     ddp_dtype sum_dtype = ddp_sum_dtype(tensor.dtype);
     size_t size = ddp_dtype_size(tensor.dtype), sum_size = ddp_dtype_size(sum_dtype);
     size_t count = (size_t)ddp_tensor_count(&tensor);
+    int is_cast = sum_dtype != tensor.dtype;
     /* This parameter's sum in level k is at levels + k * level_bytes. */
     unsigned char *levels = ddp__accumulator_sum(accumulator, param_index);
     /* A CPU adds in blocks that fit its cache, a device with as few launches as possible. */
     size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
     DDP_TRY(ddp__use_compute_stream(accumulator->group));
-    for (size_t done = 0; done < count; done += block) {
-        size_t n = count - done < block ? count - done : block;
-        /* newest: the right operand, in sum_dtype. left: the left operand, level depth - 1, depth - 2 ... */
-        unsigned char *grad = (unsigned char *)tensor.data + done * size, *newest = grad;
-        unsigned char *left = levels + (size_t)depth * accumulator->level_bytes + done * sum_size;
-        if (sum_dtype != tensor.dtype)
-            newest = lowest == depth ? left : (unsigned char *)accumulator->scratch;
-        if (sum_dtype != tensor.dtype)
-            device->cast(newest, sum_dtype, grad, tensor.dtype, n);
-        else if (lowest == depth)
-            device->copy(left, grad, n * size);
+    for (size_t begin = 0; begin < count; begin += block) {
+        size_t block_count = count - begin < block ? count - begin : block;
+        /* The gradient is the first right operand, cast to sum_dtype. The left operands are the levels, from
+           the newest (depth - 1) to `lowest`. Each sum is the next right operand. */
+        unsigned char *grad = (unsigned char *)tensor.data + begin * size, *right = grad;
+        unsigned char *left = levels + (size_t)depth * accumulator->level_bytes + begin * sum_size;
+        if (is_cast) {
+            right = lowest == depth ? left : (unsigned char *)accumulator->scratch;
+            device->cast(right, sum_dtype, grad, tensor.dtype, block_count);
+        } else if (lowest == depth) {
+            device->copy(left, grad, block_count * size);
+        }
         for (int k = depth - 1; k >= lowest; k--) {
             left -= accumulator->level_bytes;
-            int to_level = k == lowest
-                           && (!last || sum_dtype != tensor.dtype); /* the sum is stored in the level */
-            device->add(to_level ? left : newest, left, newest, n, sum_dtype);
+            int to_level = k == lowest && (is_cast || !last); /* otherwise the sum overwrites `right` */
+            device->add(to_level ? left : right, left, right, block_count, sum_dtype);
         }
-        if (last && sum_dtype != tensor.dtype && !handed_over)
-            device->cast(grad, tensor.dtype, left, sum_dtype, n);
+        if (last && is_cast && !handed_over) device->cast(grad, tensor.dtype, left, sum_dtype, block_count);
     }
     return ddp__device_check(accumulator->group);
 }
