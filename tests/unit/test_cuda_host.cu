@@ -233,7 +233,7 @@ static void check_kernels_refuse(float *memory) {
     record.launches = 0;
     says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: src[1] is NULL");
     says(ddp_cuda_reduce_tree(&null, 1, src, 1, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst[0] is NULL");
-    says(ddp_cuda_reduce_tree(&dst, 1, src, 1, 1, (ddp_dtype)99, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: op=0 dtype=99");
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 1, 1, (ddp_dtype)99, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: op=0 dtype=99 is invalid; use a ddp_op and DDP_F32 to DDP_U64");
     says(ddp_cuda_flatten(memory, DDP_F32, &empty, -1, DDP_F32, 1, 0), DDP_ERR_INVALID,
          "ddp_cuda_flatten: range_count=-1 is negative, or flat or ranges is NULL");
     says(ddp_cuda_flatten(memory, DDP_F32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_flatten: ranges[0].data is NULL");
