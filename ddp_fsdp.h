@@ -40,9 +40,10 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-update  >>impl-optimizer
     >>impl-optimizer-step  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
-    >>impl-boxes  >>impl-save-layout  >>impl-save  >>impl-load-files  >>impl-load  >>impl-sharding
-    >>impl-memory  >>impl-layout  >>impl-unshard  >>impl-shard-reduce  >>impl-reduce-order  >>impl-step
-    >>impl-saver  >>impl-create-check  >>impl-create  >>impl-wrap  >>impl-public
+    >>impl-boxes  >>impl-save-layout  >>impl-save  >>impl-load-state  >>impl-load-files  >>impl-load
+    >>impl-sharding  >>impl-memory  >>impl-layout  >>impl-unshard  >>impl-shard-reduce
+    >>impl-reduce-order  >>impl-step  >>impl-saver  >>impl-create-check  >>impl-create-memory
+    >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
     Shard      A parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows. Rank
@@ -633,8 +634,8 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #define DDP_FSDP_IMPLEMENTATION_INCLUDED
 
 //== includes and argument checks ============================================================ >>impl-structs
-/* What all sections below use: system headers, short forms for argument checks, and the entry into a public
-   call. The structs are beside the code that owns them; struct ddp_fsdp is in >>impl-sharding. */
+/* Used by all sections below: system headers, short forms for argument checks, and the entry into a public
+   call. Each struct is in the section of the code that owns it; struct ddp_fsdp is in >>impl-sharding. */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -1358,10 +1359,12 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
 }
 
 //== loss scaling ============================================================================== >>impl-scaler
-/* ddp_scaler: dynamic loss scaling for 16-bit gradients. All ranks of all groups agree whether a value is not
-   finite. */
+/* ddp_scaler: dynamic loss scaling for 16-bit gradients, as PyTorch's GradScaler. Called by the caller, or by
+   ddp_fsdp_step on shards. All ranks of all groups agree whether any gradient is not finite: if one is, every
+   rank skips the step and the scale shrinks. */
 
-#define DDP__SCALER_BLOCK ((size_t)4096) /* elements that are tested while they are in the cache */
+#define DDP__SCALER_BLOCK \
+    ((size_t)4096) /* elements; they are scaled and tested while they are in the cache */
 
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc) {
     ddp_scaler_desc d = DDP_ZERO;
@@ -1389,17 +1392,18 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler) { return scaler ? scaler->scale : 0; }
 DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler) { return scaler ? scaler->found_inf : 0; }
 
-/* Whether all bits of the exponent, mask, are set in one of count elements: adding its lowest bit then
-   reaches the sign's. */
-#define DDP__NON_FINITE_FN(word, suffix)                                                              \
-    typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                       \
-    static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {                  \
-        const ddp__exponent_##suffix *x = (const ddp__exponent_##suffix *)data;                       \
-        word lowest = (word)(mask & (~mask + 1)), seen = 0;                                           \
-        for (; count >= 64; count -= 64, x += 64) /* a fixed number of them: compilers see vectors */ \
-            for (int i = 0; i < 64; i++) seen |= (word)((x[i] & mask) + lowest);                      \
-        for (size_t i = 0; i < count; i++) seen |= (word)((x[i] & mask) + lowest);                    \
-        return (int)(seen >> (suffix - 1) & 1);                                                       \
+/* DDP__NON_FINITE_FN(uint16_t, 16) defines ddp__non_finite_16(data, count, mask): whether one of count
+   elements is infinite or NaN, which have all bits of the exponent set. mask: these bits. Adding the lowest
+   of them then carries into the sign bit. */
+#define DDP__NON_FINITE_FN(word, suffix)                                                       \
+    typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                \
+    static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {           \
+        const ddp__exponent_##suffix *x = (const ddp__exponent_##suffix *)data;                \
+        word lowest = (word)(mask & (~mask + 1)), seen = 0;                                    \
+        for (; count >= 64; count -= 64, x += 64) /* a fixed number: compilers vectorize it */ \
+            for (int i = 0; i < 64; i++) seen |= (word)((x[i] & mask) + lowest);               \
+        for (size_t i = 0; i < count; i++) seen |= (word)((x[i] & mask) + lowest);             \
+        return (int)(seen >> (suffix - 1) & 1);                                                \
     }
 DDP__NON_FINITE_FN(uint16_t, 16)
 DDP__NON_FINITE_FN(uint32_t, 32)
@@ -1412,21 +1416,22 @@ static int ddp__non_finite(const void *data, size_t count, ddp_dtype dtype) {
     return ddp__non_finite_16(data, count, (uint16_t)(dtype == DDP_F16 ? 0x7c00 : 0x7f80));
 }
 
-/* Multiplies host memory by factor and tests it block by block: it is read once. */
+/* Multiplies host memory by factor, and returns 1 if an element is not finite. Works in blocks, so that
+   memory is read once. */
 static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float factor) {
     unsigned char *at = (unsigned char *)tensor->data;
     size_t size = ddp_dtype_size(tensor->dtype);
-    int bad = 0;
+    int non_finite = 0;
     for (size_t n; count; at += n * size, count -= n) {
         n = count < DDP__SCALER_BLOCK ? count : DDP__SCALER_BLOCK;
         if (factor != 1) ddp_device_cpu()->scale(at, n, tensor->dtype, factor);
-        bad |= ddp__non_finite(at, n, tensor->dtype);
+        non_finite |= ddp__non_finite(at, n, tensor->dtype);
     }
-    return bad;
+    return non_finite;
 }
 
-/* scratch: the device's memory for an exact sum, NULL on the CPU. On a device the sum of squares is
-   finite if all elements are (f64: below 1e154). */
+/* Unscales gradients and sets found_inf. scratch: device memory for an exact sum; NULL on the CPU. A device
+   tests the sum of squares, which is finite if all elements are (f64: below 1e154). */
 static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients,
                                       int gradient_count, void *scratch) {
     const ddp_device *device = ddp_group_device(group);
@@ -1447,7 +1452,7 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
         found = !(squares - squares == 0);
         DDP_TRY(ddp_device_check(group));
     }
-    /* the result of one group is passed on to the members of the next group */
+    /* each group passes its result on to the next one: all ranks of all groups get it */
     for (int i = 0; i < scaler->desc.group_count; i++)
         DDP_TRY(ddp_host_collective(scaler->desc.groups[i], DDP_CALL_ALL_REDUCE, &found, &found, 1, DDP_I32,
                                     DDP_OP_MAX, -1));
@@ -1487,7 +1492,7 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
     return result;
 }
 
-/* An infinity and a growth as in PyTorch's _amp_update_scale_, with factors of f32. */
+/* As PyTorch's _amp_update_scale_, with factors of f32. */
 DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler) {
     DDP__FSDP_CHECK(scaler, "scaler is NULL");
     DDP__FSDP_CHECK(scaler->unscaled,
@@ -1525,15 +1530,17 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 }
 
 //== checksums ==================================================================================== >>impl-crc
-/* CRC-32C of checkpoint files, by CPU instructions or a table. Ranks compute pieces and combine them. */
+/* CRC-32C of checkpoint files, by CPU instructions or a table. Each rank computes the remainder of its pieces
+   of a tensor. ddp__crc_combine adds them to that of the full tensor. */
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
 
-/* CRC-32C (Castagnoli): remainders of polynomials over GF(2), bits reversed, so bit 31 is x^0. Without the
-   customary inversion of the first and the last value they are linear: the remainder of a tensor is the xor
-   of those of its runs, each times x^(8 * bytes after the run). Any rank can compute them, in any order. */
+/* CRC-32C (Castagnoli): remainders of polynomials over GF(2). Bits are reversed: bit 31 is x^0. Without the
+   usual inversion of the first and the last value, remainders are linear. The remainder of a tensor is the
+   xor of the remainders of its runs, each times x^(8 * bytes after the run). Ranks can therefore compute them
+   in any order. */
 #define DDP__CRC_ONE 0x80000000u
 
 static uint32_t ddp__crc_step(uint32_t remainder) {
@@ -1554,7 +1561,7 @@ static uint32_t ddp__crc_shift(uint64_t size_bytes) {
     return power;
 }
 
-/* Uses a table, which every call computes again: 2 microseconds. */
+/* Every call computes the table again, which takes 2 microseconds. */
 static uint32_t ddp__crc_portable(uint32_t remainder, const unsigned char *data, size_t size) {
     uint32_t table[256];
     for (uint32_t i = 0; i < 256 && size; i++) {
@@ -1565,7 +1572,7 @@ static uint32_t ddp__crc_portable(uint32_t remainder, const unsigned char *data,
     return remainder;
 }
 
-#if (defined(__x86_64__) || defined(__aarch64__)) && !defined(DDP__CRC_PORTABLE) /* a test of the other way */
+#if (defined(__x86_64__) || defined(__aarch64__)) && !defined(DDP__CRC_PORTABLE) /* set by a test */
 #if defined(__x86_64__)
 static int ddp__crc_hardware(void) { return __builtin_cpu_supports("sse4.2"); }
 #define DDP__CRC_WORD(remainder, word) __asm__("crc32q %1, %0" : "+r"(remainder) : "r"(word))
@@ -1577,8 +1584,8 @@ static int ddp__crc_hardware(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 0;
 
 typedef uint64_t __attribute__((may_alias, aligned(1))) ddp__crc_word; /* at any address */
 
-/* An instruction takes three cycles and one can start in each: three lanes at once, of 16 KiB, then of 1
-   KiB. */
+/* An instruction takes three cycles, and one can start in each cycle. So three lanes of 16 KiB run at once,
+   then lanes of 1 KiB. */
 static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, size_t size) {
     uint64_t last = remainder;
     for (int small = 0; small < 2; small++) {
@@ -1603,13 +1610,13 @@ static int ddp__crc_hardware(void) { return 0; }
 #define ddp__crc_lanes ddp__crc_portable
 #endif
 
-/* The remainder once size more bytes have followed; 0 before the first one. */
+/* The remainder after size more bytes. It is 0 before the first byte. */
 static uint32_t ddp__crc_update(uint32_t remainder, const void *data, size_t size) {
     return (ddp__crc_hardware() ? ddp__crc_lanes : ddp__crc_portable)(remainder, (const unsigned char *)data,
                                                                       size);
 }
 
-/* The CRC-32C of size_bytes bytes with that remainder. */
+/* The CRC-32C of size_bytes bytes that have this remainder. */
 static uint32_t ddp__crc_finish(uint32_t remainder, uint64_t size_bytes) {
     return ~(remainder ^ ddp__crc_multiply(ddp__crc_shift(size_bytes), 0xffffffffu));
 }
@@ -1617,8 +1624,8 @@ static uint32_t ddp__crc32c(const void *data, size_t size) {
     return ~ddp__crc_update(0xffffffffu, data, size);
 }
 
-/* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their
-   xor. */
+/* Collective. Replaces crc by the xor over ranks. Each bit is sent as a byte: the lowest bit of a sum is the
+   xor of the bits. */
 static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
     unsigned char bits[1024];
     for (int first = 0; first < count; first += 32) {
@@ -1633,17 +1640,17 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
 }
 
 //== JSON ======================================================================================== >>impl-json
-/* A JSON reader for file headers, indexes and state.json, and a text buffer (ddp__text) that writes them.
-   The input is not trusted. */
+/* A JSON reader for file headers, indexes and state.json, and a text buffer (ddp__text) that writes them. The
+   input is not trusted. */
 
-/* A string of a text: zero-terminated, where it has no zeros of its own. */
+/* A part of a text. A zero follows it; it may also contain zeros. */
 typedef struct ddp__string_view {
     const char *text;
     size_t length;
 } ddp__string_view;
 
-/* Reads the text [at, end) front to back, and never beyond. Strings are decoded in place. After
-   an error every function returns 0; `error` is the reason and `at` the position. */
+/* Reads the text [at, end) from front to back, never beyond its end. Strings are decoded in place. After an
+   error every function returns 0; `error` is the reason and `at` the position. */
 typedef struct ddp__json {
     char *begin, *at, *end;
     const char *error;
@@ -1655,25 +1662,26 @@ static ddp__json ddp__json_reader(char *text, size_t length) {
     return json;
 }
 
-static int ddp__json_fail(ddp__json *j, const char *what) {
-    if (!j->error) j->error = what;
+static int ddp__json_fail(ddp__json *j, const char *reason) {
+    if (!j->error) j->error = reason;
     return 0;
 }
 
-/* The next character that is no white space; 0 at the end. */
+/* The next character after white space, which stays unread; 0 at the end. */
 static char ddp__json_peek(ddp__json *j) {
     while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
     return j->at < j->end ? *j->at : '\0';
 }
 
+/* Reads c, if it is next. */
 static int ddp__json_accept(ddp__json *j, char c) {
     if (j->error || ddp__json_peek(j) != c) return 0;
     j->at++;
     return 1;
 }
 
-static int ddp__json_expect(ddp__json *j, char c, const char *what) {
-    return ddp__json_accept(j, c) ? 1 : ddp__json_fail(j, what);
+static int ddp__json_expect(ddp__json *j, char c, const char *reason) {
+    return ddp__json_accept(j, c) ? 1 : ddp__json_fail(j, reason);
 }
 
 /* Bytes of the UTF-8 character at the start of [at, end), 0 if invalid: an overlong form, a surrogate,
@@ -1763,25 +1771,25 @@ static int ddp__json_digits(ddp__json *j) {
     return j->at > first ? 1 : ddp__json_fail(j, "expected a digit");
 }
 
-/* A number: kind 'u' = a u64 in *value, 'i' = the bits of an i64, 'n' = any, passed over. */
+/* Reads a number. kind 'u': a u64, in *value. 'i': an i64, its bits in *value. 'n': any, skipped. */
 static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
     int negative = ddp__json_accept(j, '-');
     const char *first = j->at; /* no white space may follow a sign */
-    uint64_t most = kind == 'u' ? UINT64_MAX : (uint64_t)INT64_MAX + (uint64_t)negative;
+    uint64_t max = kind == 'u' ? UINT64_MAX : (uint64_t)INT64_MAX + (uint64_t)negative;
     *value = 0;
     if (j->error || !ddp__json_digits(j)) return 0;
     if (*first == '0' && j->at - first > 1) return ddp__json_fail(j, "number with a leading zero");
     for (; kind != 'n' && first < j->at; first++) {
         uint64_t digit = (uint64_t)(*first - '0');
-        if (*value > (most - digit) / 10) return ddp__json_fail(j, "number out of range");
+        if (*value > (max - digit) / 10) return ddp__json_fail(j, "number out of range");
         *value = *value * 10 + digit;
     }
     if (negative) *value = UINT64_C(0) - *value;
     if (kind == 'u' && negative) return ddp__json_fail(j, "negative number");
-    if (kind != 'n')
-        return j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E')
-                   ? ddp__json_fail(j, "expected an integer")
-                   : 1;
+    if (kind != 'n') {
+        int has_fraction = j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E');
+        return has_fraction ? ddp__json_fail(j, "expected an integer") : 1;
+    }
     if (j->at < j->end && *j->at == '.') {
         j->at++;
         if (!ddp__json_digits(j)) return 0;
@@ -1792,7 +1800,8 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
     return ddp__json_digits(j);
 }
 
-/* Is there another entry before the bracket closes? It is opened where *count, which counts them, is 0. */
+/* Moves to the next item of a list or object: opens the bracket if *count, the number of items until now, is
+   0; otherwise reads a comma. Returns 0 at the closing bracket. */
 static int ddp__json_next_item(ddp__json *j, const char *brackets, int *count) {
     if (*count == 0
         && !ddp__json_expect(j, brackets[0], *brackets == '{' ? "expected an object" : "expected a list"))
@@ -1801,13 +1810,13 @@ static int ddp__json_next_item(ddp__json *j, const char *brackets, int *count) {
     return (*count)++ == 0 || ddp__json_expect(j, ',', "expected a comma or a closing bracket");
 }
 
-/* An entry of an object; its value is next. */
+/* Moves to the next member of an object and reads its name. Its value is next. */
 static int ddp__json_next_member(ddp__json *j, int *count, ddp__string_view *name) {
     return ddp__json_next_item(j, "{}", count) && ddp__json_string(j, name)
            && ddp__json_expect(j, ':', "expected a colon");
 }
 
-/* Passes over one value of any kind. */
+/* Skips one value of any kind. */
 static int ddp__json_skip(ddp__json *j) {
     static const char *const words[] = {"true", "false", "null"};
     ddp__string_view string;
@@ -1839,13 +1848,13 @@ static int ddp__json_end(ddp__json *j) {
                                                      : ddp__json_fail(j, "unexpected data after the end"));
 }
 
-/* The error of a file with JSON from byte `start` on. */
+/* Sets the error line for a file. Its JSON begins at byte `start`. */
 static ddp_result ddp__json_file_error(const char *dir, const char *name, size_t start, const ddp__json *j) {
     return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name,
                     start ? "the header is " : "", start + (size_t)(j->at - j->begin), j->error);
 }
 
-/* Compares two records that start with a ddp__string_view by those. */
+/* Compares two records by the ddp__string_view at their start. */
 static int ddp__string_compare(const void *a, const void *b) {
     const ddp__string_view *left = (const ddp__string_view *)a, *right = (const ddp__string_view *)b;
     int order = memcmp(left->text, right->text, left->length < right->length ? left->length : right->length);
@@ -1868,7 +1877,7 @@ typedef struct ddp__text {
     int failed;
 } ddp__text;
 
-/* Appends formatted text. A second try follows where the first one shows that the text needs more room. */
+/* Appends formatted text. If it does not fit, the buffer grows and a second try follows. */
 static __attribute__((format(printf, 2, 3))) void ddp__text_append(ddp__text *d, const char *format, ...) {
     for (int grown = 0; grown < 2 && !d->failed; grown++) {
         va_list args;
@@ -1889,7 +1898,7 @@ static __attribute__((format(printf, 2, 3))) void ddp__text_append(ddp__text *d,
     }
 }
 
-/* Appends a JSON string: `start`, which is plain, and text with escapes. */
+/* Appends a JSON string: `start`, which needs no escapes, and text. */
 static void ddp__text_append_json(ddp__text *d, const char *start, const char *text) {
     static const char special[] =
         "\"\\\1\2\3\4\5\6\7\10\11\12\13\14\15\16\17\20\21\22\23\24\25\26\27\30\31\32\33\34\35\36\37";
@@ -1905,7 +1914,8 @@ static void ddp__text_append_json(ddp__text *d, const char *start, const char *t
 }
 
 //== tensor files ========================================================================= >>impl-safetensors
-/* Headers of safetensors files: parsing, checking, and the names of dtypes. Used by >>impl-load. */
+/* Headers of safetensors files: parsing, checking, and the names of dtypes. Used by >>impl-load-files. The
+   input is not trusted. */
 
 #define DDP__HEADER_MAX ((uint64_t)100 << 20) /* bytes of JSON that the format allows */
 
@@ -1945,7 +1955,7 @@ static const char *ddp__file_dtype_name(ddp_dtype dtype) {
 typedef struct ddp__file_tensor {
     ddp__string_view name;
     const struct ddp__file_dtype *dtype;
-    int ndim; /* may be more than DDP_MAX_NDIM: then shape has the first ones */
+    int ndim; /* if it exceeds DDP_MAX_NDIM, shape has the first ones */
     int64_t shape[DDP_MAX_NDIM];
     uint64_t count;      /* elements */
     uint64_t begin, end; /* bytes, from the end of the header */
@@ -1959,8 +1969,8 @@ typedef struct ddp__load_file {
     int kind;                 /* 0 = model-*, 1 = optimizer-*; 0 for a model of another program */
     uint32_t crc, want_crc;   /* of the header */
     char *text;               /* the header; names of the records are parts of it */
-    uint64_t data_at;         /* bytes in front of the tensors */
-    const unsigned char *map; /* the whole file */
+    uint64_t data_at;         /* bytes before the tensors */
+    const unsigned char *map; /* of all bytes of the file */
     size_t map_bytes;
     ddp__file_tensor *records;
     int count;
@@ -2005,7 +2015,7 @@ static __attribute__((format(printf, 4, 5))) ddp_result ddp__file_tensor_fail(dd
 static int ddp__file_tensor_read(ddp__json *j, ddp__file_tensor *r) {
     static const char *const names[] = {"dtype", "shape", "data_offsets"};
     static const char wrong[] = "expected dtype, shape and data_offsets, each once";
-    const uint64_t most = (uint64_t)INT64_MAX / 16;
+    const uint64_t max = (uint64_t)INT64_MAX / 16;
     ddp__string_view word;
     uint64_t value;
     int keys = 0, seen = 0;
@@ -2027,7 +2037,7 @@ static int ddp__file_tensor_read(ddp__json *j, ddp__file_tensor *r) {
                 *(count == 1 ? &r->begin : &r->end) = value;
                 continue;
             }
-            if (value > most || (value && r->count > most / value))
+            if (value > max || (value && r->count > max / value))
                 return ddp__json_fail(j, "shape out of range");
             r->count *= value;
             if (r->ndim++ < DDP_MAX_NDIM) r->shape[r->ndim - 1] = (int64_t)value;
@@ -2037,13 +2047,13 @@ static int ddp__file_tensor_read(ddp__json *j, ddp__file_tensor *r) {
     return seen == 7 && !j->error ? 1 : ddp__json_fail(j, wrong);
 }
 
-/* A word of eight hexadecimal digits. */
+/* Reads eight hexadecimal digits. */
 static int ddp__hex_read(ddp__string_view word, uint32_t *value) {
     ddp__json digits = ddp__json_reader((char *)(uintptr_t)word.text, word.length);
     return word.length == 8 && ddp__json_hex(&digits, 8, value);
 }
 
-/* Checks that the tensors fill the data without an overlap or a hole, and that their sizes match dtype and
+/* Checks that the tensors fill the data without overlaps and gaps, and that their sizes match dtype and
    shape. Sorts them by name. "crc32c:name" in the metadata is the checksum of a tensor. */
 static ddp_result ddp__header_check(ddp__load_file *file, uint64_t data_bytes,
                                     const ddp__metadata_entry *pairs, int pair_count) {
@@ -2083,14 +2093,15 @@ static ddp_result ddp__header_check(ddp__load_file *file, uint64_t data_bytes,
     return DDP_OK;
 }
 
-/* Reads the header in file->text, of a file with data_bytes bytes of tensors. The text is changed. */
+/* Reads and checks the header in file->text, which strings are decoded in. data_bytes: bytes after the
+   header. */
 static ddp_result ddp__header_read(ddp_group *group, ddp__load_file *file, size_t length,
                                    uint64_t data_bytes) {
     ddp__json j = ddp__json_reader(file->text, length);
     size_t colons = 1;
     int pair_count = 0, count = 0, metadata = 0;
     file->data_at = 8 + length;
-    /* no more keys than colons, of which a tensor has four */
+    /* room: at most one key for each colon; a tensor has four colons */
     for (size_t i = 0; i < length; i++) colons += file->text[i] == ':';
     file->records = (ddp__file_tensor *)ddp_host_alloc(group, (colons / 4 + 1) * sizeof *file->records);
     ddp__metadata_entry *pairs = file->records
@@ -2149,7 +2160,7 @@ static void ddp__file_close(const ddp__file *file) {
     if (file->fd >= 0) close(file->fd);
 }
 #define DDP__AUTO_CLOSE \
-    __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is called for */
+    __attribute__((cleanup(ddp__file_close))) /* of a ddp__file that is passed to ddp__file_open */
 
 /* Opens a file of a folder. It must be a regular file: a FIFO could block, and through a symbolic link or a
    device other users could choose the data that is read or overwritten. */
@@ -2186,38 +2197,38 @@ static ddp_result ddp__file_sync_close(int fd, const char *path, ddp_result resu
 
 /* Reads or writes size bytes of a file, from byte `at` on. */
 enum { DDP__FILE_READ, DDP__FILE_WRITE };
-static ddp_result ddp__file_transfer(const ddp__file *file, int way, const void *data, uint64_t size,
+static ddp_result ddp__file_transfer(const ddp__file *file, int direction, const void *data, uint64_t size,
                                      uint64_t at) {
     char *memory = (char *)(uintptr_t)data;
     for (ssize_t n; size; memory += n, at += (uint64_t)n, size -= (uint64_t)n) {
-        n = way == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at)
-                                   : pread(file->fd, memory, (size_t)size, (off_t)at);
-        if (n == 0 && way == DDP__FILE_READ)
+        n = direction == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at)
+                                         : pread(file->fd, memory, (size_t)size, (off_t)at);
+        if (n == 0 && direction == DDP__FILE_READ)
             return ddp_fail(DDP_ERR_CORRUPT,
                             "%s: truncated: the file ends at byte %llu, %llu bytes are missing", file->path,
                             (unsigned long long)at, (unsigned long long)size);
         if (n == 0) errno = ENOSPC;
         if (n == 0 || (n < 0 && errno != EINTR))
-            return ddp__file_fail(way == DDP__FILE_WRITE ? "cannot write" : "cannot read", file->path);
+            return ddp__file_fail(direction == DDP__FILE_WRITE ? "cannot write" : "cannot read", file->path);
         if (n < 0) n = 0;
     }
     return DDP_OK;
 }
 
-/* Starts writeback of written bytes early, so that the later sync waits less. */
+/* Starts to write bytes back to the disk, so that the later sync takes less time. */
 static void ddp__file_start_writeback(int fd, uint64_t at, uint64_t size) {
 #if defined(SYS_sync_file_range)
     (void)syscall(SYS_sync_file_range, fd, (off_t)at, (off_t)size, 2 /* SYNC_FILE_RANGE_WRITE */);
 #endif
 }
 
-/* Writes data to the start of a file; data NULL: reserves size bytes on the disk. */
+/* Creates a file with size bytes of data. data NULL: only reserves them on the disk. */
 static ddp_result ddp__file_create(const char *dir, const char *name, const void *data, uint64_t size) {
     struct rlimit limit;
     ddp__file file;
     DDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, &file));
     errno = 0;
-    /* writing would raise a signal */
+    /* writing beyond the limit would raise a signal */
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur)
         errno = EFBIG;
     else if (!data && syscall(SYS_fallocate, file.fd, 0, (off_t)0, (off_t)size) == 0)
@@ -2352,23 +2363,29 @@ typedef struct ddp__checkpoint_slice {
     void *data;
     int file_kind;  /* 0 = model-*, 1 = optimizer-* */
     int tied_to;    /* loading: 1 + the number of an earlier tensor that files may store under this name */
-    int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
+    int may_repeat; /* 1 = other ranks may hold the same box; the lowest of them writes it */
 } ddp__checkpoint_slice;
 
-/* Bytes of the tensor; held: of the part that this rank holds. */
-static uint64_t ddp__slice_bytes(const ddp__checkpoint_slice *s, int held) {
-    uint64_t bytes = held && !s->data ? 0 : ddp_dtype_size(s->dtype);
-    for (int d = 0; d < s->ndim; d++) bytes *= (uint64_t)(held ? s->extent[d] : s->shape[d]);
+static uint64_t ddp__slice_tensor_bytes(const ddp__checkpoint_slice *s) {
+    uint64_t bytes = ddp_dtype_size(s->dtype);
+    for (int d = 0; d < s->ndim; d++) bytes *= (uint64_t)s->shape[d];
     return bytes;
 }
 
-/* Iterates over a box as runs of elements that are contiguous in the tensor, in ascending order. The runs are
-   stored in the same order in the box. */
+static uint64_t ddp__slice_box_bytes(const ddp__checkpoint_slice *s) {
+    uint64_t bytes = s->data ? ddp_dtype_size(s->dtype) : 0;
+    for (int d = 0; d < s->ndim; d++) bytes *= (uint64_t)s->extent[d];
+    return bytes;
+}
+
+/* Iterates over a box in runs of elements that are contiguous in the tensor, in ascending order. In the box
+   they follow each other in the same order. */
 typedef struct ddp__box_runs {
     const ddp__checkpoint_slice *slice;
     int outer; /* dimensions to iterate over; the remaining inner ones form one run */
     int64_t index[DDP_MAX_NDIM];
-    uint64_t length, done, count; /* elements of a run; runs returned so far; runs in total */
+    uint64_t length;      /* elements of a run */
+    uint64_t done, count; /* runs that were returned; all runs */
 } ddp__box_runs;
 
 static ddp__box_runs ddp__runs_of(const ddp__checkpoint_slice *s) {
@@ -2385,7 +2402,8 @@ static ddp__box_runs ddp__runs_of(const ddp__checkpoint_slice *s) {
     return runs;
 }
 
-/* The next run starts at element *at of the tensor and *from of the box; 0 after the last one. */
+/* Returns the next run, which starts at element *at of the tensor and *from of the box; 0 after the last
+   one. */
 static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
     const ddp__checkpoint_slice *s = runs->slice;
     if (runs->done == runs->count) return 0;
@@ -2398,9 +2416,9 @@ static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
 }
 
 /* The fingerprint of a box is a number modulo the prime 2^31 - 1. Boxes tile a tensor if their fingerprints
-   add up to the tensor's. It is the product over dimensions of x^(offset + extent) - x^offset: a polynomial
-   with one term for each element of the box. Other boxes pass with a chance of 1e-5 at a point x; two points
-   are used. */
+   add up to the tensor's. A fingerprint is the product over dimensions of x^(offset + extent) - x^offset: a
+   polynomial with one term for each element of the box. Other boxes pass with a chance of 1e-5 at a point x;
+   two points are used. */
 #define DDP__FINGERPRINT_PRIME UINT64_C(2147483647)
 static uint64_t ddp__power_mod_prime(uint64_t x, uint64_t exponent) {
     uint64_t power = 1;
@@ -2434,15 +2452,15 @@ static int ddp__tensor_key_compare(const void *a, const void *b) {
     return order ? order : ddp__string_compare(a, b);
 }
 
-/* 1 = a valid name of a tensor in a file, of at most `most` bytes. */
-static int ddp__is_tensor_name(const char *name, size_t most) {
+/* Whether a tensor in a file may have this name, of limited length. */
+static int ddp__is_tensor_name(const char *name, size_t max_bytes) {
     size_t length = strlen(name), at = 0;
     for (int bytes = 1; at < length && bytes; at += (size_t)bytes)
         bytes = ddp__utf8_length(name + at, name + length);
-    return length > 0 && length <= most && at == length && strcmp(name, "__metadata__") != 0;
+    return length > 0 && length <= max_bytes && at == length && strcmp(name, "__metadata__") != 0;
 }
 
-/* The checks of a list that need no other rank. Sorts keys. */
+/* Checks a list of tensors without the other ranks. Fills in keys and sorts them. */
 static ddp_result ddp__slices_check(const ddp__checkpoint_slice *slices, int count, ddp__tensor_key *keys) {
     for (int i = 0; i < count; i++) {
         const ddp__checkpoint_slice *s = &slices[i];
@@ -2556,8 +2574,8 @@ static ddp_result ddp__boxes_skip_repeated(ddp__checkpoint_common *c) {
     return DDP_OK;
 }
 
-/* Collective. Sums the fingerprints of the boxes that ranks write. *wrong: the first tensor whose sum is not
-   the tensor's fingerprint, or the number of tensors. */
+/* Collective. Sums the fingerprints of the boxes that ranks write. *wrong: the first tensor with a sum that
+   is not its fingerprint, or the number of tensors. */
 static ddp_result ddp__boxes_sum(ddp__checkpoint_common *c, int *wrong) {
     int fingerprints = 2 * c->count, k = 0;
     int64_t *sum = c->sum_fingerprints;
@@ -2665,7 +2683,7 @@ static void ddp__save_format_header(ddp__save_state *s, const ddp__save_file *fi
         for (int k = 0; k < slices[i].ndim; k++)
             ddp__text_append(d, k ? ",%lld" : "%lld", (long long)slices[i].shape[k]);
         ddp__text_append(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)s->data_offset[i],
-                         (unsigned long long)(s->data_offset[i] + ddp__slice_bytes(&slices[i], 0)));
+                         (unsigned long long)(s->data_offset[i] + ddp__slice_tensor_bytes(&slices[i])));
     }
     ddp__text_append(d, "}%*s", (int)(7 - d->length % 8), "");
     for (int i = 0; i < 8 && !d->failed; i++) d->data[i] = (char)((d->length - 8) >> 8 * i & 255);
@@ -2682,7 +2700,7 @@ static ddp_result ddp__save_plan(ddp__save_state *s) {
         if (slice->file_kind != kind) continue;
         s->text.length = 0;
         ddp__text_append_json(&s->text, "", slice->name);
-        uint64_t bytes = ddp__slice_bytes(slice, 0);
+        uint64_t bytes = ddp__slice_tensor_bytes(slice);
         uint64_t entry_bytes = 2 * s->text.length + 160 + 21 * (uint64_t)slice->ndim;
         if (!file || file->kind != kind || bytes + entry_bytes > limit
             || used > limit - bytes - entry_bytes) {
@@ -2835,7 +2853,7 @@ static ddp_result ddp__save_slice(const ddp__checkpoint_slice *slice, const ddp_
         }
         done = offset + size;
     }
-    *crc = ddp__crc_multiply(remainder, ddp__crc_shift(ddp__slice_bytes(slice, 0) - done));
+    *crc = ddp__crc_multiply(remainder, ddp__crc_shift(ddp__slice_tensor_bytes(slice) - done));
     return DDP_OK;
 }
 
@@ -2847,7 +2865,7 @@ static ddp_result ddp__save_slices(ddp__save_state *s) {
         file.fd = -1;
         for (int i = out->first_tensor; i < out->end_tensor && result == DDP_OK; i++) {
             const ddp__checkpoint_slice *slice = &s->common.slices[i];
-            if (slice->file_kind != out->kind || s->common.skip_write[i] || ddp__slice_bytes(slice, 1) == 0)
+            if (slice->file_kind != out->kind || s->common.skip_write[i] || ddp__slice_box_bytes(slice) == 0)
                 continue;
             if (file.fd < 0) DDP_TRY(ddp__file_open(s->tmp, out->name, O_WRONLY, &file));
             result = ddp__save_slice(slice, &file, out->header_bytes + s->data_offset[i], &s->common.crc[i]);
@@ -2872,7 +2890,7 @@ static ddp_result ddp__save_rotate(const ddp__save_state *s, const char *previou
     if (!found) return ddp__folder_delete(previous);
     do ddp__sibling_path(s->common.dir, ++number, to);
     while (ddp__folder_check(to, &found) == DDP_OK && found);
-    for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: the name dir.number, which is free */
+    for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: dir.number, which is unused */
         if (number > 1)
             ddp__sibling_path(s->common.dir, number - 1, from);
         else
@@ -2886,7 +2904,7 @@ static ddp_result ddp__save_rotate(const ddp__save_state *s, const char *previou
 }
 
 /* On rank 0: swaps the names of dir and dir.tmp. If the file system cannot swap, the old checkpoint is at
-   dir.old until the new one is at dir; ddp__load_run also looks there. After the swap dir is the new
+   dir.old until the new one is at dir; ddp__load_check also looks there. After the swap dir is the new
    checkpoint. An error in rotating the old one is logged, and the save still succeeds. */
 static ddp_result ddp__save_commit(ddp__save_state *s) {
     char previous[DDP__PATH_MAX], parent[DDP__PATH_MAX], text[440];
@@ -2901,7 +2919,7 @@ static ddp_result ddp__save_commit(ddp__save_state *s) {
 #endif
     if (!swapped) {
         ddp__sibling_path(s->common.dir, DDP__SIBLING_OLD, previous);
-        /* of a save that was killed after its second rename */
+        /* left by a save that was killed after its second rename */
         if (exists) DDP_TRY(ddp__folder_delete(previous));
         if (exists && rename(s->common.dir, previous) != 0)
             return ddp__file_fail("cannot rename", s->common.dir);
@@ -2930,7 +2948,7 @@ static ddp_result ddp__save_commit(ddp__save_state *s) {
 static ddp_result ddp__save_end(ddp__save_state *s, const ddp_fsdp_state *state) {
     uint32_t crc;
     for (int i = 0; i < s->common.count; i++)
-        s->common.crc[i] = ddp__crc_finish(s->common.crc[i], ddp__slice_bytes(&s->common.slices[i], 0));
+        s->common.crc[i] = ddp__crc_finish(s->common.crc[i], ddp__slice_tensor_bytes(&s->common.slices[i]));
     for (ddp__save_file *file = s->files; file < s->files + s->file_count; file++) {
         ddp__save_format_header(s, file);
         DDP_TRY(ddp__save_text(s, file->name, &file->crc));
@@ -2948,20 +2966,21 @@ static ddp_result ddp__save_end(ddp__save_state *s, const ddp_fsdp_state *state)
     return ddp__save_commit(s);
 }
 
-/* Collective; see ddp_fsdp_save. max_file_bytes and keep may be 0. */
+/* Collective; see ddp_fsdp_save. max_file_bytes and keep_checkpoints may be 0. */
 static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__checkpoint_slice *slices,
                                        int count, const ddp_fsdp_state *state, size_t max_file_bytes,
-                                       int keep) {
+                                       int keep_checkpoints) {
     ddp__save_state saving = DDP_ZERO, *s = &saving;
     ddp__checkpoint_common *c = &s->common;
     char options[96];
     *c = ddp__checkpoint_common_of(group, "ddp_fsdp_save", slices, count);
     s->text.group = group;
     s->max_file_bytes = max_file_bytes;
-    s->keep_count = keep ? keep : 1;
-    ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; use 1 or more, or 0 for 1",
-                                            keep)
-                                 : DDP_OK;
+    s->keep_count = keep_checkpoints ? keep_checkpoints : 1;
+    ddp_result result = keep_checkpoints < 0
+                            ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; use 1 or more, or 0 for 1",
+                                       keep_checkpoints)
+                            : DDP_OK;
     snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes,
              s->keep_count);
     result = ddp__checkpoint_begin(c, dir, options, sizeof *s->files + sizeof *s->data_offset, result);
@@ -2985,14 +3004,9 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     return result;
 }
 
-//== checkpoints: files of a load ========================================================== >>impl-load-files
-/* Finds the files of a checkpoint, reads their headers, and matches the stored tensors with the list that the
-   caller wants. Every rank reads all headers. Two kinds of folders:
-
-       a checkpoint of ours     state.json lists all files with the checksums of their headers
-       a foreign model          of another program: model.safetensors.index.json, or only model.safetensors.
-                                It may lack checksums and have other float dtypes, and has no optimizer
-                                state */
+//== checkpoints: state.json and indexes =================================================== >>impl-load-state
+/* Reads the small JSON files of a checkpoint: state.json, with ddp_fsdp_state and the list of files, and the
+   index of a foreign model, with only the list. The input is not trusted. */
 
 /* The stored data of a tensor of the list. file NULL = in no file. */
 typedef struct ddp__load_source {
@@ -3010,9 +3024,10 @@ typedef struct ddp__load_state {
     int foreign;       /* no state.json: a model of another program */
     char *text;        /* state.json, or the index of a foreign model */
     uint32_t text_crc; /* of the state, and of the headers of all files */
-    char found[300];   /* describes it, for ranks that find different checkpoints */
+    char found[300];   /* describes text_crc, for an error if ranks find different checkpoints */
     ddp_fsdp_state state;
-    int copying, next_copy; /* 1 = the pass copies, 0 = it computes checksums; the next tensor to copy */
+    int copying;                  /* 1 = the pass copies, 0 = it computes checksums */
+    int next_copy;                /* the next tensor to copy */
     ddp_saved_error thread_error; /* the result of the second thread */
 } ddp__load_state;
 
@@ -3101,7 +3116,7 @@ static int ddp__state_read(ddp__load_state *l, ddp__json *j) {
            && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "missing or duplicate field"));
 }
 
-/* state.json ends with the checksum of all bytes in front of its digits. */
+/* state.json ends with the checksum of all bytes before the digits of that checksum. */
 static ddp_result ddp__state_check(ddp__load_state *l, size_t length) {
     static const char tail[] = "\"crc32c\": \"01234567\"}\n";
     size_t size = sizeof tail - 1;
@@ -3133,8 +3148,17 @@ static int ddp__index_read(ddp__load_state *l, ddp__json *j) {
     return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "missing weight_map"));
 }
 
-/* Fails if the folder has optimizer files: then it is a checkpoint without its state.json, and no foreign
-   model. */
+//== checkpoints: files of a load ========================================================== >>impl-load-files
+/* Finds the files of a checkpoint, reads their headers, and matches the stored tensors with the list that the
+   caller wants. Every rank reads all headers. Two kinds of folders:
+
+       a checkpoint of ours     state.json lists all files with the checksums of their headers
+       a foreign model          of another program: model.safetensors.index.json, or only model.safetensors.
+                                It may lack checksums and have other float dtypes, and has no optimizer
+                                state */
+
+/* Fails if the folder has optimizer files: it is then a checkpoint without its state.json instead of a
+   foreign model. */
 static ddp_result ddp__foreign_check(const ddp__load_state *l) {
     struct dirent *entry;
     DIR *folder = opendir(l->common.dir);
@@ -3160,7 +3184,7 @@ static ddp_result ddp__load_list_files(ddp__load_state *l) {
         DDP_TRY(ddp__foreign_check(l));
         DDP_TRY(ddp__load_text(l, name, &l->text, &length));
     }
-    /* an entry has seven characters or more */
+    /* an entry has at least seven characters */
     l->files = (ddp__load_file *)ddp_host_alloc(l->common.group, (length / 7 + 1) * sizeof *l->files);
     if (!l->files) return DDP_ERR_NO_MEMORY;
     ddp__json j = ddp__json_reader(l->text, length);
@@ -3209,7 +3233,7 @@ static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) 
     return DDP_OK;
 }
 
-/* Finds the tensor of the list that a record of a file is for. Both must have the same shape and dtype. */
+/* Finds the tensor of the list that a file has stored as r. Both must have the same shape and dtype. */
 static ddp_result ddp__load_match(ddp__load_state *l, const ddp__load_file *file, const ddp__file_tensor *r) {
     ddp_shape_text has = ddp_describe_shape(r->dtype->name, r->ndim, r->shape);
     const ddp__tensor_key key = {r->name, file->kind, 0};
@@ -3233,17 +3257,17 @@ static ddp_result ddp__load_match(ddp__load_state *l, const ddp__load_file *file
     return DDP_OK;
 }
 
-/* Two names of one tied weight differ in the file. */
-static ddp_result ddp__tied_fail(const ddp__load_state *l, int index, const char *what) {
+/* The error if two names of one tied parameter differ in the files. reason: how. */
+static ddp_result ddp__tied_fail(const ddp__load_state *l, int index, const char *reason) {
     const char *first = l->common.slices[l->common.slices[index].tied_to - 1].name;
     return ddp__file_tensor_fail(DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
                                  "and tensor '%.100s' are one tied parameter, but %s; remove one of them "
                                  "from the files, or do not tie them",
-                                 first, what);
+                                 first, reason);
 }
 
-/* A tied weight has several names; files have one or more of them. The first one found is read; the others
-   must have its bytes. */
+/* A tied parameter has several names, and files have one or more of them. The first one found is read; the
+   others must have the same bytes. */
 static ddp_result ddp__load_ties(ddp__load_state *l) {
     for (int i = 0; i < l->common.count; i++) {
         ddp__load_source *source = &l->sources[i];
@@ -3369,7 +3393,7 @@ static ddp_result ddp__load_compare_checksums(const ddp__load_state *l) {
 static ddp_result ddp__load_copy(const ddp__load_state *l, int index) {
     const ddp__checkpoint_slice *s = &l->common.slices[index];
     const ddp__load_source *source = &l->sources[index];
-    size_t box_bytes = (size_t)ddp__slice_bytes(s, 1);
+    size_t box_bytes = (size_t)ddp__slice_box_bytes(s);
     if (!source->file && box_bytes) memset(s->data, 0, box_bytes);
     if (!source->file) return DDP_OK;
     ddp_dtype file_dtype = source->record->dtype->dtype;
@@ -3451,9 +3475,9 @@ static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp
 
 /* Collective. Fills this rank's boxes from a checkpoint of any world size, or from a model of another
    program. The boxes may leave parts of the tensors out. A foreign model sets optimizer tensors to zero and,
-   of *state, only the step. On failure nothing has been written to, unless the disk failed between the check
-   and the copy. replicas: groups that load the same, or NULL; all fail or none. scaler: takes its state from
-   *state later, or NULL. */
+   of *state, only the step. On failure the caller's memory is unchanged, unless the disk failed between the
+   two passes. replicas: groups that load the same, or NULL; all fail or none. scaler: NULL, or the scaler
+   that takes its state from *state later. */
 static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir,
                                        const ddp__checkpoint_slice *slices, int count,
                                        const ddp_scaler *scaler, ddp_fsdp_state *state) {
@@ -3727,14 +3751,14 @@ static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     return ddp_error_restore(&error);
 }
 
-/* The group fails: peers wait for this rank. */
+/* Makes the group fail, since peers wait for this rank. */
 static ddp_result ddp__fsdp_poison(const ddp_fsdp *f, ddp_result result) {
     const ddp_saved_error error = ddp__saved_error_of(result);
     ddp_group_poison(f->group, result, error.text);
     return ddp__fsdp_failed(f, ddp_error_restore(&error));
 }
 
-/* The same, with an error line that names the unit. */
+/* As ddp__fsdp_poison, with an error line that names the unit. */
 static ddp_result ddp__unit_failed(const ddp__fsdp_unit *unit, ddp_result result, const char *call) {
     const ddp_group *group = unit->fsdp->group;
     const ddp_saved_error error = ddp__saved_error_of(result);
@@ -3742,14 +3766,17 @@ static ddp_result ddp__unit_failed(const ddp__fsdp_unit *unit, ddp_result result
     call = ddp_public_call_name(call);
     (void)ddp__fsdp_poison(unit->fsdp, result);
     snprintf(begin, sizeof begin, "rank %d/%d %s ", ddp_rank(group), ddp_world_size(group), call);
-    if (strncmp(error.text, begin, strlen(begin)) == 0) /* the line names the call already */
+    if (strncmp(error.text, begin, strlen(begin)) == 0) /* the line already names the call */
         return ddp_fail(result, "%sunit=%s %s", begin, unit->name, error.text + strlen(begin));
     return ddp_fail(result, "%s unit=%s: %s", call, unit->name, error.text);
 }
 
+/* Adds size to the bytes of a purpose and to the total, or subtracts it. */
 static void ddp__fsdp_count_bytes(ddp_fsdp *f, int purpose, size_t size, int add) {
     size_t *now = (size_t *)(void *)&f->allocator.now, *peak = (size_t *)(void *)&f->allocator.peak;
-    for (int i = purpose, left = 2; left-- > 0; i = DDP__PURPOSE_COUNT) { /* the purpose, then the total */
+    const int counted[2] = {purpose, DDP__PURPOSE_COUNT};
+    for (int k = 0; k < 2; k++) {
+        int i = counted[k];
         now[i] += add ? size : 0 - size;
         ddp__size_at_least(&peak[i], now[i]);
     }
@@ -3763,8 +3790,8 @@ static void ddp__fsdp_count_allocation(ddp_fsdp *f, const ddp__fsdp_allocation *
     if (a->kind == DDP__MEMORY_GROUP) f->allocator.group_bytes += change;
 }
 
-/* Zeroed host memory from the allocator of the desc, or else of the group. The allocator receives
-   DDP_MALLOC_EXTRA bytes more; its own pointer is stored in front of the memory. */
+/* Zeroed host memory from the allocator of the desc, or else of the group. The allocator of the desc receives
+   DDP_MALLOC_EXTRA bytes more; its pointer is stored before the memory. */
 static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size) {
     int own = f->desc.alloc_fn != NULL;
     void *raw = own ? f->desc.alloc_fn(size + DDP_MALLOC_EXTRA, f->desc.user)
@@ -3789,7 +3816,8 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     ddp__fsdp_allocator *m = &f->allocator;
     struct rlimit limit;
     void *memory = MAP_FAILED;
-    /* beyond the limit a write is a signal, as is one to a page for which a full disk has no room */
+    /* Reserves the pages. Later a write beyond the limit, or to a page that a full disk has no room for,
+       would raise a signal */
     int error = EFBIG;
     if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY
         || (rlim_t)m->file_size + (rlim_t)size <= limit.rlim_cur)
@@ -3805,8 +3833,8 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     return DDP_OK;
 }
 
-/* Zeroed memory, counted under its purpose until ddp__fsdp_free; NULL on failure. Group memory:
-   collective. */
+/* Allocates zeroed memory, which counts under its purpose until ddp__fsdp_free. *out is NULL on failure.
+   Group memory is collective. */
 static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
     ddp__fsdp_allocation a = {NULL, size ? size : 64, purpose, kind};
     ddp_result result = DDP_OK;
@@ -3833,7 +3861,7 @@ static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t siz
     return DDP_OK;
 }
 
-/* Frees memory of ddp__fsdp_alloc. Group memory: collective. NULL is ignored. */
+/* Frees memory of ddp__fsdp_alloc. Group memory is collective. NULL is ignored. */
 static void ddp__fsdp_free(ddp_fsdp *f, void *memory) {
     ddp__fsdp_allocator *m = &f->allocator;
     int i = 0;
@@ -3854,7 +3882,7 @@ static void ddp__fsdp_free(ddp_fsdp *f, void *memory) {
         ddp__fsdp_host_free(f, memory);
 }
 
-/* A table in host memory. */
+/* Allocates a table in host memory. */
 static ddp_result ddp__fsdp_table_alloc(ddp_fsdp *f, int count, size_t size, void *out) {
     return ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)count * size, out);
 }
@@ -3874,8 +3902,8 @@ static ddp_result ddp__fsdp_event_record(const ddp_fsdp *f, ddp_stream_kind stre
     return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
 }
 
-/* The host waits until the stream has reached the event. until 0: a failure of the group ends the wait.
-   Otherwise the time `until` ends it, and the group may have failed: its memory is about to be freed. */
+/* Blocks until the stream has reached the event. until 0: a failure of the group ends the wait. Otherwise
+   only the time `until` ends it: the caller is about to free memory, also of a group that has failed. */
 static ddp_result ddp__fsdp_event_wait(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
     for (int done = !event; !done;) {
@@ -3917,14 +3945,15 @@ static void ddp__cast_run_end(const ddp_device *d, ddp__fsdp_cast_run *run) {
     ddp__cast_run_add(d, run, NULL, DDP_F32, NULL, DDP_F32, 0);
 }
 
-//== sharding: layout ========================================================================== >>impl-layout
-/* Checks and describes each parameter: its rows per rank, dtypes, ties, and its places in the buffers. */
+//== FSDP: layout of units ===================================================================== >>impl-layout
+/* Checks and describes each parameter: its rows per rank, dtypes and ties, and its offsets in the memory of
+   its unit. Called by ddp_fsdp_create. */
 
 static size_t ddp__shard_rows_bytes(const ddp__fsdp_shard *s, size_t rows, ddp_dtype dtype) {
     return rows * s->row_elements * ddp_dtype_size(dtype);
 }
 
-/* The first row of a rank; the number of rows for rank = the number of ranks. */
+/* The first row of a rank. For rank = the number of ranks: the number of rows. */
 static size_t ddp__shard_first_row(const ddp__fsdp_shard *s, int rank) {
     size_t first = s->rows_per_rank * (size_t)rank;
     return first < s->rows ? first : s->rows;
@@ -4023,11 +4052,11 @@ static ddp_tensor ddp__shard_tensor(const ddp__fsdp_shard *s) {
     return rows;
 }
 
-static size_t ddp__layout_append(size_t *at,
-                                 size_t size) { /* the next 64-byte aligned place for size bytes */
-    size_t place = *at;
-    *at += ddp_round_up(size, 64);
-    return place;
+/* Appends size bytes to memory of *total bytes, and returns their offset, a multiple of 64. */
+static size_t ddp__layout_append(size_t *total, size_t size) {
+    size_t offset = *total;
+    *total += ddp_round_up(size, 64);
+    return offset;
 }
 
 enum { DDP__QUANT_BLOCK = 256 };
@@ -4042,9 +4071,9 @@ static size_t ddp__shard_sent_bytes(const ddp_fsdp *f, const ddp__fsdp_shard *s)
                                    : count * ddp_dtype_size(s->dtype);
 }
 
-/* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition in
-   two cases: micro-batches are added first, or copies are added in another dtype than the master's. In all
-   other cases the cast is a part of the addition, or of the copy that is sent. */
+/* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition
+   (CAST_GRADS) in two cases: micro-batches are added first, or replicas are added in another dtype than the
+   master's. In all other cases the cast is a part of the addition, or of packing the block that is sent. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     int adds_micro_batches = !f->reduces_per_micro_batch && f->desc.micro_batch_count > 1;
     for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
@@ -4133,7 +4162,7 @@ static void ddp__dequantize(const ddp__fsdp_shard *s, unsigned char *out, const 
     for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
         size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
         float max = scale[from / DDP__QUANT_BLOCK], step = max / 127.0f;
-        if (max < 1e-30f) /* the step would be denormal */
+        if (max < 1e-30f) /* max / 127 may be denormal */
             for (size_t i = 0; i < n; i++) x[i] = (float)((double)max * q[from + i] / 127);
         else
             for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
@@ -4152,7 +4181,7 @@ static ddp_result ddp__unshard_all_gather(const ddp_fsdp *f, const ddp__fsdp_uni
     return ddp_all_gather(f->group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL);
 }
 
-/* Where to read rank r's rows. full: the place of these rows in this rank's full parameters. */
+/* The address to read rank r's rows from. full: the place of these rows in this rank's full parameters. */
 static const unsigned char *ddp__unshard_rows_of(const ddp_fsdp *f, const ddp__fsdp_shard *s, int r,
                                                  const unsigned char *full) {
     const unsigned char *own = s->source->sent_rows;
@@ -4553,8 +4582,8 @@ static unsigned char *ddp__cast_full_grads(const ddp_fsdp *f, const ddp__fsdp_un
     return f->reduce.cast_grads;
 }
 
-/* Returns the full gradients to add over ranks: of this micro-batch, or of all, which replace those of the
-   last one. NULL: there are none yet. */
+/* Returns the full gradients to add over ranks: of this micro-batch; or the total of all, which replaces
+   those of the last one. NULL = more micro-batches follow. */
 static unsigned char *ddp__grads_to_reduce(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
     unsigned char *full = unit->reducing_buffer ? unit->reducing_buffer->memory : unit->grad_memory;
     if (unit->reduce_layout == DDP__CAST_GRADS) full = ddp__cast_full_grads(f, unit, full);
@@ -4619,7 +4648,7 @@ static ddp_result ddp__reduce_by_collectives(const ddp_fsdp *f, ddp__fsdp_unit *
        rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
 
-/* words; the first two on cache lines of their own */
+/* Indexes of words. The first two words have cache lines of their own. */
 enum { DDP__PROGRESS_ISSUED = 0, DDP__PROGRESS_DONE = 8, DDP__PROGRESS_UNITS = 16 };
 
 /* The number of units and buffers that are kept: more are never in flight. */
@@ -4762,12 +4791,12 @@ static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     own[DDP__PROGRESS_UNITS + unit->last_issued % window] = (uint64_t)unit->index | buffer << 32;
     ddp_group_signal(f->group, own + DDP__PROGRESS_ISSUED, unit->last_issued);
     if (!f->replica_group_count) return ddp__reduce_run_issued(f, 0);
-    /* collectives of two groups need one order */
+    /* all ranks need one order for the collectives of two groups */
     return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work);
 }
 
-/* Gives a unit memory for its full gradients: the free buffer that was used least recently. If there is none,
-   and more than `prefetch` reductions are in flight, it waits for the oldest one. Otherwise it allocates
+/* Gives a unit memory for its full gradients: the free buffer that was used least recently. If all are in
+   use, and more than `prefetch` reductions are in flight, it waits for the oldest one. Otherwise it allocates
    group memory. That is collective, so the choice depends only on the order of calls. */
 static ddp_result ddp__grad_buffer_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
@@ -4813,10 +4842,26 @@ static void ddp__grads_detach(ddp__fsdp_unit *unit) {
     ddp__buffer_release(&unit->grad_buffer, &unit->grad_memory);
 }
 
-//== sharding: the step ========================================================================== >>impl-step
+//== FSDP: the step ============================================================================== >>impl-step
+/* The end of a step: from sums of gradients to new full parameters.
 
-/* Finishes the reductions of a step: divides the sums once and adds the uses of tied parameters, as
-   ddp_reducer_wait does, then unscales. */
+     ddp_fsdp_mean            per_token: the tokens of all ranks become grad_divisor
+     ddp_fsdp_clip_grad_norm  finish, then the norm; the optimizer multiplies by the factor
+     ddp_fsdp_step            finish     wait for reductions, divide, add uses of tied parameters, unscale
+                              agree      all ranks made the same calls, and none reads shards any more
+                              optimizer  updates master_rows from the sums
+                              publish    sent_rows become the new values; all units are resharded
+                              barrier    peers may read sent_rows
+                              begin      empty sums, then prefetch for the next step
+
+   OFFLOAD_HOST works in pieces, of which several are in flight:
+
+     communication stream     gradients 0   gradients 1   gradients 2
+     host, optimizer                        step 0        step 1        step 2
+     compute stream                                       values 0      values 1      values 2 */
+
+/* Finishes the reductions of a step: divides the sums once, adds the uses of tied parameters, and unscales.
+   The second call in a step does nothing. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
     ddp_scaler *scaler = f->desc.scaler;
     if (f->sums_divided) return ddp__fsdp_device_begin(f->group);
@@ -4853,7 +4898,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
     return DDP_OK;
 }
 
-/* Applies now the factor that clipping left to the step. */
+/* Multiplies the sums by the factor that clipping has left for the step. */
 static void ddp__clip_apply(ddp_fsdp *f) {
     for (const ddp_tensor *sum = f->grad_sums; sum < f->grad_sums + f->optimizer_param_count; sum++)
         if (ddp_tensor_count(sum))
@@ -4863,8 +4908,8 @@ static void ddp__clip_apply(ddp_fsdp *f) {
     f->clip.factor_now = NULL;
 }
 
-/* The norm, from the exact sum of squares of all gradients over the ranks that they are split over. Replicas
-   have the same. The step multiplies by the factor, in its pass over the gradients. */
+/* Computes the norm and the factor, from the exact sum of squares of this rank's sums, added over the ranks
+   that split the parameters. Replicas have the same. */
 static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp__fsdp_clip_state *clip = &f->clip;
     ddp_exact_sum sum;
@@ -4897,7 +4942,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
         "desc.per_token=0, so gradients are averages over ranks and micro-batches; set per_token=1");
     DDP__FSDP_CHECK(!fsdp->grad_divisor,
                     "ddp_fsdp_mean was already called in this step; call it once per step");
-    DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
+    DDP_TRY(ddp__reduce_wait_all(fsdp)); /* they may use the replicas, too */
     ddp_mean all = *loss;
     ddp_result result = DDP_OK;
     for (int i = 0; i < 2 && (result == DDP_OK || result == DDP_ERR_INVALID); i++) {
@@ -4933,14 +4978,14 @@ DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     return DDP_OK;
 }
 
-/* All ranks, replicas too, have done the same and read no shard any more; or all fail with the first
-   cause. */
-static ddp_result ddp__fsdp_agree_calls(ddp_fsdp *f, const char *call, ddp_result own) {
-    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end && own == DDP_OK; unit++)
-        own = ddp__unshard_wait(f, unit);
+/* Agrees with all ranks, replicas too, that they made the same calls and read no shard any more. Otherwise
+   all fail with the first cause. result: of this rank until now. */
+static ddp_result ddp__fsdp_agree_calls(ddp_fsdp *f, const char *call, ddp_result result) {
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end && result == DDP_OK; unit++)
+        result = ddp__unshard_wait(f, unit);
     char calls[32];
     snprintf(calls, sizeof calls, "calls=%016llx", (unsigned long long)f->call_hash);
-    ddp_result result = ddp_agree_groups(f->groups, 2, call, own, f->call_hash, calls);
+    result = ddp_agree_groups(f->groups, 2, call, result, f->call_hash, calls);
     const char *differ = result == DDP_ERR_MISMATCH ? strstr(ddp_last_error(), "ranks differ: ") : NULL;
     if (!differ) return result;
     return ddp_fail_in(result, call, f->group,
@@ -4965,8 +5010,8 @@ static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, siz
     return DDP_OK;
 }
 
-/* Publishes changed master values: updates this rank's rows, which peers read after ddp__shards_barrier, and
-   reshards all units. uploaded: the device has the values already. */
+/* Publishes changed master values: updates this rank's sent_rows, which peers read after ddp__shards_barrier,
+   and reshards all units. uploaded: the optimizer has updated sent_rows already. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     ddp__fsdp_cast_run run = DDP_ZERO;
     DDP_TRY(ddp__fsdp_device_begin(f->group));
@@ -5004,7 +5049,7 @@ static void ddp__set_param_pointers(const ddp__fsdp_unit *unit, int values, int 
     }
 }
 
-/* Starts a step without gradients. */
+/* Begins a step: no gradients, no partial sums. */
 static void ddp__fsdp_begin(ddp_fsdp *f) {
     ddp__fsdp_unshard_state *u = &f->unshard;
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
@@ -5018,7 +5063,7 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     if (f->sums_divided)
         u->order_count = u->order_position;
     else if (!u->order_matches)
-        u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
+        u->order_count = 0; /* an interrupted step, or a load, has no order to prefetch along */
     u->order_position = f->sums_divided = 0;
     u->order_matches = 1;
     if (f->desc.per_token) f->grad_divisor = 0;
@@ -5027,9 +5072,8 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     f->call_hash = DDP_HASH_SEED;
 }
 
-/* OFFLOAD_HOST: gradients are copied on the communication stream, which is idle, piece by piece. One piece is
-   stepped while the next ones travel, and values go up on the other stream. LARS, which begins with norms,
-   waits for all. */
+/* OFFLOAD_HOST: starts to copy the sums to the host on the communication stream, which is idle now, piece by
+   piece. LARS begins with norms and therefore waits for all pieces. */
 static ddp_result ddp__offload_download(ddp_fsdp *f) {
     ddp__fsdp_offload_state *o = &f->offload;
     ddp_result result = DDP_OK;
@@ -5047,16 +5091,17 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
             result = ddp__fsdp_event_record(f, DDP_STREAM_COMM, o->downloaded[o->next_piece++]);
         }
     }
-    /* in any case: this thread's own work belongs to the compute stream */
-    ddp_result back = ddp__fsdp_device_begin(f->group);
-    DDP_TRY(result != DDP_OK ? result : back);
+    /* also on error: later work of this thread belongs to the compute stream */
+    ddp_result stream_result = ddp__fsdp_device_begin(f->group);
+    DDP_TRY(result != DDP_OK ? result : stream_result);
     o->next_piece = 0;
     return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS
                ? ddp__fsdp_event_wait(f, o->downloaded[o->piece_count - 1], 0)
                : DDP_OK;
 }
 
-/* Called by the optimizer before and after it steps a piece. */
+/* Called by the optimizer before and after it steps a piece: waits for its gradients, or uploads its
+   values. */
 static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     return stepped ? ddp__offload_upload(f, f->optimizer_shards[i], from, count)
@@ -5095,15 +5140,17 @@ DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
                : ddp__fsdp_poison(fsdp, result);
 }
 
-//== sharding: checkpoints ====================================================================== >>impl-saver
+//== FSDP: checkpoints ========================================================================== >>impl-saver
 
-/* Lists this rank's part of a checkpoint as slices, for >>impl-save and >>impl-load. */
+/* Lists this rank's part of a checkpoint as slices, for >>impl-save and >>impl-load. Copies them to the host
+   where the device has its own memory or a thread writes in the background. Public calls: ddp_fsdp_save,
+   ddp_fsdp_save_wait, ddp_fsdp_load. */
 
 enum { DDP__STATES_MAX = 2, DDP__STATE_NAME_MAX = 32 }; /* states of a parameter; bytes of a state's name */
-/* of own rows: what this rank is to write, all, or none */
+/* Which of this rank's rows to list: those that it writes, all, or none. */
 enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING };
 
-/* The tables of the saver. Collective where a thread saves. */
+/* Allocates the tables. Collective with save_in_background. */
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
     ddp__fsdp_saver *saver = &f->saver;
     int capacity = f->shard_count * (1 + DDP__STATES_MAX);
@@ -5118,8 +5165,8 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
                : DDP_OK;
 }
 
-/* Adds one tensor of the checkpoint: this rank's rows. If each rank has all rows, it adds an equal share of
-   them. tensor: rows of s. */
+/* Adds a tensor of the checkpoint with this rank's rows. If each rank has all rows, each writes an equal
+   share of them. tensor: the rows of s. state: the name of the optimizer state, or NULL for the values. */
 static void ddp__saver_add(ddp_fsdp *f, const ddp__fsdp_shard *s, const char *state, const ddp_tensor *tensor,
                            int list) {
     ddp__fsdp_saver *saver = &f->saver;
@@ -5134,9 +5181,9 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__fsdp_shard *s, const char *st
     }
     snprintf(name, saver->name_size, state ? "%s.%s" : "%s", s->name, state);
     /* only a slice may repeat: a parameter without global_shape may be one by mistake */
-    const ddp__checkpoint_slice made = {name, tensor->dtype, value->ndim,   {0}, {0},
-                                        {0},  NULL,          state != NULL, 0,   s->is_slice};
-    *slice = made;
+    const ddp__checkpoint_slice new_slice = {name, tensor->dtype, value->ndim,   {0}, {0},
+                                             {0},  NULL,          state != NULL, 0,   s->is_slice};
+    *slice = new_slice;
     for (int i = 0; i < value->ndim; i++) {
         slice->shape[i] = s->is_slice ? s->user_param->global_shape[i] : value->shape[i];
         slice->offset[i] = s->is_slice ? s->user_param->global_offset[i] : 0;
@@ -5166,13 +5213,13 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
     }
 }
 
-/* Copies the slices into memory of their own, which a thread writes or the host of a device reads. back: from
-   there. */
+/* Copies the data of the slices to host memory, which the slices then point to. back: from there to the
+   data. */
 static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
     ddp__fsdp_saver *saver = &f->saver;
     size_t bytes = 0, at = 0;
     for (int i = 0; i < saver->count; i++)
-        bytes += ddp_round_up((size_t)ddp__slice_bytes(&saver->slices[i], 1), 64);
+        bytes += ddp_round_up((size_t)ddp__slice_box_bytes(&saver->slices[i]), 64);
     if (bytes > saver->staged_bytes) {
         ddp__fsdp_free(f, saver->staged);
         saver->staged_bytes = 0;
@@ -5180,16 +5227,16 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
         saver->staged_bytes = bytes;
     }
     for (ddp__checkpoint_slice *slice = saver->slices; slice < saver->slices + saver->count; slice++) {
-        size_t held = (size_t)ddp__slice_bytes(slice, 1);
-        if (held && back) f->device->copy(slice->data, saver->staged + at, held);
-        if (held && !back) f->device->copy(saver->staged + at, slice->data, held);
-        if (held && !back) slice->data = saver->staged + at;
-        at += ddp_round_up(held, 64);
+        size_t box_bytes = (size_t)ddp__slice_box_bytes(slice);
+        if (box_bytes && back) f->device->copy(slice->data, saver->staged + at, box_bytes);
+        if (box_bytes && !back) f->device->copy(saver->staged + at, slice->data, box_bytes);
+        if (box_bytes && !back) slice->data = saver->staged + at;
+        at += ddp_round_up(box_bytes, 64);
     }
     return ddp_device_check(f->group);
 }
 
-/* Writes the checkpoint, on a thread of its own or on the caller's. */
+/* Writes the checkpoint, on the background thread or on the caller's. */
 static void *ddp__saver_main(void *argument) {
     const ddp_fsdp *f = (ddp_fsdp *)argument;
     ddp__fsdp_saver *saver = &((ddp_fsdp *)argument)->saver;
@@ -5199,8 +5246,7 @@ static void *ddp__saver_main(void *argument) {
     return NULL;
 }
 
-/* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or
-   none. */
+/* Lists the tensors, and copies them if copy is set. Then all ranks continue, or none. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *call, const char *dir, int list, int copy) {
     ddp_result result = dir && dir[0] ? ddp__fsdp_device_begin(f->group)
                                       : ddp__fsdp_invalid(call, f->group,
@@ -5208,7 +5254,7 @@ static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *call, const char *
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     if (f->desc.state) f->saver.state = *f->desc.state;
-    /* a load keeps it where the checkpoint has none */
+    /* a load of a checkpoint without a scaler keeps this state */
     if (f->desc.scaler) ddp_scaler_save(f->desc.scaler, &f->saver.state.scaler);
     return ddp_agree_groups(f->saver.groups, 2, call, result, 0, "");
 }
@@ -5239,7 +5285,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     saver->pending = 1;
     saver->has_thread = writes && fsdp->desc.save_in_background
                         && pthread_create(&saver->thread, NULL, ddp__saver_main, fsdp) == 0;
-    if (writes && !saver->has_thread) ddp__saver_main(fsdp); /* also where the system has no thread for it */
+    if (writes && !saver->has_thread) ddp__saver_main(fsdp); /* also if the system has no thread */
     return fsdp->desc.save_in_background ? DDP_OK : ddp_fsdp_save_wait(fsdp);
 }
 
@@ -5255,7 +5301,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, DDP__LIST_ALL, copies));
     DDP_TRY(ddp__checkpoint_load(saver->groups[0], saver->groups[1], dir, saver->slices, saver->count,
                                  fsdp->desc.scaler, &saver->state));
-    ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
+    ddp__saver_list(fsdp, DDP__LIST_ALL); /* the slices point to the device's memory again */
     if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
     if (fsdp->desc.scaler && saver->state.scaler.scale > 0)
         DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &saver->state.scaler));
@@ -5460,9 +5506,11 @@ static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
     ddp_shape_text shape = ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape),
                    part = ddp_describe_shape("", value->ndim, s->user_param->global_offset);
     ddp_shape_text global = ddp_describe_shape("", value->ndim, s->user_param->global_shape);
+    const char *frozen = s->trained ? "" : " frozen";
+    const char *tied = s->source != s ? " tied" : "";
+    const char *no_values = value->data ? "" : " without values";
     snprintf(text, DDP_AGREE_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name,
-             s->name, shape.text, grad, s->trained ? "" : " frozen", s->source != s ? " tied" : "",
-             value->data ? "" : " without values");
+             s->name, shape.text, grad, frozen, tied, no_values);
     if (s->is_slice)
         snprintf(text + strlen(text), DDP_AGREE_TEXT - strlen(text), " at%.40s of%.40s", part.text,
                  global.text);
@@ -5482,9 +5530,8 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_res
     return result;
 }
 
-//== FSDP: creation, memory and first values ================================================== >>impl-create
-/* Agreements 2 and 3 of ddp_fsdp_create: allocates all memory, fills in the first values, and creates the
-   optimizer. Also ddp_fsdp_destroy. */
+//== FSDP: creation, memory =========================================================== >>impl-create-memory
+/* Agreement 2 of ddp_fsdp_create: allocates all memory. */
 
 /* Memory for the partial sums of a unit, and for its final sums. */
 static void ddp__unit_alloc_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
@@ -5545,7 +5592,7 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* Memory that all units share; its size is that of the largest unit. */
+/* Memory that all units share, of the size that the largest unit needs. */
 static void ddp__staging_alloc(ddp_fsdp *f) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     size_t world = (size_t)f->world_size;
@@ -5640,6 +5687,10 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp_error_save(error, ddp__clip_create(f));
     ddp_error_save(error, ddp__saver_create(f));
 }
+
+//== FSDP: creation, values; destruction ======================================================= >>impl-create
+/* Agreement 3 of ddp_fsdp_create: fills in the first values and creates the optimizer. Also ddp_fsdp_create
+   itself and ddp_fsdp_destroy. */
 
 /* Fills in the first values of this rank's rows: from param.value.data, or by init_fn. With OFFLOAD_HOST, the
    device's values reach the master values through offload.value_pieces. */
@@ -5769,7 +5820,7 @@ static void ddp__fsdp_event_destroy(const ddp_fsdp *f, void *event, double until
     f->device->event_destroy(f->group, event);
 }
 
-/* Frees the object. created: it was returned to the caller, whose parameters point into it. */
+/* Frees the object. created: it was returned to the caller, and the caller's parameters point into it. */
 static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
     ddp__fsdp_offload_state *o = &f->offload;
     if (f->saver.has_thread) pthread_join(f->saver.thread, NULL);
@@ -5825,9 +5876,12 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
     if (fsdp && !ddp_group_is_forked(fsdp->group)) ddp__fsdp_delete(fsdp, 1);
 }
 
-//== sharding: memory and wrapping =============================================================== >>impl-wrap
+//== FSDP: predicted memory, wrapping ============================================================ >>impl-wrap
 
-/* The formulas of the opening comment per element: P / W for split tensors, without padding. */
+/* Predicts memory by purpose for ddp_fsdp_get_memory, by the formulas of CONCEPTS, Strategy, without padding.
+   Also ddp_fsdp_wrap, which groups parameters into units by their names. */
+
+/* The formulas, summed over parameters: P / W for split tensors. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
     double world = f->world_size, partial_sums = ddp__fsdp_partial_sums(f),
@@ -5876,11 +5930,11 @@ DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *mem
     return DDP_OK;
 }
 
-/* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not match. "*" is one
-   part. */
+/* Bytes of the name that the prefix matches; 0 = no match. A match ends at the end of a part of the name. "*"
+   matches one part. */
 static size_t ddp__prefix_match(const char *prefix, const char *name) {
     const char *at = name;
-    /* the name may lack a point at the prefix's end */
+    /* a point at the end of the prefix may be missing in the name */
     for (; *prefix && (*prefix != '.' || prefix[1] || *at); prefix++) {
         size_t part = *prefix == '*' ? strcspn(at, ".") : *prefix == *at;
         if (!part) return 0;
@@ -5890,7 +5944,7 @@ static size_t ddp__prefix_match(const char *prefix, const char *name) {
     return *at == '.' || !*at ? (size_t)(at - name) : 0;
 }
 
-/* Bytes of a parameter's name that name its unit: the longest match. 0 = the root. */
+/* Bytes of a parameter's name that are the name of its unit: the longest match. 0 = the root unit. */
 static size_t ddp__wrap_length(const ddp_fsdp_wrap_desc *d, const char *name) {
     size_t longest = 0;
     for (int p = 0; p < d->prefix_count; p++)
@@ -5937,7 +5991,7 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
     for (int i = 0, next = 1; i < param_count; i = next++) {
         int count = 0;
         size_t bytes = 0;
-        /* it is in the unit of an earlier one */
+        /* in the unit of an earlier parameter */
         if (by_name && ddp__wrap_first(params, i, desc) != i) continue;
         for (int k = i; k < param_count && (by_name || bytes < max_bytes); k++) {
             if (by_name && ddp__wrap_first(params, k, desc) != i) continue;
@@ -5964,32 +6018,32 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
     return units;
 }
 
-//== public ==================================================================================== >>impl-public
-/* Argument checks of the public calls; the work is in the sections above. */
+//== FSDP: public calls ======================================================================== >>impl-public
+/* The public calls of a training step, and the access to shards. */
 
 #define DDP__UNIT_CHECK(fsdp, unit)                                                           \
     DDP__FSDP_CHECK(fsdp, "fsdp is NULL");                                                    \
     DDP__FSDP_CHECK((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d; use 0 to %d", unit, \
                     (fsdp)->unit_count - 1)
 
-/* Continues the hash of this step's calls: a unit's unshard (0) or reduction (1). */
-static void ddp__fsdp_hash_call(ddp_fsdp *f, int what, int unit) {
-    int call = 2 * unit + what;
+/* Adds a call to the hash of this step's calls. kind: 0 = the unit's unshard, 1 = its reduction. */
+static void ddp__fsdp_hash_call(ddp_fsdp *f, int kind, int unit) {
+    int call = 2 * unit + kind;
     f->call_hash = ddp_hash(f->call_hash, &call, sizeof call);
 }
 
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_unshard);
     DDP__UNIT_CHECK(fsdp, unit);
-    ddp__fsdp_unit *own = &fsdp->units[unit];
+    ddp__fsdp_unit *target = &fsdp->units[unit];
     DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
     ddp__fsdp_hash_call(fsdp, 0, unit);
     ddp_result result = fsdp->no_grad ? DDP_OK : ddp__unshard_order_record(fsdp, unit);
-    if (result == DDP_OK) result = ddp__reshard_idle_units(fsdp, own);
-    /* Full parameters of the unit, and of units that it shares parameters with. */
-    for (ddp__fsdp_shard *s = fsdp->keeps_full_params ? own->shards : own->end;
-         s <= own->end && result == DDP_OK; s++) {
-        ddp__fsdp_unit *needed = s < own->end ? s->source->unit : own;
+    if (result == DDP_OK) result = ddp__reshard_idle_units(fsdp, target);
+    /* its full parameters, and those of units that it shares parameters with */
+    for (ddp__fsdp_shard *s = fsdp->keeps_full_params ? target->shards : target->end;
+         s <= target->end && result == DDP_OK; s++) {
+        ddp__fsdp_unit *needed = s < target->end ? s->source->unit : target;
         result = ddp__unshard_wait(fsdp, needed);
         if (result != DDP_OK || needed->unsharded) continue;
         result = ddp__full_params_acquire(fsdp, needed);
@@ -6000,61 +6054,63 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
         if (result != DDP_OK) ddp__full_params_release(needed, result);
     }
     if (result == DDP_OK) {
-        if (!own->in_use && ++fsdp->unshard.in_use_count > fsdp->unshard.in_use_max)
+        if (!target->in_use && ++fsdp->unshard.in_use_count > fsdp->unshard.in_use_max)
             fsdp->unshard.in_use_max = fsdp->unshard.in_use_count;
-        own->in_use = 1;
-        result = ddp__grads_attach(fsdp, own);
+        target->in_use = 1;
+        result = ddp__grads_attach(fsdp, target);
     }
     if (result == DDP_OK) result = ddp__fsdp_prefetch(fsdp);
-    if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
-    ddp__set_param_pointers(own, 1, own->grads_attached);
+    if (result != DDP_OK) return ddp__unit_failed(target, result, __func__);
+    ddp__set_param_pointers(target, 1, target->grads_attached);
     return ddp_device_check(fsdp->group);
 }
 
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reshard);
     DDP__UNIT_CHECK(fsdp, unit);
-    ddp__fsdp_unit *own = &fsdp->units[unit];
-    DDP__FSDP_CHECK(own->in_use, "unit %s is not unsharded; call ddp_fsdp_unshard first", own->name);
-    own->in_use = 0;
+    ddp__fsdp_unit *target = &fsdp->units[unit];
+    DDP__FSDP_CHECK(target->in_use, "unit %s is not unsharded; call ddp_fsdp_unshard first", target->name);
+    target->in_use = 0;
     fsdp->unshard.in_use_count--;
-    if (own->grads_attached) ddp__grads_detach(own);
-    ddp__set_param_pointers(own, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD, !fsdp->reduces_per_micro_batch);
+    if (target->grads_attached) ddp__grads_detach(target);
+    ddp__set_param_pointers(target, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD,
+                            !fsdp->reduces_per_micro_batch);
     if (fsdp->keeps_full_params || ddp__unshard_is_soon(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
-    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained_count
-        && own->reduced_count < fsdp->desc.micro_batch_count)
+    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && target->trained_count
+        && target->reduced_count < fsdp->desc.micro_batch_count)
         return DDP_OK;
-    return ddp__unit_reshard(fsdp, own);
+    return ddp__unit_reshard(fsdp, target);
 }
 
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reduce_grads);
     DDP__UNIT_CHECK(fsdp, unit);
-    ddp__fsdp_unit *own = &fsdp->units[unit];
-    DDP__FSDP_CHECK(own->reduced_count < fsdp->desc.micro_batch_count,
+    ddp__fsdp_unit *target = &fsdp->units[unit];
+    DDP__FSDP_CHECK(target->reduced_count < fsdp->desc.micro_batch_count,
                     "unit %s was already reduced %d times in this step, which is micro_batch_count; call "
                     "ddp_fsdp_step first",
-                    own->name, own->reduced_count);
-    DDP__FSDP_CHECK(!own->trained_count || own->grads_attached,
-                    "unit %s has no gradients; call ddp_fsdp_unshard before its backward", own->name);
+                    target->name, target->reduced_count);
+    DDP__FSDP_CHECK(!target->trained_count || target->grads_attached,
+                    "unit %s has no gradients; call ddp_fsdp_unshard before its backward", target->name);
     ddp__fsdp_hash_call(fsdp, 1, unit);
-    if (!own->trained_count) return DDP_OK;
+    if (!target->trained_count) return DDP_OK;
     DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
-    DDP_TRY(ddp__reduce_wait_release(fsdp, own));
-    ddp_result result = ddp__accept_pipeline_sums(fsdp, own);
-    if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
-    own->reduced_count++;
-    own->grads_attached = 0;
+    DDP_TRY(ddp__reduce_wait_release(fsdp, target));
+    ddp_result result = ddp__accept_pipeline_sums(fsdp, target);
+    if (result != DDP_OK) return ddp__unit_failed(target, result, __func__);
+    target->reduced_count++;
+    target->grads_attached = 0;
     if (fsdp->reduces_per_micro_batch) {
-        own->reducing_buffer = own->grad_buffer;
-        own->reducing_buffer->reducing_unit = own;
-        own->grad_buffer = NULL;
-        own->grad_memory = NULL;
-        ddp__set_param_pointers(own, 1, 0);
+        target->reducing_buffer = target->grad_buffer;
+        target->reducing_buffer->reducing_unit = target;
+        target->grad_buffer = NULL;
+        target->grad_memory = NULL;
+        ddp__set_param_pointers(target, 1, 0);
     }
-    result = fsdp->reduce.progress ? ddp__reduce_issue(fsdp, own)
-                                   : ddp_group_enqueue(fsdp->group, ddp__reduce_task, own, &own->reduce_work);
-    return result == DDP_OK ? DDP_OK : ddp__unit_failed(own, result, __func__);
+    result = fsdp->reduce.progress
+                 ? ddp__reduce_issue(fsdp, target)
+                 : ddp_group_enqueue(fsdp->group, ddp__reduce_task, target, &target->reduce_work);
+    return result == DDP_OK ? DDP_OK : ddp__unit_failed(target, result, __func__);
 }
 
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
@@ -6090,7 +6146,7 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)s->first_row;
     if (!grad) return DDP_OK;
-    /* not collective: the slot stays with the unit */
+    /* this call is not collective, so the unit keeps its gradient buffer */
     if (s->trained) DDP_TRY(ddp__reduce_wait(fsdp, s->unit));
     DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
     ddp__clip_apply(fsdp);
