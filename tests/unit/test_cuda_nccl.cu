@@ -726,7 +726,7 @@ static ddp_result error_from_behind(rank_state *s) {
 /* NCCL reports an error on rank 0 while it waits for the last rank, which is missing: every rank's error
    names the error, the call and the missing rank. */
 static ddp_result error_while_behind(rank_state *s) {
-    char line[512], name[64];
+    char line[512], name[80];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
     RANKS_OK(s->cpu, look_back(s));
     if (s->rank < s->size - 1) ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
