@@ -660,7 +660,7 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
 }
 
 /* Creates an empty schedule with the kind, rank count, update interval and allocator of another one. */
-static ddp_schedule *ddp__schedule_like(const ddp_schedule *from) {
+static ddp_schedule *ddp__schedule_new_like(const ddp_schedule *from) {
     ddp_schedule_desc desc = {from->kind,     from->rank_count, 0,         0, from->update_interval, NULL, 0,
                               from->alloc_fn, from->free_fn,    from->user};
     return ddp__schedule_new(&desc);
@@ -788,16 +788,17 @@ static int ddp__action_position(const ddp_schedule *s, int index) {
 /* Generates the lists of every kind except AUTO, and checks ddp_schedule_desc. In this section p is the
    number of ranks, m of micro-batches and v of chunks per rank. */
 
-#define DDP__SCHEDULE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_schedule_create: " __VA_ARGS__)
+#define DDP__SCHEDULE_INVALID(...) ddp_fail(DDP_ERR_INVALID, "ddp_schedule_create: " __VA_ARGS__)
 
 /* Returns the number of rounds in which micro-batches pass through the chunks, as in PyTorch's
    ScheduleInterleaved1F1B. There is one round if m < p. A round has p micro-batches if m is a multiple of p,
    otherwise up to 2p - 1. */
-static int ddp__rounds(int p, int m) { return m / p > 1 ? m / p : 1; }
+static int ddp__schedule_rounds(int p, int m) { return m / p > 1 ? m / p : 1; }
 
 /* Appends number k of a rank's forwards or backwards. The order is: one round of a chunk, then the same
    micro-batches of the next chunk. Backwards visit the chunks in reverse order. */
-static void ddp__push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank, int k, int v, int round) {
+static void ddp__schedule_push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank, int k, int v,
+                                         int round) {
     int chunk = k / round % v, microbatch = k / (round * v) * round + k % round;
     if (kind != DDP_ACTION_FORWARD) chunk = v - 1 - chunk;
     ddp__schedule_push(s, kind, chunk * s->rank_count + rank, microbatch);
@@ -806,26 +807,29 @@ static void ddp__push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank,
 /* Generates all kinds of the 1F1B family. Warmup forwards fill the pipeline: those before the last chunk's
    first forward, and `lates` more for each later rank. Then forwards and backwards alternate, and the
    remaining backwards follow. lags > 0: W follows its I after lags * rank further I. */
-static void ddp__generate_1f1b(ddp_schedule *s, const ddp_schedule_desc *d, int rank, int lates, int lags) {
+static void ddp__schedule_generate_1f1b(ddp_schedule *s, const ddp_schedule_desc *d, int rank,
+                                        int warmup_step, int weight_delay) {
     int p = d->rank_count;
     int m = d->microbatch_count;
     int v = d->chunk_count;
-    int round = m / ddp__rounds(p, m);
-    int total = m * v, lag = lags * rank;
-    int64_t warmup = (int64_t)(v - 1) * round + (int64_t)lates * (p - 1 - rank);
+    int round = m / ddp__schedule_rounds(p, m);
+    int total = m * v, lag = weight_delay * rank;
+    int64_t warmup = (int64_t)(v - 1) * round + (int64_t)warmup_step * (p - 1 - rank);
     int fill = warmup < total ? (int)warmup : total;
     for (int k = 0; k < fill + total + lag; k++) {
         int b = k - fill, w = b - lag;
-        if (k < total) ddp__push_in_rounds(s, DDP_ACTION_FORWARD, rank, k, v, round);
+        if (k < total) ddp__schedule_push_in_rounds(s, DDP_ACTION_FORWARD, rank, k, v, round);
         if (b >= 0 && b < total)
-            ddp__push_in_rounds(s, lags ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, rank, b, v, round);
-        if (lags && w >= 0 && w < total) ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
+            ddp__schedule_push_in_rounds(s, weight_delay ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, rank,
+                                         b, v, round);
+        if (weight_delay && w >= 0 && w < total)
+            ddp__schedule_push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
     }
 }
 
 /* Generates all forwards of a block of micro-batches, chunk by chunk, then all its backwards. Blocks of m
    micro-batches give GPipe and looped BFS, blocks of 1 give naive. */
-static void ddp__generate_blocks(ddp_schedule *s, int rank, int m, int v, int block) {
+static void ddp__schedule_generate_blocks(ddp_schedule *s, int rank, int m, int v, int block) {
     int p = s->rank_count;
     for (int start = 0; start < m; start += block) {
         for (int chunk = 0; chunk < v; chunk++)
@@ -838,19 +842,19 @@ static void ddp__generate_blocks(ddp_schedule *s, int rank, int m, int v, int bl
 }
 
 /* A rank r of a V has two stages: stage[0] = r on the way down, stage[1] = 2p-1-r on the way up. */
-typedef struct ddp__vee {
+typedef struct ddp__schedule_v {
     ddp_schedule *s;
     int stage[2], m;
     int next[2][DDP_ACTION_KIND_COUNT]; /* next micro-batch of each kind of action; I and B share a count */
     int searched;                       /* every I before actions[searched] has its W */
-} ddp__vee;
+} ddp__schedule_v;
 
 /* Appends the actions of a phase `times` times. Micro-batches beyond m are counted but not appended.
        f i w b   F I W B of the stage on the way down
        F I W B   F I W B of the stage on the way up
        d         W of the earliest I without W
        +         the action before it overlaps with the next one */
-static void ddp__vee_phase(ddp__vee *v, int times, const char *phase) {
+static void ddp__schedule_v_phase(ddp__schedule_v *v, int times, const char *phase) {
     static const char letters[] = "fiwbFIWB";
     ddp_schedule *s = v->s;
     for (int k = 0, length = (int)strlen(phase); k < times * length && s->failed == DDP_OK; k++) {
@@ -863,59 +867,60 @@ static void ddp__vee_phase(ddp__vee *v, int times, const char *phase) {
                                s->actions[v->searched].microbatch);
             v->searched++;
         } else {
-            int letter = (int)(strchr(letters, c) - letters), way = letter / 4;
+            int letter = (int)(strchr(letters, c) - letters), side = letter / 4;
             ddp_action_kind kind = (ddp_action_kind)(DDP_ACTION_FORWARD + letter % 4);
-            int i = v->next[way][kind == DDP_ACTION_BACKWARD ? DDP_ACTION_INPUT_GRAD : kind]++;
-            if (i < v->m) ddp__schedule_push(s, kind, v->stage[way], i);
+            int i = v->next[side][kind == DDP_ACTION_BACKWARD ? DDP_ACTION_INPUT_GRAD : kind]++;
+            if (i < v->m) ddp__schedule_push(s, kind, v->stage[side], i);
         }
     }
 }
 
 /* Generates ZB-V for at least 2p-1 micro-batches. If m is smaller, the surplus is left out. */
-static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
+static void ddp__schedule_generate_zb_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, n = m > 2 * p - 1 ? m : 2 * p - 1;
-    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
-    ddp__vee_phase(&v, 2 * (p - rank) - 1, "f");
-    ddp__vee_phase(&v, rank, "Ff");
-    ddp__vee_phase(&v, p - rank, "FIW");
-    ddp__vee_phase(&v, n - p, "fiwFIW");
-    ddp__vee_phase(&v, rank, "iI");
-    ddp__vee_phase(&v, p - rank, "iw");
-    ddp__vee_phase(&v, rank, "W");
-    ddp__vee_phase(&v, rank, "w");
+    ddp__schedule_v v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
+    ddp__schedule_v_phase(&v, 2 * (p - rank) - 1, "f");
+    ddp__schedule_v_phase(&v, rank, "Ff");
+    ddp__schedule_v_phase(&v, p - rank, "FIW");
+    ddp__schedule_v_phase(&v, n - p, "fiwFIW");
+    ddp__schedule_v_phase(&v, rank, "iI");
+    ddp__schedule_v_phase(&v, p - rank, "iw");
+    ddp__schedule_v_phase(&v, rank, "W");
+    ddp__schedule_v_phase(&v, rank, "w");
 }
 
 /* Generates DualPipeV, in the order of DeepSeek's published code. On the rank at the tip of the V, the first
    forward and backward do not overlap, so that its two stages do not wait for each other. */
-static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
+static void ddp__schedule_generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, late = p - 1 - rank, tip = late == 0;
-    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
-    ddp__vee_phase(&v, 2 * late, "f");
-    ddp__vee_phase(&v, rank + 1, "fF");
-    ddp__vee_phase(&v, late, "IdF");
-    ddp__vee_phase(&v, tip, "fBF+b");
-    ddp__vee_phase(&v, m - 2 * p + rank + 1 - tip, "f+BF+b");
-    ddp__vee_phase(&v, late, "BF+b");
-    ddp__vee_phase(&v, (rank + 1) / 2, "Bb");
-    ddp__vee_phase(&v, rank % 2 == 0, "Bi");
-    ddp__vee_phase(&v, (rank + 1) / 2, "Ii");
-    ddp__vee_phase(&v, late, "di");
-    ddp__vee_phase(&v, rank + 1, "d");
+    ddp__schedule_v v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
+    ddp__schedule_v_phase(&v, 2 * late, "f");
+    ddp__schedule_v_phase(&v, rank + 1, "fF");
+    ddp__schedule_v_phase(&v, late, "IdF");
+    ddp__schedule_v_phase(&v, tip, "fBF+b");
+    ddp__schedule_v_phase(&v, m - 2 * p + rank + 1 - tip, "f+BF+b");
+    ddp__schedule_v_phase(&v, late, "BF+b");
+    ddp__schedule_v_phase(&v, (rank + 1) / 2, "Bb");
+    ddp__schedule_v_phase(&v, rank % 2 == 0, "Bi");
+    ddp__schedule_v_phase(&v, (rank + 1) / 2, "Ii");
+    ddp__schedule_v_phase(&v, late, "di");
+    ddp__schedule_v_phase(&v, rank + 1, "d");
 }
 
 /* Checks that m is a multiple of `step` and not below `least`. The error names the nearest valid m. */
-static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int step, int least) {
+static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int step, int min) {
     int m = d->microbatch_count;
     int down = m / step * step;
     int nearest = m - down < step - (m - down) ? down : down + step;
-    if (m % step == 0 && m >= least) return DDP_OK;
-    if (nearest < least) nearest = (least + step - 1) / step * step;
+    if (m % step == 0 && m >= min) return DDP_OK;
+    if (nearest < min) nearest = (min + step - 1) / step * step;
     if (step > 1)
-        return DDP__SCHEDULE_BAD(
+        return DDP__SCHEDULE_INVALID(
             "microbatch_count=%d, but %s on %d ranks needs a multiple of %d; use %d, the nearest", m,
             ddp_schedule_kind_name(d->kind), d->rank_count, step, nearest);
-    return DDP__SCHEDULE_BAD("microbatch_count=%d, but %s on %d ranks needs at least %d; use %d, the nearest",
-                             m, ddp_schedule_kind_name(d->kind), d->rank_count, least, nearest);
+    return DDP__SCHEDULE_INVALID(
+        "microbatch_count=%d, but %s on %d ranks needs at least %d; use %d, the nearest", m,
+        ddp_schedule_kind_name(d->kind), d->rank_count, min, nearest);
 }
 
 /* Checks that all rounds of interleaved-1F1B have the same size. The error names the nearest valid m; of two,
@@ -923,101 +928,102 @@ static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int s
 static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
     int p = d->rank_count;
     int m = d->microbatch_count;
-    int rounds = ddp__rounds(p, m);
+    int rounds = ddp__schedule_rounds(p, m);
     int nearest = 0;
     if (m % rounds == 0) return DDP_OK;
     for (int distance = 1; !nearest; distance++) { /* ends at a multiple of p; m > p, since rounds > 1 */
         int below = m - distance, above = m + distance;
-        if (above % ddp__rounds(p, above) == 0) nearest = above;
-        if (below % ddp__rounds(p, below) == 0 && (!nearest || nearest % p != 0)) nearest = below;
+        if (above % ddp__schedule_rounds(p, above) == 0) nearest = above;
+        if (below % ddp__schedule_rounds(p, below) == 0 && (!nearest || nearest % p != 0)) nearest = below;
     }
-    return DDP__SCHEDULE_BAD("microbatch_count=%d, but %s on %d ranks needs a multiple of %d "
-                             "(microbatch_count / rank_count, rounded down); use %d, the nearest",
-                             m, ddp_schedule_kind_name(d->kind), p, rounds, nearest);
+    return DDP__SCHEDULE_INVALID("microbatch_count=%d, but %s on %d ranks needs a multiple of %d "
+                                 "(microbatch_count / rank_count, rounded down); use %d, the nearest",
+                                 m, ddp_schedule_kind_name(d->kind), p, rounds, nearest);
 }
 
 static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
     int m = d->microbatch_count;
     int two = d->kind == DDP_SCHEDULE_PIPEDREAM_2BW;
-    int least = two ? d->rank_count : 1;
+    int min = two ? d->rank_count : 1;
     if (d->kind != DDP_SCHEDULE_PIPEDREAM && !two) {
         if (d->update_interval && d->update_interval != m)
-            return DDP__SCHEDULE_BAD(
+            return DDP__SCHEDULE_INVALID(
                 "update_interval=%d, but %s updates once, after all %d micro-batches; set it to 0",
                 d->update_interval, ddp_schedule_kind_name(d->kind), m);
         d->update_interval = m;
         return DDP_OK;
     }
     if (!d->update_interval) d->update_interval = two ? m : 1;
-    if (two && m < least) return ddp__schedule_check_multiple(d, 1, least);
-    if (d->update_interval >= least && d->update_interval <= m && m % d->update_interval == 0) return DDP_OK;
+    if (two && m < min) return ddp__schedule_check_multiple(d, 1, min);
+    if (d->update_interval >= min && d->update_interval <= m && m % d->update_interval == 0) return DDP_OK;
     for (int distance = 1;; distance++) /* m itself always works */
         for (int side = -1; side <= 1; side += 2) {
             int64_t near = (int64_t)d->update_interval + side * (int64_t)distance;
-            if (near >= least && near <= m && m % near == 0)
-                return DDP__SCHEDULE_BAD("update_interval=%d, but %s needs a divisor of microbatch_count=%d "
-                                         "of at least %d; use %d, the nearest",
-                                         d->update_interval, ddp_schedule_kind_name(d->kind), m, least,
-                                         (int)near);
+            if (near >= min && near <= m && m % near == 0)
+                return DDP__SCHEDULE_INVALID(
+                    "update_interval=%d, but %s needs a divisor of microbatch_count=%d "
+                    "of at least %d; use %d, the nearest",
+                    d->update_interval, ddp_schedule_kind_name(d->kind), m, min, (int)near);
         }
 }
 
 static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_schedule_desc *d) {
     int vee, any, p, m;
-    if (!desc) return DDP__SCHEDULE_BAD("desc is NULL");
+    if (!desc) return DDP__SCHEDULE_INVALID("desc is NULL");
     *d = *desc;
     p = d->rank_count;
     m = d->microbatch_count;
     if ((int)d->kind < 0 || d->kind >= DDP_SCHEDULE_KIND_COUNT)
-        return DDP__SCHEDULE_BAD("kind=%d; use 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
-    if (!d->alloc_fn != !d->free_fn) return DDP__SCHEDULE_BAD("set both alloc_fn and free_fn, or neither");
+        return DDP__SCHEDULE_INVALID("kind=%d; use 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
+    if (!d->alloc_fn != !d->free_fn)
+        return DDP__SCHEDULE_INVALID("set both alloc_fn and free_fn, or neither");
     vee = d->kind == DDP_SCHEDULE_ZB_V || d->kind == DDP_SCHEDULE_DUALPIPE_V;
     any = d->kind == DDP_SCHEDULE_NAIVE || d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B
           || d->kind == DDP_SCHEDULE_LOOPED_BFS || d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P;
     if (p < 1 || p > DDP__MAX_STAGES)
-        return DDP__SCHEDULE_BAD("rank_count=%d; use 1 to %d", p, DDP__MAX_STAGES);
+        return DDP__SCHEDULE_INVALID("rank_count=%d; use 1 to %d", p, DDP__MAX_STAGES);
     if (m < 1 || m > DDP__MAX_MICROBATCHES)
-        return DDP__SCHEDULE_BAD("microbatch_count=%d; use 1 to %d", m, DDP__MAX_MICROBATCHES);
+        return DDP__SCHEDULE_INVALID("microbatch_count=%d; use 1 to %d", m, DDP__MAX_MICROBATCHES);
     if (d->chunk_count == 0) d->chunk_count = vee ? 2 : 1;
     if (d->chunk_count < 0 || d->chunk_count > DDP__MAX_STAGES / p)
-        return DDP__SCHEDULE_BAD("chunk_count=%d; use 1 to %d, for at most %d stages", d->chunk_count,
-                                 DDP__MAX_STAGES / p, DDP__MAX_STAGES);
+        return DDP__SCHEDULE_INVALID("chunk_count=%d; use 1 to %d, for at most %d stages", d->chunk_count,
+                                     DDP__MAX_STAGES / p, DDP__MAX_STAGES);
     if (!any && d->chunk_count != 1 + vee)
-        return DDP__SCHEDULE_BAD("chunk_count=%d, but %s has %d; use another count only with "
-                                 "interleaved-1F1B, looped-BFS, interleaved-ZB-1P and naive",
-                                 d->chunk_count, ddp_schedule_kind_name(d->kind), 1 + vee);
+        return DDP__SCHEDULE_INVALID("chunk_count=%d, but %s has %d; use another count only with "
+                                     "interleaved-1F1B, looped-BFS, interleaved-ZB-1P and naive",
+                                     d->chunk_count, ddp_schedule_kind_name(d->kind), 1 + vee);
     if ((int64_t)p * m * d->chunk_count > DDP__MAX_ACTIONS / 3)
-        return DDP__SCHEDULE_BAD(
+        return DDP__SCHEDULE_INVALID(
             "%d ranks x %d micro-batches x %d chunks are more than %d actions; use fewer of them", p, m,
             d->chunk_count, DDP__MAX_ACTIONS);
     if (d->memory_limit < 0 || d->memory_limit != d->memory_limit)
-        return DDP__SCHEDULE_BAD("memory_limit=%g; use 0 or more, where 0 is the memory of 1F1B",
-                                 d->memory_limit);
+        return DDP__SCHEDULE_INVALID("memory_limit=%g; use 0 or more, where 0 is the memory of 1F1B",
+                                     d->memory_limit);
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B) DDP_TRY(ddp__schedule_check_rounds(d));
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) DDP_TRY(ddp__schedule_check_multiple(d, p, p));
     if (d->kind == DDP_SCHEDULE_DUALPIPE_V && m < 2 * p) return ddp__schedule_check_multiple(d, 1, 2 * p);
     return ddp__schedule_check_interval(d);
 }
 
-static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int rank) {
+static void ddp__schedule_generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int rank) {
     int m = d->microbatch_count;
     ddp_schedule_kind kind = d->kind;
     if (kind == DDP_SCHEDULE_NAIVE)
-        ddp__generate_blocks(s, rank, m, d->chunk_count, 1);
+        ddp__schedule_generate_blocks(s, rank, m, d->chunk_count, 1);
     else if (kind == DDP_SCHEDULE_GPIPE || kind == DDP_SCHEDULE_LOOPED_BFS)
-        ddp__generate_blocks(s, rank, m, d->chunk_count, m);
+        ddp__schedule_generate_blocks(s, rank, m, d->chunk_count, m);
     else if (kind == DDP_SCHEDULE_INTERLEAVED_1F1B)
-        ddp__generate_1f1b(s, d, rank, 2, 0);
+        ddp__schedule_generate_1f1b(s, d, rank, 2, 0);
     else if (kind == DDP_SCHEDULE_ZB_H1 || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P)
-        ddp__generate_1f1b(s, d, rank, 1, 1);
+        ddp__schedule_generate_1f1b(s, d, rank, 1, 1);
     else if (kind == DDP_SCHEDULE_ZB_H2)
-        ddp__generate_1f1b(s, d, rank, 2, 2);
+        ddp__schedule_generate_1f1b(s, d, rank, 2, 2);
     else if (kind == DDP_SCHEDULE_ZB_V)
-        ddp__generate_zb_v(s, rank, m);
+        ddp__schedule_generate_zb_v(s, rank, m);
     else if (kind == DDP_SCHEDULE_DUALPIPE_V)
-        ddp__generate_dualpipe_v(s, rank, m);
+        ddp__schedule_generate_dualpipe_v(s, rank, m);
     else
-        ddp__generate_1f1b(s, d, rank, 1, 0); /* 1F1B, PipeDream and PipeDream-2BW */
+        ddp__schedule_generate_1f1b(s, d, rank, 1, 0); /* 1F1B, PipeDream and PipeDream-2BW */
 }
 
 /* Creates a schedule of any kind except AUTO. */
@@ -1025,14 +1031,14 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
     ddp_schedule *s = ddp__schedule_new(d);
     if (!s) return DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < d->rank_count; rank++) {
-        ddp__generate_rank(s, d, rank);
+        ddp__schedule_generate_rank(s, d, rank);
         ddp__schedule_end_rank(s);
     }
     return ddp__schedule_finish(out, s);
 }
 
 //== dependencies between actions =================================================== >>impl-schedule-play
-/* Checks a schedule and computes the times of its actions. ddp__play_open builds the dependency graph, runs
+/* Checks a schedule and computes the times of its actions. ddp__graph_open builds the dependency graph, runs
    all lists against each other and reports the deadlock if some rank cannot finish. Simulation, lowering,
    drawing and the runner all start here. */
 
@@ -1044,25 +1050,25 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
        I, B of stage s   I or B of stage s+1, or its RECV_B
        RECV              its SEND
        SEND              the RECV of the message before it to the same rank: one message is in flight */
-typedef struct ddp__play {
+typedef struct ddp__schedule_graph {
     const ddp_schedule *s;
     const ddp_stage_cost *costs; /* NULL = F, I and W take 1 */
     /* One table per kind that computes or communicates. B is entered in the tables of I and W. The table of F
        is the start of the allocation that contains everything except times. */
     int *table[DDP_ACTION_KIND_COUNT];
-    int *ahead;          /* per action: the RECV that a SEND waits for, or -1 */
-    int *waiter;         /* per action: the rank that waits for it, or -1 */
+    int *previous_recv;  /* per action: the RECV that a SEND waits for, or -1 */
+    int *waiting_rank;   /* per action: the rank that waits for it, or -1 */
     int *position;       /* per rank: index of its next action */
     int *stack;          /* ranks that may be able to continue */
     unsigned char *done; /* per action */
     int has_comm, has_sharding, has_reduce;
-    int apart;              /* an overlapping pair without `overlapped` cost: 1 = one after the other, 0 =
+    int sequential_pairs;   /* an overlapping pair without `overlapped` cost: 1 = one after the other, 0 =
                                both take the sum */
     ddp_action_time *times; /* NULL = untimed */
-} ddp__play;
+} ddp__schedule_graph;
 
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index,
-                                                                            const char *format, ...) {
+static __attribute__((format(printf, 3, 4))) ddp_result
+ddp__schedule_fail_at(const ddp_schedule *s, int index, const char *format, ...) {
     char text[400];
     va_list args;
     va_start(args, format);
@@ -1074,29 +1080,29 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(cons
 }
 
 /* Returns the other stage of a SEND or RECV. */
-static int ddp__message_peer(const ddp_action *a) {
+static int ddp__action_peer_stage(const ddp_action *a) {
     return a->stage + (a->kind == DDP_ACTION_SEND_F || a->kind == DDP_ACTION_RECV_B ? 1 : -1);
 }
 
-static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) {
-    return stage * play->s->microbatch_count + microbatch;
+static int ddp__graph_cell(const ddp__schedule_graph *graph, int stage, int microbatch) {
+    return stage * graph->s->microbatch_count + microbatch;
 }
 
 /* Returns the cell of a computation or message. A message has the cell of the sending stage. */
-static int ddp__action_cell(const ddp__play *play, const ddp_action *a) {
+static int ddp__graph_action_cell(const ddp__schedule_graph *graph, const ddp_action *a) {
     int received = ddp__action_communicates(a->kind) && !ddp__action_sends(a->kind);
-    return ddp__play_cell(play, received ? ddp__message_peer(a) : a->stage, a->microbatch);
+    return ddp__graph_cell(graph, received ? ddp__action_peer_stage(a) : a->stage, a->microbatch);
 }
 
-static void ddp__play_close(ddp__play *play) {
-    ddp__schedule_free(play->s, play->table[DDP_ACTION_FORWARD]);
-    ddp__schedule_free(play->s, play->times);
-    play->table[DDP_ACTION_FORWARD] = NULL;
-    play->times = NULL;
+static void ddp__graph_close(ddp__schedule_graph *graph) {
+    ddp__schedule_free(graph->s, graph->table[DDP_ACTION_FORWARD]);
+    ddp__schedule_free(graph->s, graph->times);
+    graph->table[DDP_ACTION_FORWARD] = NULL;
+    graph->times = NULL;
 }
 
-static ddp_result ddp__play_alloc(ddp__play *play) {
-    const ddp_schedule *s = play->s;
+static ddp_result ddp__graph_alloc(ddp__schedule_graph *graph) {
+    const ddp_schedule *s = graph->s;
     size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count;
     size_t actions = (size_t)s->count;
     size_t ranks = (size_t)s->rank_count;
@@ -1107,20 +1113,20 @@ static ddp_result ddp__play_alloc(ddp__play *play) {
     for (int kind = 0; kind < DDP_ACTION_KIND_COUNT; kind++) {
         if (!ddp__action_computes((ddp_action_kind)kind) && !ddp__action_communicates((ddp_action_kind)kind))
             continue;
-        play->table[kind] = kind == DDP_ACTION_BACKWARD ? play->table[DDP_ACTION_INPUT_GRAD] : next;
+        graph->table[kind] = kind == DDP_ACTION_BACKWARD ? graph->table[DDP_ACTION_INPUT_GRAD] : next;
         if (kind != DDP_ACTION_BACKWARD) next += cells;
     }
-    play->ahead = next;
-    play->waiter = play->ahead + actions;
-    play->position = play->waiter + actions;
-    play->stack = play->position + ranks;
-    play->done = (unsigned char *)(play->stack + ranks);
+    graph->previous_recv = next;
+    graph->waiting_rank = graph->previous_recv + actions;
+    graph->position = graph->waiting_rank + actions;
+    graph->stack = graph->position + ranks;
+    graph->done = (unsigned char *)(graph->stack + ranks);
     return DDP_OK;
 }
 
 /* Checks that each stage is on a rank, and that the schedule has at least one action per cell. The second
    check bounds the memory of the tables. */
-static ddp_result ddp__check_stages(const ddp_schedule *s) {
+static ddp_result ddp__schedule_check_stages(const ddp_schedule *s) {
     int highest = 0;
     if (s->stage_count == 0 || s->microbatch_count == 0)
         return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: the lists have no computation (F, I, W or B)");
@@ -1128,13 +1134,13 @@ static ddp_result ddp__check_stages(const ddp_schedule *s) {
         if (s->actions[i].stage > s->actions[highest].stage) highest = i;
     for (int stage = 0; stage < s->stage_count; stage++)
         if (s->stage_rank[stage] < 0)
-            return ddp__schedule_wrong(s, highest, "%d stages, but stage %d has no actions", s->stage_count,
-                                       stage);
+            return ddp__schedule_fail_at(s, highest, "%d stages, but stage %d has no actions", s->stage_count,
+                                         stage);
     if ((int64_t)s->stage_count * s->microbatch_count > s->count) {
         highest = 0;
         for (int i = 0; i < s->count; i++)
             if (s->actions[i].microbatch > s->actions[highest].microbatch) highest = i;
-        return ddp__schedule_wrong(
+        return ddp__schedule_fail_at(
             s, highest, "%d stages x %d micro-batches need more than the %d actions of the schedule",
             s->stage_count, s->microbatch_count, s->count);
     }
@@ -1142,69 +1148,72 @@ static ddp_result ddp__check_stages(const ddp_schedule *s) {
 }
 
 /* Enters an action in its table. The cell must be free. B occupies the cells of I and W. */
-static ddp_result ddp__play_enter(ddp__play *play, int index) {
-    const ddp_schedule *s = play->s;
+static ddp_result ddp__graph_enter(ddp__schedule_graph *graph, int index) {
+    const ddp_schedule *s = graph->s;
     const ddp_action *a = &s->actions[index];
-    int sends = ddp__action_sends(a->kind), peer = ddp__message_peer(a), cell, there;
-    play->has_sharding |= a->kind == DDP_ACTION_UNSHARD || a->kind == DDP_ACTION_RESHARD;
-    play->has_reduce |= a->kind == DDP_ACTION_REDUCE_GRAD;
+    int sends = ddp__action_sends(a->kind), peer = ddp__action_peer_stage(a), cell, existing;
+    graph->has_sharding |= a->kind == DDP_ACTION_UNSHARD || a->kind == DDP_ACTION_RESHARD;
+    graph->has_reduce |= a->kind == DDP_ACTION_REDUCE_GRAD;
     if (ddp__action_communicates(a->kind)) {
-        play->has_comm = 1;
+        graph->has_comm = 1;
         if (peer < 0 || peer == s->stage_count)
-            return ddp__schedule_wrong(s, index, "stage %d has no neighbor to %s", a->stage,
-                                       sends ? "send to" : "receive from");
+            return ddp__schedule_fail_at(s, index, "stage %d has no neighbor to %s", a->stage,
+                                         sends ? "send to" : "receive from");
         if (s->stage_rank[a->stage] == s->stage_rank[peer])
-            return ddp__schedule_wrong(s, index, "stage %d is on the same rank, so nothing is %s it", peer,
-                                       sends ? "sent to" : "received from");
+            return ddp__schedule_fail_at(s, index, "stage %d is on the same rank, so nothing is %s it", peer,
+                                         sends ? "sent to" : "received from");
     } else if (!ddp__action_computes(a->kind))
         return DDP_OK;
-    cell = ddp__action_cell(play, a);
-    there = play->table[a->kind][cell];
-    if (there < 0 && a->kind == DDP_ACTION_BACKWARD) there = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
-    if (there >= 0)
-        return ddp__schedule_wrong(s, index, "%s of the same stage and micro-batch is already at position %d",
-                                   ddp__action_label(&s->actions[there]).text,
-                                   ddp__action_position(s, there));
-    play->table[a->kind][cell] = index;
-    if (a->kind == DDP_ACTION_BACKWARD) play->table[DDP_ACTION_WEIGHT_GRAD][cell] = index;
+    cell = ddp__graph_action_cell(graph, a);
+    existing = graph->table[a->kind][cell];
+    if (existing < 0 && a->kind == DDP_ACTION_BACKWARD) existing = graph->table[DDP_ACTION_WEIGHT_GRAD][cell];
+    if (existing >= 0)
+        return ddp__schedule_fail_at(
+            s, index, "%s of the same stage and micro-batch is already at position %d",
+            ddp__action_label(&s->actions[existing]).text, ddp__action_position(s, existing));
+    graph->table[a->kind][cell] = index;
+    if (a->kind == DDP_ACTION_BACKWARD) graph->table[DDP_ACTION_WEIGHT_GRAD][cell] = index;
     return DDP_OK;
 }
 
 /* Checks that an overlapping pair is a forward and a backward, and that neither needs the other. */
-static ddp_result ddp__check_overlap(const ddp_schedule *s, int index) {
+static ddp_result ddp__schedule_check_overlap(const ddp_schedule *s, int index) {
     const ddp_action *a = &s->actions[index];
     int rank = ddp__action_rank(s, index);
     if (!a->overlaps) return DDP_OK;
     if (index + 1 == s->first[rank + 1])
-        return ddp__schedule_wrong(s, index, "no action follows to overlap with");
-    if (a[1].overlaps) return ddp__schedule_wrong(s, index, "more than two actions overlap");
+        return ddp__schedule_fail_at(s, index, "no action follows to overlap with");
+    if (a[1].overlaps) return ddp__schedule_fail_at(s, index, "more than two actions overlap");
     if (!ddp__action_computes(a[0].kind) || !ddp__action_computes(a[1].kind)
         || (a[0].kind == DDP_ACTION_FORWARD) == (a[1].kind == DDP_ACTION_FORWARD))
-        return ddp__schedule_wrong(s, index, "it overlaps with %s; only a forward and a backward can overlap",
-                                   ddp__action_label(&a[1]).text);
+        return ddp__schedule_fail_at(s, index,
+                                     "it overlaps with %s; only a forward and a backward can overlap",
+                                     ddp__action_label(&a[1]).text);
     if (a[0].stage == a[1].stage && a[0].microbatch == a[1].microbatch)
-        return ddp__schedule_wrong(s, index, "it overlaps with %s, but one of them needs the other",
-                                   ddp__action_label(&a[1]).text);
+        return ddp__schedule_fail_at(s, index, "it overlaps with %s, but one of them needs the other",
+                                     ddp__action_label(&a[1]).text);
     return DDP_OK;
 }
 
-static ddp_result ddp__check_after(const ddp__play *play, int index, int needs, const char *what) {
+static ddp_result ddp__graph_check_order(const ddp__schedule_graph *graph, int index, int needs,
+                                         const char *what) {
     if (needs < index) return DDP_OK;
-    return ddp__schedule_wrong(play->s, index, "its %s %s comes later on this rank, at position %d", what,
-                               ddp__action_label(&play->s->actions[needs]).text,
-                               ddp__action_position(play->s, needs));
+    return ddp__schedule_fail_at(graph->s, index, "its %s %s comes later on this rank, at position %d", what,
+                                 ddp__action_label(&graph->s->actions[needs]).text,
+                                 ddp__action_position(graph->s, needs));
 }
 
 /* Checks that a cell has an action: `there` is its index, -1 = missing. The error gives the position of
    `beside`, another action of the same cell, unless that is -1. */
-static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_action_kind kind, int stage,
-                                     int microbatch, int beside, const char *what) {
-    const ddp_schedule *s = play->s;
+static ddp_result ddp__graph_check_present(const ddp__schedule_graph *graph, int existing,
+                                           ddp_action_kind kind, int stage, int microbatch, int reported,
+                                           const char *what) {
+    const ddp_schedule *s = graph->s;
     int rank = s->stage_rank[stage];
-    if (there >= 0) return DDP_OK;
-    if (beside >= 0)
-        return ddp__schedule_wrong(s, beside, "its %s %s is missing on this rank", what,
-                                   ddp__action_label_of(kind, stage, microbatch).text);
+    if (existing >= 0) return DDP_OK;
+    if (reported >= 0)
+        return ddp__schedule_fail_at(s, reported, "its %s %s is missing on this rank", what,
+                                     ddp__action_label_of(kind, stage, microbatch).text);
     return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d: the list ends without %s",
                     rank, s->first[rank + 1] - s->first[rank],
                     ddp__action_label_of(kind, stage, microbatch).text);
@@ -1212,72 +1221,76 @@ static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_actio
 
 /* Checks one micro-batch on one stage: one forward, then one backward. A tensor is computed before its SEND,
    and received before the action that uses it. */
-static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
-    const ddp_schedule *s = play->s;
-    int cell = ddp__play_cell(play, stage, i);
-    int f = play->table[DDP_ACTION_FORWARD][cell];
-    int g = play->table[DDP_ACTION_INPUT_GRAD][cell];
-    int w = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
-    DDP_TRY(ddp__check_present(play, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward"));
-    if (w < 0) DDP_TRY(ddp__check_present(play, g, DDP_ACTION_BACKWARD, stage, i, f, "backward"));
-    DDP_TRY(ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w, "input gradient"));
-    DDP_TRY(ddp__check_present(play, w, DDP_ACTION_WEIGHT_GRAD, stage, i, g, "weight gradient"));
-    DDP_TRY(ddp__check_after(play, g, f, "forward"));
-    if (w != g) DDP_TRY(ddp__check_after(play, w, g, "input gradient"));
-    for (int way = 0; way < 2 && play->has_comm; way++) {
-        ddp_action_kind sending = way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F;
-        ddp_action_kind receiving = way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F;
-        int to = way ? stage - 1 : stage + 1;
-        int made = way ? g : f;
-        int send = play->table[sending][cell];
-        int recv = play->table[receiving][cell];
-        int used;
+static ddp_result ddp__graph_check_cell(const ddp__schedule_graph *graph, int stage, int i) {
+    const ddp_schedule *s = graph->s;
+    int cell = ddp__graph_cell(graph, stage, i);
+    int f = graph->table[DDP_ACTION_FORWARD][cell];
+    int g = graph->table[DDP_ACTION_INPUT_GRAD][cell];
+    int w = graph->table[DDP_ACTION_WEIGHT_GRAD][cell];
+    DDP_TRY(ddp__graph_check_present(graph, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward"));
+    if (w < 0) DDP_TRY(ddp__graph_check_present(graph, g, DDP_ACTION_BACKWARD, stage, i, f, "backward"));
+    DDP_TRY(ddp__graph_check_present(graph, g, DDP_ACTION_INPUT_GRAD, stage, i, w, "input gradient"));
+    DDP_TRY(ddp__graph_check_present(graph, w, DDP_ACTION_WEIGHT_GRAD, stage, i, g, "weight gradient"));
+    DDP_TRY(ddp__graph_check_order(graph, g, f, "forward"));
+    if (w != g) DDP_TRY(ddp__graph_check_order(graph, w, g, "input gradient"));
+    for (int backward = 0; backward < 2 && graph->has_comm; backward++) {
+        ddp_action_kind sending = backward ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F;
+        ddp_action_kind receiving = backward ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F;
+        int to = backward ? stage - 1 : stage + 1;
+        int producer = backward ? g : f;
+        int send = graph->table[sending][cell];
+        int recv = graph->table[receiving][cell];
+        int consumer;
         if (to < 0 || to == s->stage_count || s->stage_rank[to] == s->stage_rank[stage]) continue;
-        used = play->table[way ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_FORWARD][ddp__play_cell(play, to, i)];
-        DDP_TRY(ddp__check_present(play, send, sending, stage, i, made, "message"));
-        if (used >= 0) DDP_TRY(ddp__check_present(play, recv, receiving, to, i, used, "message"));
-        DDP_TRY(ddp__check_after(play, send, made, "tensor"));
-        if (used >= 0) DDP_TRY(ddp__check_after(play, used, recv, "message"));
+        consumer = graph->table[backward ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_FORWARD]
+                               [ddp__graph_cell(graph, to, i)];
+        DDP_TRY(ddp__graph_check_present(graph, send, sending, stage, i, producer, "message"));
+        if (consumer >= 0)
+            DDP_TRY(ddp__graph_check_present(graph, recv, receiving, to, i, consumer, "message"));
+        DDP_TRY(ddp__graph_check_order(graph, send, producer, "tensor"));
+        if (consumer >= 0) DDP_TRY(ddp__graph_check_order(graph, consumer, recv, "message"));
     }
     return DDP_OK;
 }
 
 /* Returns the index of the RECV of a SEND, or of the SEND of a RECV. */
-static int ddp__message_partner(const ddp__play *play, int index) {
-    const ddp_action *a = &play->s->actions[index];
+static int ddp__graph_message_partner(const ddp__schedule_graph *graph, int index) {
+    const ddp_action *a = &graph->s->actions[index];
     int partner = ddp__action_sends(a->kind) ? (int)a->kind + 1 : (int)a->kind - 1;
-    return play->table[partner][ddp__action_cell(play, a)];
+    return graph->table[partner][ddp__graph_action_cell(graph, a)];
 }
 
 /* Checks that two ranks send and receive their messages in the same order: the message before a SEND is the
    one before its RECV. Fills `ahead`. last: room for one index per rank. */
-static ddp_result ddp__check_messages(ddp__play *play, int *last) {
-    const ddp_schedule *s = play->s;
+static ddp_result ddp__graph_check_messages(ddp__schedule_graph *graph, int *last) {
+    const ddp_schedule *s = graph->s;
     /* The first pass records which message each SEND follows. The second one compares it for the RECVs. */
     for (int sends = 1; sends >= 0; sends--)
         for (int rank = 0; rank < s->rank_count; rank++) {
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
                 if (ddp__action_communicates(s->actions[i].kind))
-                    last[s->stage_rank[ddp__message_peer(&s->actions[i])]] = -1;
+                    last[s->stage_rank[ddp__action_peer_stage(&s->actions[i])]] = -1;
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
                 const ddp_action *a = &s->actions[i];
                 int peer, partner, before;
                 if (!ddp__action_communicates(a->kind) || ddp__action_sends(a->kind) != sends) continue;
-                peer = s->stage_rank[ddp__message_peer(a)];
-                partner = ddp__message_partner(play, i);
+                peer = s->stage_rank[ddp__action_peer_stage(a)];
+                partner = ddp__graph_message_partner(graph, i);
                 if (sends)
-                    play->ahead[i] = last[peer] < 0 ? -1 : ddp__message_partner(play, last[peer]);
-                else if (play->ahead[partner] != last[peer]) {
-                    before = play->ahead[partner];
+                    graph->previous_recv[i] = last[peer] < 0 ? -1
+                                                             : ddp__graph_message_partner(graph, last[peer]);
+                else if (graph->previous_recv[partner] != last[peer]) {
+                    before = graph->previous_recv[partner];
                     if (before < 0)
-                        return ddp__schedule_wrong(
+                        return ddp__schedule_fail_at(
                             s, i,
                             "rank %d sends this message first, but this rank receives another one before it",
                             peer);
-                    return ddp__schedule_wrong(s, i,
-                                               "messages from rank %d arrive in the order of their sends: %s "
-                                               "must be received just before",
-                                               peer, ddp__action_label(&s->actions[before]).text);
+                    return ddp__schedule_fail_at(
+                        s, i,
+                        "messages from rank %d arrive in the order of their sends: %s "
+                        "must be received just before",
+                        peer, ddp__action_label(&s->actions[before]).text);
                 }
                 last[peer] = i;
             }
@@ -1287,89 +1300,91 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
 
 /* Checks that UNSHARD and RESHARD enclose a stage's actions, and that REDUCE_GRAD follows the last W or B of
    each update. state: room for 2 entries per stage. */
-static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
-    const ddp_schedule *s = play->s;
-    int *whole = state, *added = state + s->stage_count;
+static ddp_result ddp__graph_check_sharding(const ddp__schedule_graph *graph, int *state) {
+    const ddp_schedule *s = graph->s;
+    int *unsharded = state, *accumulated = state + s->stage_count;
     for (int i = 0; i < 2 * s->stage_count; i++) state[i] = 0;
     for (int i = 0; i < s->count; i++) {
         const ddp_action *a = &s->actions[i];
         if (a->kind == DDP_ACTION_UNSHARD || a->kind == DDP_ACTION_RESHARD) {
-            if (whole[a->stage] == (a->kind == DDP_ACTION_UNSHARD))
-                return ddp__schedule_wrong(s, i, "stage %d is already %s", a->stage,
-                                           whole[a->stage] ? "unsharded" : "sharded");
-            whole[a->stage] = !whole[a->stage];
-        } else if (ddp__action_computes(a->kind) && play->has_sharding && !whole[a->stage])
-            return ddp__schedule_wrong(s, i, "stage %d is sharded; put its UNSHARD before this action",
-                                       a->stage);
-        if (!play->has_reduce) continue;
+            if (unsharded[a->stage] == (a->kind == DDP_ACTION_UNSHARD))
+                return ddp__schedule_fail_at(s, i, "stage %d is already %s", a->stage,
+                                             unsharded[a->stage] ? "unsharded" : "sharded");
+            unsharded[a->stage] = !unsharded[a->stage];
+        } else if (ddp__action_computes(a->kind) && graph->has_sharding && !unsharded[a->stage])
+            return ddp__schedule_fail_at(s, i, "stage %d is sharded; put its UNSHARD before this action",
+                                         a->stage);
+        if (!graph->has_reduce) continue;
         if (ddp__action_ends(a->kind)) {
-            if (added[a->stage] == s->update_interval)
-                return ddp__schedule_wrong(
+            if (accumulated[a->stage] == s->update_interval)
+                return ddp__schedule_fail_at(
                     s, i, "the update is complete; put %dREDUCE_GRAD before this action", a->stage);
-            added[a->stage]++;
+            accumulated[a->stage]++;
         } else if (a->kind == DDP_ACTION_REDUCE_GRAD) {
-            if (added[a->stage] != s->update_interval)
-                return ddp__schedule_wrong(s, i, "only %d of %d weight gradients of stage %d come before it",
-                                           added[a->stage], s->update_interval, a->stage);
-            added[a->stage] = 0;
+            if (accumulated[a->stage] != s->update_interval)
+                return ddp__schedule_fail_at(s, i,
+                                             "only %d of %d weight gradients of stage %d come before it",
+                                             accumulated[a->stage], s->update_interval, a->stage);
+            accumulated[a->stage] = 0;
         }
     }
     for (int stage = 0; stage < s->stage_count; stage++) {
         int rank = s->stage_rank[stage];
-        if ((play->has_reduce && added[stage]) || (play->has_sharding && whole[stage]))
+        if ((graph->has_reduce && accumulated[stage]) || (graph->has_sharding && unsharded[stage]))
             return ddp_fail(DDP_ERR_INVALID,
                             "ddp_schedule_check: rank %d position %d: the list ends without %d%s", rank,
                             s->first[rank + 1] - s->first[rank], stage,
-                            play->has_reduce && added[stage] ? "REDUCE_GRAD" : "RESHARD");
+                            graph->has_reduce && accumulated[stage] ? "REDUCE_GRAD" : "RESHARD");
     }
     return DDP_OK;
 }
 
 /* Checks each list, and the messages between lists. Allocates the tables of the graph. */
-static ddp_result ddp__check_lists(ddp__play *play) {
-    const ddp_schedule *s = play->s;
-    DDP_TRY(ddp__check_stages(s));
-    DDP_TRY(ddp__play_alloc(play));
+static ddp_result ddp__graph_check_lists(ddp__schedule_graph *graph) {
+    const ddp_schedule *s = graph->s;
+    DDP_TRY(ddp__schedule_check_stages(s));
+    DDP_TRY(ddp__graph_alloc(graph));
     for (int rank = 0; rank < s->rank_count; rank++)
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             int stage = s->actions[i].stage;
             if (stage >= 0 && s->stage_rank[stage] != rank)
-                return ddp__schedule_wrong(s, i, "stage %d is already on rank %d", stage,
-                                           s->stage_rank[stage]);
-            DDP_TRY(ddp__check_overlap(s, i));
-            DDP_TRY(ddp__play_enter(play, i));
+                return ddp__schedule_fail_at(s, i, "stage %d is already on rank %d", stage,
+                                             s->stage_rank[stage]);
+            DDP_TRY(ddp__schedule_check_overlap(s, i));
+            DDP_TRY(ddp__graph_enter(graph, i));
         }
     for (int stage = 0; stage < s->stage_count; stage++)
-        for (int i = 0; i < s->microbatch_count; i++) DDP_TRY(ddp__check_cell(play, stage, i));
-    if (play->has_comm) DDP_TRY(ddp__check_messages(play, play->position));
+        for (int i = 0; i < s->microbatch_count; i++) DDP_TRY(ddp__graph_check_cell(graph, stage, i));
+    if (graph->has_comm) DDP_TRY(ddp__graph_check_messages(graph, graph->position));
     /* Each stage has at least two actions, so waiter has room for two entries per stage. */
-    return play->has_sharding || play->has_reduce ? ddp__check_sharding(play, play->waiter) : DDP_OK;
+    return graph->has_sharding || graph->has_reduce ? ddp__graph_check_sharding(graph, graph->waiting_rank)
+                                                    : DDP_OK;
 }
 
 /* Returns the index of the action that computes the inputs of a forward, or the output gradients of a
    backward. Returns -1 at the ends of the pipeline and for other actions. */
-static int ddp__play_source(const ddp__play *play, int index) {
-    const ddp_action *a = &play->s->actions[index];
+static int ddp__graph_source(const ddp__schedule_graph *graph, int index) {
+    const ddp_action *a = &graph->s->actions[index];
     if (a->kind == DDP_ACTION_FORWARD && a->stage > 0)
-        return play->table[DDP_ACTION_FORWARD][ddp__play_cell(play, a->stage - 1, a->microbatch)];
+        return graph->table[DDP_ACTION_FORWARD][ddp__graph_cell(graph, a->stage - 1, a->microbatch)];
     if ((a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD)
-        && a->stage + 1 < play->s->stage_count)
-        return play->table[DDP_ACTION_INPUT_GRAD][ddp__play_cell(play, a->stage + 1, a->microbatch)];
+        && a->stage + 1 < graph->s->stage_count)
+        return graph->table[DDP_ACTION_INPUT_GRAD][ddp__graph_cell(graph, a->stage + 1, a->microbatch)];
     return -1;
 }
 
 /* Returns the index of the pending action that this one waits for, or -1. In a schedule with messages a
    computation never waits for another rank: its RECV comes earlier in the list, so its source is done. */
-static int ddp__play_blocker(const ddp__play *play, int index) {
-    ddp_action_kind kind = play->s->actions[index].kind;
+static int ddp__graph_blocker(const ddp__schedule_graph *graph, int index) {
+    ddp_action_kind kind = graph->s->actions[index].kind;
     int blocker;
     if (ddp__action_sends(kind))
-        blocker = play->ahead[index];
+        blocker = graph->previous_recv[index];
     else if (ddp__action_communicates(kind))
-        blocker = ddp__message_partner(play, index);
+        blocker = ddp__graph_message_partner(graph, index);
     else
-        blocker = ddp__play_source(play, index);
-    return blocker >= 0 && !play->done[blocker] ? blocker : -1;
+        blocker = ddp__graph_source(graph, index);
+    return blocker >= 0 && !graph->done[blocker] ? blocker : -1;
 }
 
 /* Returns the costs of a stage with defaults filled in. */
@@ -1392,99 +1407,102 @@ static double ddp__action_cost(const ddp_stage_cost *costs, const ddp_action *a)
 }
 
 /* Returns the time at which the action's tensors have arrived, but not before `at`. */
-static double ddp__play_arrival(const ddp__play *play, int index, double at) {
-    const ddp_schedule *s = play->s;
-    int source = ddp__play_source(play, index), from;
+static double ddp__graph_arrival(const ddp__schedule_graph *graph, int index, double at) {
+    const ddp_schedule *s = graph->s;
+    int source = ddp__graph_source(graph, index), source_stage;
     double arrival;
     if (source < 0) return at;
-    arrival = play->times[source].end;
-    from = s->actions[source].stage;
-    if (play->costs && s->stage_rank[from] != s->stage_rank[s->actions[index].stage])
-        arrival += play->costs[from].transfer;
+    arrival = graph->times[source].end;
+    source_stage = s->actions[source].stage;
+    if (graph->costs && s->stage_rank[source_stage] != s->stage_rank[s->actions[index].stage])
+        arrival += graph->costs[source_stage].transfer;
     return arrival > at ? arrival : at;
 }
 
 /* Sets the earliest times of an action, or of an overlapping pair, on a rank that is idle from free_at on. */
-static void ddp__play_time(ddp__play *play, int index, double free_at) {
-    const ddp_action *a = &play->s->actions[index];
+static void ddp__graph_set_times(ddp__schedule_graph *graph, int index, double free_at) {
+    const ddp_action *a = &graph->s->actions[index];
     const ddp_action *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
-    ddp_action_time *t = &play->times[index];
-    double given = a->overlaps && play->costs ? play->costs[f->stage].overlapped : 0;
-    if (!a->overlaps || (play->apart && !(given > 0))) {
+    ddp_action_time *t = &graph->times[index];
+    double overlapped_cost = a->overlaps && graph->costs ? graph->costs[f->stage].overlapped : 0;
+    if (!a->overlaps || (graph->sequential_pairs && !(overlapped_cost > 0))) {
         for (int k = 0; k <= a->overlaps; k++) {
-            t[k].begin = ddp__play_arrival(play, index + k, free_at);
-            free_at = t[k].end = t[k].begin + ddp__action_cost(play->costs, &a[k]);
+            t[k].begin = ddp__graph_arrival(graph, index + k, free_at);
+            free_at = t[k].end = t[k].begin + ddp__action_cost(graph->costs, &a[k]);
         }
         return;
     }
-    t[0].begin = t[1].begin = ddp__play_arrival(play, index + 1, ddp__play_arrival(play, index, free_at));
+    t[0].begin = t[1].begin = ddp__graph_arrival(graph, index + 1, ddp__graph_arrival(graph, index, free_at));
     t[0].end = t[1].end = t[0].begin
-                          + (given > 0
-                                 ? given
-                                 : ddp__action_cost(play->costs, a) + ddp__action_cost(play->costs, a + 1));
+                          + (overlapped_cost > 0
+                                 ? overlapped_cost
+                                 : ddp__action_cost(graph->costs, a) + ddp__action_cost(graph->costs, a + 1));
 }
 
 /* Runs every list as far as possible: a rank runs until it has to wait, then the ranks that waited for it
    continue. Times are the earliest possible ones, and do not depend on the order in which ranks run. Returns
    the number of ranks that cannot finish. */
-static int ddp__play_run(ddp__play *play) {
-    const ddp_schedule *s = play->s;
+static int ddp__graph_run(ddp__schedule_graph *graph) {
+    const ddp_schedule *s = graph->s;
     int depth = 0, stuck = 0;
-    memset(play->done, 0, (size_t)s->count);
-    for (int i = 0; i < s->count; i++) play->waiter[i] = -1;
+    memset(graph->done, 0, (size_t)s->count);
+    for (int i = 0; i < s->count; i++) graph->waiting_rank[i] = -1;
     for (int rank = s->rank_count - 1; rank >= 0; rank--) {
-        play->position[rank] = s->first[rank];
-        play->stack[depth++] = rank;
+        graph->position[rank] = s->first[rank];
+        graph->stack[depth++] = rank;
     }
     while (depth > 0) {
-        int rank = play->stack[--depth];
-        while (play->position[rank] < s->first[rank + 1]) {
-            int i = play->position[rank];
+        int rank = graph->stack[--depth];
+        while (graph->position[rank] < s->first[rank + 1]) {
+            int i = graph->position[rank];
             int n = 1 + s->actions[i].overlaps;
-            int blocker = ddp__play_blocker(play, i);
-            if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1);
+            int blocker = ddp__graph_blocker(graph, i);
+            if (blocker < 0 && n == 2) blocker = ddp__graph_blocker(graph, i + 1);
             if (blocker >= 0) {
-                play->waiter[blocker] = rank;
+                graph->waiting_rank[blocker] = rank;
                 break;
             }
-            if (play->times) ddp__play_time(play, i, i > s->first[rank] ? play->times[i - 1].end : 0);
+            if (graph->times)
+                ddp__graph_set_times(graph, i, i > s->first[rank] ? graph->times[i - 1].end : 0);
             for (int k = i; k < i + n; k++) {
-                play->done[k] = 1;
-                if (play->waiter[k] >= 0) play->stack[depth++] = play->waiter[k];
+                graph->done[k] = 1;
+                if (graph->waiting_rank[k] >= 0) graph->stack[depth++] = graph->waiting_rank[k];
             }
-            play->position[rank] += n;
+            graph->position[rank] += n;
         }
     }
-    for (int rank = 0; rank < s->rank_count; rank++) stuck += play->position[rank] < s->first[rank + 1];
+    for (int rank = 0; rank < s->rank_count; rank++) stuck += graph->position[rank] < s->first[rank + 1];
     return stuck;
 }
 
 /* Returns the action that blocks a stuck rank: its next action, or the one that overlaps with that, waits. */
-static int ddp__play_stuck_at(const ddp__play *play, int rank) {
-    int blocker = ddp__play_blocker(play, play->position[rank]);
-    return blocker >= 0 ? blocker : ddp__play_blocker(play, play->position[rank] + 1);
+static int ddp__graph_blocked_by(const ddp__schedule_graph *graph, int rank) {
+    int blocker = ddp__graph_blocker(graph, graph->position[rank]);
+    return blocker >= 0 ? blocker : ddp__graph_blocker(graph, graph->position[rank] + 1);
 }
 
 /* Finds ranks that wait for each other in a circle, starting from a stuck rank, for the error. */
-static ddp_result ddp__play_circle(const ddp__play *play) {
-    const ddp_schedule *s = play->s;
+static ddp_result ddp__graph_report_deadlock(const ddp__schedule_graph *graph) {
+    const ddp_schedule *s = graph->s;
     int rank = 0, blocker, other, length = 1;
-    while (play->position[rank] == s->first[rank + 1]) rank++;
+    while (graph->position[rank] == s->first[rank + 1]) rank++;
     /* rank_count steps end inside the circle, wherever they start. */
-    for (int k = 0; k < s->rank_count; k++) rank = ddp__action_rank(s, ddp__play_stuck_at(play, rank));
-    blocker = ddp__play_stuck_at(play, rank);
+    for (int k = 0; k < s->rank_count; k++) rank = ddp__action_rank(s, ddp__graph_blocked_by(graph, rank));
+    blocker = ddp__graph_blocked_by(graph, rank);
     other = ddp__action_rank(s, blocker);
-    for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next));
-    return ddp__schedule_wrong(s, play->position[rank],
-                               "deadlock: it waits for %s at position %d of rank %d, which is blocked in %s "
-                               "at position %d: a cycle of %d rank%s%s",
-                               ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker),
-                               other, ddp__action_label(&s->actions[play->position[other]]).text,
-                               ddp__action_position(s, play->position[other]), length, length == 1 ? "" : "s",
-                               play->has_comm ? ", with one message in flight between two ranks" : "");
+    for (int next = other; next != rank; length++)
+        next = ddp__action_rank(s, ddp__graph_blocked_by(graph, next));
+    return ddp__schedule_fail_at(
+        s, graph->position[rank],
+        "deadlock: it waits for %s at position %d of rank %d, which is blocked in %s "
+        "at position %d: a cycle of %d rank%s%s",
+        ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
+        ddp__action_label(&s->actions[graph->position[other]]).text,
+        ddp__action_position(s, graph->position[other]), length, length == 1 ? "" : "s",
+        graph->has_comm ? ", with one message in flight between two ranks" : "");
 }
 
-static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs, const char *who) {
+static ddp_result ddp__schedule_check_costs(int stage_count, const ddp_stage_cost *costs, const char *who) {
     static const char *const names[] = {"forward",    "input_grad", "weight_grad",      "transfer",
                                         "overlapped", "activation", "weight_activation"};
     for (int stage = 0; costs && stage < stage_count; stage++) {
@@ -1501,33 +1519,33 @@ static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs,
 
 /* Times of an overlapping pair without an `overlapped` cost. APART: the two run one after the other. PAIRED:
    they begin and end together; the order of messages is derived from these times. */
-enum { DDP__UNTIMED, DDP__TIMED_APART, DDP__TIMED_PAIRED };
+enum { DDP__TIMES_NONE, DDP__TIMES_SEQUENTIAL, DDP__TIMES_PAIRED };
 
 /* Builds the graph of a schedule and proves that every list runs to its end. Computes times unless `timing`
-   is DDP__UNTIMED. who: the public function, for errors. The caller frees the graph with ddp__play_close. */
-static ddp_result ddp__play_open(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs,
-                                 int timing, const char *who) {
+   is DDP__TIMES_NONE. who: the public function, for errors. The caller frees the graph with ddp__graph_close. */
+static ddp_result ddp__graph_open(ddp__schedule_graph *graph, const ddp_schedule *s,
+                                  const ddp_stage_cost *costs, int timing, const char *who) {
     ddp_result result;
-    memset(play, 0, sizeof *play);
+    memset(graph, 0, sizeof *graph);
     if (!s) return ddp_fail(DDP_ERR_INVALID, "%s: schedule is NULL", who);
-    play->s = s;
-    play->costs = costs;
-    play->apart = timing == DDP__TIMED_APART;
-    result = ddp__check_lists(play);
-    if (result == DDP_OK && timing != DDP__UNTIMED) {
-        play->times = (ddp_action_time *)ddp__schedule_alloc(s, (size_t)s->count, sizeof *play->times);
-        if (!play->times) result = DDP_ERR_NO_MEMORY;
+    graph->s = s;
+    graph->costs = costs;
+    graph->sequential_pairs = timing == DDP__TIMES_SEQUENTIAL;
+    result = ddp__graph_check_lists(graph);
+    if (result == DDP_OK && timing != DDP__TIMES_NONE) {
+        graph->times = (ddp_action_time *)ddp__schedule_alloc(s, (size_t)s->count, sizeof *graph->times);
+        if (!graph->times) result = DDP_ERR_NO_MEMORY;
     }
-    if (result == DDP_OK && ddp__play_run(play)) result = ddp__play_circle(play);
-    if (result == DDP_OK) result = ddp__costs_check(s->stage_count, costs, who);
-    if (result != DDP_OK) ddp__play_close(play);
+    if (result == DDP_OK && ddp__graph_run(graph)) result = ddp__graph_report_deadlock(graph);
+    if (result == DDP_OK) result = ddp__schedule_check_costs(s->stage_count, costs, who);
+    if (result != DDP_OK) ddp__graph_close(graph);
     return result;
 }
 
 DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
-    ddp__play play;
-    DDP_TRY(ddp__play_open(&play, schedule, NULL, DDP__UNTIMED, "ddp_schedule_check"));
-    ddp__play_close(&play);
+    ddp__schedule_graph graph;
+    DDP_TRY(ddp__graph_open(&graph, schedule, NULL, DDP__TIMES_NONE, "ddp_schedule_check"));
+    ddp__graph_close(&graph);
     return DDP_OK;
 }
 
@@ -1535,8 +1553,8 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
 /* Computes ddp_schedule_report from the times of a schedule, for simulation, drawing and statistics. */
 
 /* Reports one rank: its busy time, and the peak of micro-batches and of memory in flight. */
-static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs,
-                                        const ddp_action_time *times) {
+static ddp_rank_report ddp__schedule_report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs,
+                                                 const ddp_action_time *times) {
     ddp_rank_report r;
     double memory = 0;
     int in_flight = 0, begun = 0;
@@ -1568,14 +1586,14 @@ static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const d
     return r;
 }
 
-static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, const ddp_action_time *times,
-                        ddp_schedule_report *report) {
+static void ddp__schedule_fill_report(const ddp_schedule *s, const ddp_stage_cost *costs,
+                                      const ddp_action_time *times, ddp_schedule_report *report) {
     ddp_rank_report *ranks = report->ranks;
     double first = 0, last = 0, work = 0;
     memset(report, 0, sizeof *report);
     report->ranks = ranks;
     for (int rank = 0; rank < s->rank_count; rank++) {
-        ddp_rank_report r = ddp__report_rank(s, rank, costs, times);
+        ddp_rank_report r = ddp__schedule_report_rank(s, rank, costs, times);
         if (ranks) ranks[rank] = r;
         if (rank == 0 || r.begin < first) first = r.begin;
         if (rank == 0 || r.end > last) last = r.end;
@@ -1592,11 +1610,11 @@ static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, cons
 
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs,
                                         ddp_schedule_report *report) {
-    ddp__play play;
+    ddp__schedule_graph play;
     if (!report) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_simulate: report is NULL");
-    DDP_TRY(ddp__play_open(&play, schedule, costs, DDP__TIMED_APART, "ddp_schedule_simulate"));
-    ddp__report(schedule, costs, play.times, report);
-    ddp__play_close(&play);
+    DDP_TRY(ddp__graph_open(&play, schedule, costs, DDP__TIMES_SEQUENTIAL, "ddp_schedule_simulate"));
+    ddp__schedule_fill_report(schedule, costs, play.times, report);
+    ddp__graph_close(&play);
     return DDP_OK;
 }
 
@@ -1608,11 +1626,11 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
 
 /* Rules by which one run chooses between the possible actions. */
 typedef struct ddp__auto_rules {
-    int turns; /* F and I are both ready: 0 = run I, 1 = run the kind that did not run last, 2 = run F */
-    int fill;  /* 1 = forwards may delay a rank's first I */
-    int even;  /* 1 = the rank that would have waited longest of all starts a W instead of waiting */
-    double patience; /* W starts if F and I are not ready for this fraction of its duration */
-    double transfer; /* the plan's transfer times are the real ones times this */
+    int tie_break; /* F and I are both ready: 0 = run I, 1 = run the kind that did not run last, 2 = run F */
+    int delay_backward; /* 1 = forwards may delay a rank's first I */
+    int balance_waits;  /* 1 = the rank that would have waited longest of all starts a W instead of waiting */
+    double patience;    /* W starts if F and I are not ready for this fraction of its duration */
+    double transfer;    /* the plan's transfer times are the real ones times this */
 } ddp__auto_rules;
 
 /* Rules sorted by how much each one improved on those before it, over 400 random pipelines. A large pipeline
@@ -1646,91 +1664,94 @@ static ddp__auto_rules ddp__auto_rules_at(int index) {
 typedef struct ddp__auto_rank {
     double cost[3], transfer; /* durations of F, I, W, and of a transfer to a neighbour */
     double planned_transfer;
-    double saved, left, keep; /* memory from F to I, from I to W, and the larger one */
-    double work;              /* duration of all of its actions */
-    double first_forward;     /* earliest begin of its first F, with the real transfers */
-    double round_trip;        /* from there to the earliest begin of its first I */
-    double first_gradient;    /* earliest begin of its first I, with the planned transfers */
-    double free_at, memory;   /* plan's clock: end of its last action; memory in use */
-    double begin, ran_until;  /* real clock: begin of its first action, end of its last one */
-    double waited;            /* plan's clock: idle time since its first F */
-    int next[3], last;        /* started actions of each kind; the kind that ran last, F or I */
-    int length;               /* actions in its list */
+    double activation, weight_activation,
+        max_memory;              /* memory from F to I, from I to W, and the larger one */
+    double work;                 /* duration of all of its actions */
+    double first_forward;        /* earliest begin of its first F, with the real transfers */
+    double round_trip;           /* from there to the earliest begin of its first I */
+    double first_backward;       /* earliest begin of its first I, with the planned transfers */
+    double idle_at, memory;      /* plan's clock: end of its last action; memory in use */
+    double real_begin, real_end; /* real clock: begin of its first action, end of its last one */
+    double waited;               /* plan's clock: idle time since its first F */
+    int next[3], last;           /* started actions of each kind; the kind that ran last, F or I */
+    int length;                  /* actions in its list */
 } ddp__auto_rank;
 
 /* End of an F or I, on both clocks. */
-typedef struct ddp__auto_end {
+typedef struct ddp__auto_end_times {
     double planned, real;
-} ddp__auto_end;
+} ddp__auto_end_times;
 
 /* The rank that is idle first decides next: every event that can influence its decision is then known. A
    tournament tree finds this rank: the leaves are ranks, node n contains the winner of nodes 2n and 2n+1. */
 typedef struct ddp__auto {
     int p, m, leaves;
-    double largest;   /* memory of one micro-batch on the rank that needs most */
-    double room;      /* memory of a rank in this run */
-    double best_span; /* span of the schedule in best; HUGE_VAL = none yet */
+    double max_activation; /* memory of one micro-batch on the rank that needs most */
+    double memory_limit;   /* memory of a rank in this run */
+    double best_span;      /* span of the schedule in best; HUGE_VAL = none yet */
     ddp__auto_rules rules;
     ddp__auto_rank *ranks;
-    ddp__auto_end *end[2]; /* ends of F and I at [rank * m + micro-batch] */
-    int longest;           /* the rank that has waited longest */
-    double *decides_at;    /* per leaf: time of its next decision; DBL_MAX = none */
+    ddp__auto_end_times *end[2]; /* ends of F and I at [rank * m + micro-batch] */
+    int longest_waiting;         /* the rank that has waited longest */
+    double *decides_at;          /* per leaf: time of its next decision; DBL_MAX = none */
     int *tree;
-    unsigned char *order, *best; /* kinds of rank r from [3 * m * r] on; micro-batches count up */
+    unsigned char *lists, *best_lists; /* kinds of rank r from [3 * m * r] on; micro-batches count up */
 } ddp__auto;
 
 /* Returns the earliest start of this rank's next F (0) or I (1). DBL_MAX = its input or memory is missing. */
-static double ddp__auto_ready(const ddp__auto *a, int which, int rank) {
-    const ddp__auto_rank *r = &a->ranks[rank], *near;
-    int from = which ? rank + 1 : rank - 1, i = r->next[which];
+static double ddp__auto_ready(const ddp__auto *a, int kind, int rank) {
+    const ddp__auto_rank *r = &a->ranks[rank], *neighbour;
+    int from = kind ? rank + 1 : rank - 1, i = r->next[kind];
     double end;
-    if (i == (which ? r->next[0] : a->m)) return DBL_MAX;
-    if (!which && r->memory + r->keep > a->room) return DBL_MAX;
-    if (from < 0 || from == a->p) return r->free_at; /* an end of the pipeline: nothing has to arrive */
-    near = &a->ranks[from];
-    if (near->next[which] <= i) return DBL_MAX;
-    end = a->end[which][(size_t)from * (size_t)a->m + (size_t)i].planned + near->planned_transfer;
-    return end > r->free_at ? end : r->free_at;
+    if (i == (kind ? r->next[0] : a->m)) return DBL_MAX;
+    if (!kind && r->memory + r->max_memory > a->memory_limit) return DBL_MAX;
+    if (from < 0 || from == a->p) return r->idle_at; /* an end of the pipeline: nothing has to arrive */
+    neighbour = &a->ranks[from];
+    if (neighbour->next[kind] <= i) return DBL_MAX;
+    end = a->end[kind][(size_t)from * (size_t)a->m + (size_t)i].planned + neighbour->planned_transfer;
+    return end > r->idle_at ? end : r->idle_at;
 }
 
 enum { DDP__AUTO_WAITS = 3, DDP__AUTO_TOO_LATE = -1 };
 
 /* Appends an action to the rank's list. Returns its kind, or DDP__AUTO_TOO_LATE if this run can no longer
    beat the best schedule. */
-static int ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
+static int ddp__auto_start(ddp__auto *a, int rank, int kind, double at) {
     ddp__auto_rank *r = &a->ranks[rank];
-    int i = r->next[which]++, near = -1, waits = 0;
-    double begin = r->ran_until;
-    if (which == 0) near = rank - 1;
-    if (which == 1) near = rank + 1;
-    if (near >= 0 && near < a->p) {
-        const ddp__auto_end *end = &a->end[which][(size_t)near * (size_t)a->m + (size_t)i];
-        double arrival = end->real + a->ranks[near].transfer;
-        waits = arrival > begin;
-        if (waits) begin = arrival;
+    int i = r->next[kind]++, neighbour = -1, waits = 0;
+    double real_begin = r->real_end;
+    if (kind == 0) neighbour = rank - 1;
+    if (kind == 1) neighbour = rank + 1;
+    if (neighbour >= 0 && neighbour < a->p) {
+        const ddp__auto_end_times *end = &a->end[kind][(size_t)neighbour * (size_t)a->m + (size_t)i];
+        double arrival = end->real + a->ranks[neighbour].transfer;
+        waits = arrival > real_begin;
+        if (waits) real_begin = arrival;
     }
-    if (r->length == 0) r->begin = begin;
-    r->free_at = at + r->cost[which];
-    r->ran_until = begin + r->cost[which];
-    if (which < 2) {
-        ddp__auto_end *end = &a->end[which][(size_t)rank * (size_t)a->m + (size_t)i];
-        end->planned = r->free_at;
-        end->real = r->ran_until;
-        r->last = which;
+    if (r->length == 0) r->real_begin = real_begin;
+    r->idle_at = at + r->cost[kind];
+    r->real_end = real_begin + r->cost[kind];
+    if (kind < 2) {
+        ddp__auto_end_times *end = &a->end[kind][(size_t)rank * (size_t)a->m + (size_t)i];
+        end->planned = r->idle_at;
+        end->real = r->real_end;
+        r->last = kind;
     }
-    r->memory += which == 0 ? r->keep : which == 1 ? r->left - r->keep : -r->left;
-    a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)r->length++] = (unsigned char)which;
+    r->memory += kind == 0   ? r->max_memory
+                 : kind == 1 ? r->weight_activation - r->max_memory
+                             : -r->weight_activation;
+    a->lists[(size_t)rank * 3 * (size_t)a->m + (size_t)r->length++] = (unsigned char)kind;
     if (waits) {
         double done = 0;
-        for (int kind = 0; kind < 3; kind++) done += r->next[kind] * r->cost[kind];
-        if (!(r->ran_until - r->begin - done + r->work < a->best_span)) return DDP__AUTO_TOO_LATE;
+        for (int k = 0; k < 3; k++) done += r->next[k] * r->cost[k];
+        if (!(r->real_end - r->real_begin - done + r->work < a->best_span)) return DDP__AUTO_TOO_LATE;
     }
-    return which;
+    return kind;
 }
 
 /* Returns 1 if no other rank has waited this long. */
 static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) {
-    return a->longest == rank || a->ranks[a->longest].waited < waited;
+    return a->longest_waiting == rank || a->ranks[a->longest_waiting].waited < waited;
 }
 
 /* An idle rank starts the action that the rules choose, or waits for its next input. Returns DDP__AUTO_WAITS,
@@ -1738,38 +1759,39 @@ static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) 
 static int ddp__auto_decide(ddp__auto *a, int rank) {
     const ddp__auto_rules *rules = &a->rules;
     ddp__auto_rank *r = &a->ranks[rank];
-    double now = r->free_at;
+    double now = r->idle_at;
     double forward = ddp__auto_ready(a, 0, rank);
     double gradient = ddp__auto_ready(a, 1, rank);
     double soon;
-    if (!rules->fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward
-        && forward + r->cost[0] > r->first_gradient * (1 + 1e-12)) {
+    if (!rules->delay_backward && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward
+        && forward + r->cost[0] > r->first_backward * (1 + 1e-12)) {
         if (gradient < DBL_MAX)
             forward = DBL_MAX;
-        else if (r->first_gradient > now)
-            forward = r->first_gradient;
+        else if (r->first_backward > now)
+            forward = r->first_backward;
     }
     soon = forward < gradient ? forward : gradient;
     if (soon > now && r->next[2] < r->next[1]) {
         int long_enough = soon - now >= rules->patience * r->cost[2];
-        if (long_enough || (rules->even && ddp__auto_waits_longest(a, rank, r->waited + soon - now)))
+        if (long_enough || (rules->balance_waits && ddp__auto_waits_longest(a, rank, r->waited + soon - now)))
             return ddp__auto_start(a, rank, 2, now);
     }
     if (soon > now) {
         if (r->next[0] > 0) r->waited += soon - now;
-        if (r->waited > a->ranks[a->longest].waited) a->longest = rank;
-        r->free_at = soon;
+        if (r->waited > a->ranks[a->longest_waiting].waited) a->longest_waiting = rank;
+        r->idle_at = soon;
         return DDP__AUTO_WAITS;
     }
-    if (forward <= now && (gradient > now || rules->turns == 2 || (rules->turns == 1 && r->last == 1)))
+    if (forward <= now
+        && (gradient > now || rules->tie_break == 2 || (rules->tie_break == 1 && r->last == 1)))
         return ddp__auto_start(a, rank, 0, now);
     return ddp__auto_start(a, rank, 1, now);
 }
 
 /* Updates the time of a rank's next decision, and the tournament tree. */
-static void ddp__auto_settle(ddp__auto *a, int rank) {
+static void ddp__auto_update_rank(ddp__auto *a, int rank) {
     const ddp__auto_rank *r = &a->ranks[rank];
-    double at = r->length == 3 * a->m ? DBL_MAX : r->free_at;
+    double at = r->length == 3 * a->m ? DBL_MAX : r->idle_at;
     if (at < DBL_MAX && r->next[2] == r->next[1]) { /* no W is left to fill a gap with */
         double forward = ddp__auto_ready(a, 0, rank);
         double gradient = ddp__auto_ready(a, 1, rank);
@@ -1795,7 +1817,7 @@ static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
     }
     for (int rank = a->p - 1; rank >= 0; rank--) {
         ddp__auto_rank *r = &a->ranks[rank];
-        r->first_gradient = at;
+        r->first_backward = at;
         at += r->cost[1] + (rank > 0 ? r->planned_transfer : 0);
     }
 }
@@ -1805,11 +1827,11 @@ static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
 static double ddp__auto_run(ddp__auto *a, int rules) {
     double span = 0;
     a->rules = ddp__auto_rules_at(rules);
-    a->longest = 0;
+    a->longest_waiting = 0;
     ddp__auto_first_gradients(a, a->rules.transfer);
     for (int rank = 0; rank < a->p; rank++) {
         ddp__auto_rank *r = &a->ranks[rank];
-        r->free_at = r->memory = r->begin = r->ran_until = r->waited = 0;
+        r->idle_at = r->memory = r->real_begin = r->real_end = r->waited = 0;
         r->next[0] = r->next[1] = r->next[2] = r->last = r->length = 0;
     }
     for (int leaf = 0; leaf < a->leaves; leaf++) {
@@ -1817,18 +1839,18 @@ static double ddp__auto_run(ddp__auto *a, int rules) {
         a->tree[a->leaves + leaf] = leaf;
     }
     for (int node = a->leaves - 1; node > 0; node--) a->tree[node] = a->tree[2 * node + 1];
-    for (int rank = 0; rank < a->p; rank++) ddp__auto_settle(a, rank);
+    for (int rank = 0; rank < a->p; rank++) ddp__auto_update_rank(a, rank);
     while (a->decides_at[a->tree[1]] < DBL_MAX) {
         int rank = a->tree[1], started = ddp__auto_decide(a, rank);
         if (started == DDP__AUTO_TOO_LATE) return HUGE_VAL;
-        ddp__auto_settle(a, rank);
-        if (started == 0 && rank + 1 < a->p) ddp__auto_settle(a, rank + 1);
-        if (started == 1 && rank > 0) ddp__auto_settle(a, rank - 1);
+        ddp__auto_update_rank(a, rank);
+        if (started == 0 && rank + 1 < a->p) ddp__auto_update_rank(a, rank + 1);
+        if (started == 1 && rank > 0) ddp__auto_update_rank(a, rank - 1);
     }
     for (int rank = 0; rank < a->p; rank++) {
         const ddp__auto_rank *r = &a->ranks[rank];
         if (r->length < 3 * a->m) return HUGE_VAL;
-        if (r->ran_until - r->begin > span) span = r->ran_until - r->begin;
+        if (r->real_end - r->real_begin > span) span = r->real_end - r->real_begin;
     }
     return span < a->best_span ? span : HUGE_VAL;
 }
@@ -1840,12 +1862,13 @@ static double ddp__auto_bound(const ddp__auto *a) {
     double bound = 0;
     for (int rank = 0; rank < a->p; rank++) {
         const ddp__auto_rank *r = &a->ranks[rank];
-        double forwards = floor(a->room / r->keep), wait, span;
-        double held = (r->round_trip + r->cost[1]) * r->saved + r->cost[2] * r->left; /* memory times time */
+        double forwards = floor(a->memory_limit / r->max_memory), wait, span;
+        double occupied = (r->round_trip + r->cost[1]) * r->activation
+                          + r->cost[2] * r->weight_activation; /* memory times time */
         if (forwards > a->m) forwards = a->m;
         wait = r->round_trip - forwards * r->cost[0];
         span = wait > 0 ? r->work + wait : r->work;
-        if (span < a->m * held / a->room) span = a->m * held / a->room;
+        if (span < a->m * occupied / a->memory_limit) span = a->m * occupied / a->memory_limit;
         if (span > bound) bound = span;
     }
     return bound;
@@ -1853,15 +1876,15 @@ static double ddp__auto_bound(const ddp__auto *a) {
 
 /* Runs the first `count` rules with `limit` memory per rank. Updates a->best and a->best_span. */
 static void ddp__auto_try(ddp__auto *a, double limit, int count) {
-    a->room = limit * (1 + 1e-12);
+    a->memory_limit = limit * (1 + 1e-12);
     for (int i = 0; i < count; i++) {
         double span;
         if (ddp__auto_bound(a) >= a->best_span * (1 - 1e-12)) return;
         span = ddp__auto_run(a, i);
         if (span < a->best_span * (1 - 1e-12)) {
-            unsigned char *slower = a->best;
-            a->best = a->order;
-            a->order = slower;
+            unsigned char *slower = a->best_lists;
+            a->best_lists = a->lists;
+            a->lists = slower;
             a->best_span = span;
         }
     }
@@ -1879,24 +1902,25 @@ static double ddp__auto_step(double unit, int i, int per_octave) {
    Small pipelines have more steps. Main steps, such as p times the largest micro-batch, try more rules. */
 static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     double actions = 3.0 * a->p * a->m;
-    double unit = a->largest * a->p;
-    double all = a->largest * a->m;
-    int per_octave = actions > 3e5 ? 4 : 16, top = 0, many = 8, few = 1;
+    double unit = a->max_activation * a->p;
+    double all = a->max_activation * a->m;
+    int per_octave = actions > 3e5 ? 4 : 16, top = 0, main_rules = 8, other_rules = 1;
     if (actions < 1e3) per_octave = 64;
-    if (actions * many < 24e6) many = (int)(24e6 / actions);
-    if (many > DDP__AUTO_RULES) many = DDP__AUTO_RULES;
-    if (actions < 3e5) few = (int)(3e5 / actions);
-    if (few > 24) few = 24;
+    if (actions * main_rules < 24e6) main_rules = (int)(24e6 / actions);
+    if (main_rules > DDP__AUTO_RULES) main_rules = DDP__AUTO_RULES;
+    if (actions < 3e5) other_rules = (int)(3e5 / actions);
+    if (other_rules > 24) other_rules = 24;
     while (top < 64 * per_octave && ddp__auto_step(unit, top, per_octave) < all) top++;
     while (top > -32 * per_octave && ddp__auto_step(unit, top - 1, per_octave) >= all) top--;
     for (int i = top;; i--) {
         double step = ddp__auto_step(unit, i, per_octave);
-        int last = step <= a->largest || i <= -32 * per_octave; /* the second test is for infinite costs */
+        int last = step <= a->max_activation
+                   || i <= -32 * per_octave; /* the second test is for infinite costs */
         int main_step = i == top || last || i % (per_octave > 4 ? per_octave / 4 : 2) == 0;
         if (step > all) step = all;
-        if (last) step = a->largest;
+        if (last) step = a->max_activation;
         if (step <= limit * (1 + 1e-12) && (main_step || i < 2 * per_octave))
-            ddp__auto_try(a, step, main_step ? many : few);
+            ddp__auto_try(a, step, main_step ? main_rules : other_rules);
         if (last) return;
     }
 }
@@ -1906,16 +1930,16 @@ static void ddp__auto_lists(const ddp__auto *a, ddp_schedule *s) {
     for (int rank = 0; rank < a->p; rank++) {
         int next[3] = {0, 0, 0};
         for (int i = 0; i < 3 * a->m; i++) {
-            int which = a->best[(size_t)rank * 3 * (size_t)a->m + (size_t)i];
-            ddp__schedule_push(s, (ddp_action_kind)(DDP_ACTION_FORWARD + which), rank, next[which]++);
+            int kind = a->best_lists[(size_t)rank * 3 * (size_t)a->m + (size_t)i];
+            ddp__schedule_push(s, (ddp_action_kind)(DDP_ACTION_FORWARD + kind), rank, next[kind]++);
         }
         ddp__schedule_end_rank(s);
     }
 }
 
 /* Replaces *best by the schedule of a known kind, if that fits into the limit and has a span below *span. */
-static ddp_result ddp__auto_known(const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind,
-                                  double *span, ddp_schedule **best) {
+static ddp_result ddp__auto_try_kind(const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind,
+                                     double *span, ddp_schedule **best_lists) {
     ddp_schedule_desc known = *d;
     ddp_schedule_report report = DDP_ZERO;
     ddp_schedule *s = NULL;
@@ -1925,8 +1949,8 @@ static ddp_result ddp__auto_known(const ddp_schedule_desc *d, double limit, ddp_
     s->kind = d->kind;
     result = ddp_schedule_simulate(s, d->costs, &report);
     if (result == DDP_OK && report.peak_memory <= limit * (1 + 1e-9) && report.span < *span * (1 - 1e-12)) {
-        ddp_schedule *slower = *best;
-        *best = s;
+        ddp_schedule *slower = *best_lists;
+        *best_lists = s;
         *span = report.span;
         s = slower;
     }
@@ -1944,33 +1968,33 @@ static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
         r->cost[1] = cost.input_grad;
         r->cost[2] = cost.weight_grad;
         r->transfer = cost.transfer;
-        r->saved = cost.activation;
-        r->left = cost.weight_activation;
-        r->keep = r->left > r->saved ? r->left : r->saved;
+        r->activation = cost.activation;
+        r->weight_activation = cost.weight_activation;
+        r->max_memory = r->weight_activation > r->activation ? r->weight_activation : r->activation;
         r->work = a->m * (r->cost[0] + r->cost[1] + r->cost[2]);
         r->first_forward = at;
         at += r->cost[0] + r->transfer;
-        if (r->keep > a->largest) a->largest = r->keep;
+        if (r->max_memory > a->max_activation) a->max_activation = r->max_memory;
     }
     ddp__auto_first_gradients(a, 1);
     for (int rank = 0; rank < a->p; rank++) {
         ddp__auto_rank *r = &a->ranks[rank];
-        r->round_trip = r->first_gradient - r->first_forward;
+        r->round_trip = r->first_backward - r->first_forward;
     }
 }
 
 /* Creates an AUTO schedule: the fastest one of all rules and the known kinds ZB-H1 and ZB-H2. */
-static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
+static ddp_result ddp__schedule_generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
     static const ddp_schedule_kind known[] = {DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
     size_t p = (size_t)d->rank_count;
     size_t cells = p * (size_t)d->microbatch_count;
     size_t leaves = 1;
     size_t bytes;
-    ddp_schedule *s, *best = NULL;
+    ddp_schedule *s, *best_lists = NULL;
     ddp__auto a = DDP_ZERO;
     double limit, span;
     ddp_result result = DDP_OK;
-    DDP_TRY(ddp__costs_check(d->rank_count, d->costs, "ddp_schedule_create"));
+    DDP_TRY(ddp__schedule_check_costs(d->rank_count, d->costs, "ddp_schedule_create"));
     s = ddp__schedule_new(d);
     if (!s) return DDP_ERR_NO_MEMORY;
     while (leaves < p) leaves *= 2;
@@ -1981,40 +2005,40 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
         ddp_schedule_destroy(s);
         return DDP_ERR_NO_MEMORY;
     }
-    a.end[0] = (ddp__auto_end *)(a.ranks + p);
+    a.end[0] = (ddp__auto_end_times *)(a.ranks + p);
     a.end[1] = a.end[0] + cells;
     a.decides_at = (double *)(a.end[1] + cells);
     a.tree = (int *)(a.decides_at + leaves);
-    a.order = (unsigned char *)(a.tree + 2 * leaves);
-    a.best = a.order + 3 * cells;
+    a.lists = (unsigned char *)(a.tree + 2 * leaves);
+    a.best_lists = a.lists + 3 * cells;
     a.best_span = HUGE_VAL;
     a.p = d->rank_count;
     a.m = d->microbatch_count;
     a.leaves = (int)leaves;
     ddp__auto_costs(&a, d->costs);
-    limit = d->memory_limit > 0 ? d->memory_limit : a.largest * a.p;
-    if (limit < a.largest)
-        result = DDP__SCHEDULE_BAD("memory_limit=%g, but one micro-batch needs %g; use at least %g", limit,
-                                   a.largest, a.largest);
+    limit = d->memory_limit > 0 ? d->memory_limit : a.max_activation * a.p;
+    if (limit < a.max_activation)
+        result = DDP__SCHEDULE_INVALID("memory_limit=%g, but one micro-batch needs %g; use at least %g",
+                                       limit, a.max_activation, a.max_activation);
     else
         ddp__auto_try_steps(&a, limit);
     span = a.best_span;
     if (span < HUGE_VAL) ddp__auto_lists(&a, s);
     ddp__schedule_free(s, a.ranks);
     if (span < HUGE_VAL)
-        result = ddp__schedule_finish(&best, s);
+        result = ddp__schedule_finish(&best_lists, s);
     else
         ddp_schedule_destroy(s);
     for (int k = 0; k < 2 && result == DDP_OK; k++)
-        result = ddp__auto_known(d, limit, known[k], &span, &best);
-    if (result == DDP_OK && !best)
-        result = DDP__SCHEDULE_BAD(
+        result = ddp__auto_try_kind(d, limit, known[k], &span, &best_lists);
+    if (result == DDP_OK && !best_lists)
+        result = DDP__SCHEDULE_INVALID(
             "costs: the time of %d micro-batches is not a finite number; use smaller costs",
             d->microbatch_count);
     if (result == DDP_OK)
-        *out = best;
+        *out = best_lists;
     else
-        ddp_schedule_destroy(best);
+        ddp_schedule_destroy(best_lists);
     return result;
 }
 
@@ -2023,12 +2047,12 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
    names line, cell and text. ddp_schedule_check then judges the schedule itself. */
 
 /* A position in the text. Lines and cells count from 1; end is the end of the cell. */
-typedef struct ddp__csv {
+typedef struct ddp__csv_reader {
     const char *at, *end;
     int line, cell;
-} ddp__csv;
+} ddp__csv_reader;
 
-static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const char *why) {
+static ddp_result ddp__csv_fail(const ddp__csv_reader *c, const char *begin, const char *why) {
     int length = c->end - begin > 40 ? 40 : (int)(c->end - begin);
     char shown[41];
     for (int i = 0; i < length; i++)
@@ -2039,31 +2063,31 @@ static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const cha
 }
 
 static int ddp__csv_is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
-static void ddp__csv_skip(ddp__csv *c) {
+static void ddp__csv_skip_blanks(ddp__csv_reader *c) {
     while (c->at < c->end && ddp__csv_is_blank(*c->at)) c->at++;
 }
 
 /* Parses a number of at most `most`. Returns -1 if it is missing, too large or has leading zeros, which
    writing could not reproduce. */
-static int ddp__csv_number(ddp__csv *c, int most) {
+static int ddp__csv_number(ddp__csv_reader *c, int max) {
     const char *begin = c->at;
     int number = 0;
     while (c->at < c->end && *c->at >= '0' && *c->at <= '9') {
-        if (number > most) return -1;
+        if (number > max) return -1;
         number = number * 10 + (*c->at++ - '0');
     }
-    return c->at == begin || number > most || (*begin == '0' && c->at - begin > 1) ? -1 : number;
+    return c->at == begin || number > max || (*begin == '0' && c->at - begin > 1) ? -1 : number;
 }
 
 /* Parses one action, such as 2F0 or 0UNSHARD. begin: start of the text that an error shows. */
-static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *action) {
+static ddp_result ddp__csv_action(ddp__csv_reader *c, const char *begin, ddp_action *action) {
     size_t length = 0;
     int kind = DDP_ACTION_FORWARD;
     memset(action, 0, sizeof *action);
     action->stage = ddp__csv_number(c, DDP__MAX_STAGES - 1);
     action->microbatch = -1;
     if (action->stage < 0)
-        return ddp__csv_wrong(c, begin, "an action must start with its stage, 0 to 65535, such as 2F0");
+        return ddp__csv_fail(c, begin, "an action must start with its stage, 0 to 65535, such as 2F0");
     while (c->at + length < c->end
            && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_'))
         length++;
@@ -2072,7 +2096,7 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
         && (strlen(ddp__action_names[kind]) != length || memcmp(ddp__action_names[kind], c->at, length) != 0))
         kind++;
     if (kind == DDP_ACTION_KIND_COUNT)
-        return ddp__csv_wrong(
+        return ddp__csv_fail(
             c, begin,
             length == 2 && memcmp(c->at, "BW", 2) == 0
                 ? "BW is an old name; use B for a backward, or I and W for its halves"
@@ -2081,31 +2105,30 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
     action->kind = (ddp_action_kind)kind;
     if (ddp__action_is_sharding(action->kind)) {
         if (c->at < c->end && *c->at >= '0' && *c->at <= '9')
-            return ddp__csv_wrong(c, begin, "this action has no micro-batch; use the form 2UNSHARD");
+            return ddp__csv_fail(c, begin, "this action has no micro-batch; use the form 2UNSHARD");
         return DDP_OK;
     }
     action->microbatch = ddp__csv_number(c, DDP__MAX_MICROBATCHES - 1);
     if (action->microbatch < 0)
-        return ddp__csv_wrong(c, begin,
-                              "an action must end with its micro-batch, 0 to 16777215, such as 2F0");
+        return ddp__csv_fail(c, begin, "an action must end with its micro-batch, 0 to 16777215, such as 2F0");
     return DDP_OK;
 }
 
 /* Parses a cell, the text between two commas: nothing, an action, or an overlapping pair. */
-static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
+static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv_reader *c) {
     static const char close[] = ")OVERLAP_F_B";
     const char *begin;
     ddp_action action[2];
     int pair;
-    ddp__csv_skip(c);
+    ddp__csv_skip_blanks(c);
     while (c->end > c->at && ddp__csv_is_blank(c->end[-1])) c->end--;
     begin = c->at;
     if (begin < c->end && *begin == '"') {
         if (c->end - begin < 2 || c->end[-1] != '"')
-            return ddp__csv_wrong(c, begin, "the quotation mark is not closed in this cell");
+            return ddp__csv_fail(c, begin, "the quotation mark is not closed in this cell");
         c->at++;
         c->end--;
-        ddp__csv_skip(c);
+        ddp__csv_skip_blanks(c);
         begin = c->at;
     }
     if (begin == c->end) {
@@ -2117,16 +2140,16 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     DDP_TRY(ddp__csv_action(c, begin, &action[0]));
     if (pair) {
         if (c->at == c->end || *c->at++ != ';')
-            return ddp__csv_wrong(c, begin, "invalid overlapping pair; use the form (0F7;7B3)OVERLAP_F_B");
+            return ddp__csv_fail(c, begin, "invalid overlapping pair; use the form (0F7;7B3)OVERLAP_F_B");
         DDP_TRY(ddp__csv_action(c, begin, &action[1]));
         if ((size_t)(c->end - c->at) < sizeof close - 1 || memcmp(c->at, close, sizeof close - 1) != 0)
-            return ddp__csv_wrong(c, begin, "invalid overlapping pair; use the form (0F7;7B3)OVERLAP_F_B");
+            return ddp__csv_fail(c, begin, "invalid overlapping pair; use the form (0F7;7B3)OVERLAP_F_B");
         c->at += sizeof close - 1;
         action[0].overlaps = 1;
     }
-    ddp__csv_skip(c);
+    ddp__csv_skip_blanks(c);
     if (c->at != c->end)
-        return ddp__csv_wrong(c, begin, "unexpected text after the action; end a cell with a comma");
+        return ddp__csv_fail(c, begin, "unexpected text after the action; end a cell with a comma");
     for (int k = 0; k <= pair; k++) ddp__schedule_push_action(s, action[k]);
     return s->failed;
 }
@@ -2149,7 +2172,7 @@ static int ddp__csv_lines(const char *csv) {
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_schedule *s;
-    ddp__csv c;
+    ddp__csv_reader c;
     if (out) *out = NULL;
     if (!out || !csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: out or csv is NULL");
     if (strncmp(csv, "\xef\xbb\xbf", 3) == 0) csv += 3; /* UTF-8 byte-order mark */
@@ -2165,7 +2188,7 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     for (c.line = 1; c.line <= desc.rank_count; c.line++) {
         const char *stop = c.at + strcspn(c.at, "\n");
         c.end = stop;
-        ddp__csv_skip(&c);
+        ddp__csv_skip_blanks(&c);
         for (c.cell = 1; (c.cell > 1 || c.at < stop) && s->failed == DDP_OK; c.cell++) {
             const char *comma = c.at + strcspn(c.at, ",\n");
             c.end = comma;
@@ -2184,7 +2207,7 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
    and RESHARD, REDUCE_GRAD, SEND and RECV. */
 
 /* Returns 1 if actions i and i + 1 are I and W of one micro-batch. The list ends before `end`. */
-static int ddp__lower_merges(const ddp_schedule *s, int i, int end) {
+static int ddp__schedule_lower_merges(const ddp_schedule *s, int i, int end) {
     const ddp_action *a = &s->actions[i];
     if (a->kind != DDP_ACTION_INPUT_GRAD || i + 1 == end) return 0;
     return a[1].kind == DDP_ACTION_WEIGHT_GRAD && !a[1].overlaps && a[1].stage == a->stage
@@ -2193,15 +2216,17 @@ static int ddp__lower_merges(const ddp_schedule *s, int i, int end) {
 
 /* Creates the lists with all parts except COMM. Uses the per-action tables of play as tables per stage; they
    are large enough, since each stage has at least two actions. */
-static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, unsigned parts) {
-    const ddp_schedule *s = play->s;
-    ddp_schedule *to = ddp__schedule_like(s);
-    int *first = play->ahead, *last = first + s->stage_count; /* per stage: its first and last action */
-    int *added = play->waiter;                                /* per stage: W and B appended until now */
+static ddp_result ddp__schedule_lower_lists(ddp_schedule **out, const ddp__schedule_graph *graph,
+                                            unsigned parts) {
+    const ddp_schedule *s = graph->s;
+    ddp_schedule *to = ddp__schedule_new_like(s);
+    int *first = graph->previous_recv,
+        *last = first + s->stage_count;     /* per stage: its first and last action */
+    int *accumulated = graph->waiting_rank; /* per stage: W and B appended until now */
     if (!to) return DDP_ERR_NO_MEMORY;
     for (int stage = 0; stage < s->stage_count; stage++) {
         first[stage] = -1;
-        added[stage] = 0;
+        accumulated[stage] = 0;
     }
     for (int i = 0; i < s->count; i++) {
         int stage = s->actions[i].stage;
@@ -2214,7 +2239,7 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
     for (int rank = 0; rank < s->rank_count; rank++) {
         for (int i = s->first[rank], n; i < s->first[rank + 1]; i += n) {
             const ddp_action *a = &s->actions[i];
-            int merges = parts & DDP_LOWER_MERGE && ddp__lower_merges(s, i, s->first[rank + 1]);
+            int merges = parts & DDP_LOWER_MERGE && ddp__schedule_lower_merges(s, i, s->first[rank + 1]);
             n = a->overlaps || merges ? 2 : 1;
             for (int k = 0; k < n && parts & DDP_LOWER_SHARD; k++)
                 if (a[k].stage >= 0 && first[a[k].stage] == i + k)
@@ -2225,7 +2250,7 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
                     ddp__schedule_push_action(to, a[k]);
             for (int k = 0; k < n; k++) {
                 int stage = a[k].stage;
-                if (ddp__action_ends(a[k].kind) && ++added[stage] % s->update_interval == 0
+                if (ddp__action_ends(a[k].kind) && ++accumulated[stage] % s->update_interval == 0
                     && parts & DDP_LOWER_REDUCE)
                     ddp__schedule_push(to, DDP_ACTION_REDUCE_GRAD, stage, -1);
                 if (stage >= 0 && last[stage] == i + k && parts & DDP_LOWER_SHARD)
@@ -2238,56 +2263,58 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
 }
 
 /* A SEND or RECV at the time when its tensor is ready. source: index of the F, I or B that computes it. */
-typedef struct ddp__due_message {
-    double at;
+typedef struct ddp__schedule_message {
+    double time;
     int source;
     ddp_action action;
-} ddp__due_message;
+} ddp__schedule_message;
 
-static int ddp__message_compare(const void *left, const void *right) {
-    const ddp__due_message *l = (const ddp__due_message *)left;
-    const ddp__due_message *r = (const ddp__due_message *)right;
-    if (l->at != r->at) return l->at < r->at ? -1 : 1;
+static int ddp__schedule_message_compare(const void *left, const void *right) {
+    const ddp__schedule_message *l = (const ddp__schedule_message *)left;
+    const ddp__schedule_message *r = (const ddp__schedule_message *)right;
+    if (l->time != r->time) return l->time < r->time ? -1 : 1;
     return l->source < r->source ? -1 : l->source > r->source;
 }
 
 /* Appends a rank's actions from i on that begin before `at`. Returns the index of the next one. */
-static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, int i, double at) {
-    const ddp_schedule *s = play->s;
+static int ddp__schedule_lower_until(ddp_schedule *to, const ddp__schedule_graph *graph, int rank, int i,
+                                     double time) {
+    const ddp_schedule *s = graph->s;
     while (i < s->first[rank + 1]
-           && (play->times[i].begin < at || (i > s->first[rank] && s->actions[i - 1].overlaps)))
+           && (graph->times[i].begin < time || (i > s->first[rank] && s->actions[i - 1].overlaps)))
         ddp__schedule_push_action(to, s->actions[i++]);
     return i;
 }
 
 /* Fills messages with the SENDs and RECVs of a rank, sorted by time. Returns their number. */
-static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message *messages) {
-    const ddp_schedule *s = play->s;
+static int ddp__schedule_lower_messages(const ddp__schedule_graph *graph, int rank,
+                                        ddp__schedule_message *messages) {
+    const ddp_schedule *s = graph->s;
     int count = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         const ddp_action *a = &s->actions[i];
-        int source = ddp__play_source(play, i);
+        int source = ddp__graph_source(graph, i);
         int back = a->kind != DDP_ACTION_FORWARD;
         int to = back ? a->stage - 1 : a->stage + 1;
         if (!ddp__action_computes(a->kind) || a->kind == DDP_ACTION_WEIGHT_GRAD) continue;
         if (source >= 0 && s->stage_rank[s->actions[source].stage] != rank) {
-            ddp__due_message due = {
-                play->times[source].end,
+            ddp__schedule_message message = {
+                graph->times[source].end,
                 source,
                 {back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage, a->microbatch, 0},
             };
-            messages[count++] = due;
+            messages[count++] = message;
         }
         if (to >= 0 && to < s->stage_count && s->stage_rank[to] != rank) {
-            ddp__due_message due = {
-                play->times[i].end,
+            ddp__schedule_message message = {
+                graph->times[i].end,
                 i,
                 {back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch, 0},
             };
-            messages[count++] = due;
+            messages[count++] = message;
         }
     }
-    qsort(messages, (size_t)count, sizeof *messages, ddp__message_compare);
+    qsort(messages, (size_t)count, sizeof *messages, ddp__schedule_message_compare);
     return count;
 }
 
@@ -2295,90 +2322,91 @@ static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message
    enters it as a pair, SEND on one rank and RECV on the other, when its tensor is ready. Everything that an
    action waits for is earlier in this order. So there would be
    no deadlock even if each SEND waited for its RECV. */
-static ddp_result ddp__lower_comm(ddp_schedule **out, const ddp_schedule *s) {
-    ddp_schedule *to = ddp__schedule_like(s);
-    ddp__due_message *messages;
-    ddp__play play;
+static ddp_result ddp__schedule_lower_comm(ddp_schedule **out, const ddp_schedule *s) {
+    ddp_schedule *to = ddp__schedule_new_like(s);
+    ddp__schedule_message *messages;
+    ddp__schedule_graph graph;
     int longest = 0;
     if (!to) return DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < s->rank_count; rank++)
         if (s->first[rank + 1] - s->first[rank] > longest) longest = s->first[rank + 1] - s->first[rank];
-    to->failed = ddp__play_open(&play, s, NULL, DDP__TIMED_PAIRED, "ddp_schedule_lower");
+    to->failed = ddp__graph_open(&graph, s, NULL, DDP__TIMES_PAIRED, "ddp_schedule_lower");
     messages = to->failed == DDP_OK
-                   ? (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)longest, sizeof *messages)
+                   ? (ddp__schedule_message *)ddp__schedule_alloc(s, 2 * (size_t)longest, sizeof *messages)
                    : NULL;
     if (to->failed == DDP_OK && !messages) to->failed = DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < s->rank_count && to->failed == DDP_OK; rank++) {
-        int count = ddp__lower_messages(&play, rank, messages), i = s->first[rank];
+        int count = ddp__schedule_lower_messages(&graph, rank, messages), i = s->first[rank];
         for (int n = 0; n < count; n++) {
-            i = ddp__lower_until(to, &play, rank, i, messages[n].at);
+            i = ddp__schedule_lower_until(to, &graph, rank, i, messages[n].time);
             ddp__schedule_push_action(to, messages[n].action);
         }
-        ddp__lower_until(to, &play, rank, i, DBL_MAX);
+        ddp__schedule_lower_until(to, &graph, rank, i, DBL_MAX);
         ddp__schedule_end_rank(to);
     }
     ddp__schedule_free(s, messages);
-    ddp__play_close(&play);
+    ddp__graph_close(&graph);
     return ddp__schedule_finish(out, to);
 }
 
 DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *schedule, unsigned parts) {
     static const char who[] = "ddp_schedule_lower";
-    const char *there = NULL;
+    const char *existing = NULL;
     unsigned all = DDP_LOWER_MERGE | DDP_LOWER_SHARD | DDP_LOWER_REDUCE | DDP_LOWER_COMM;
     ddp_schedule *lists = NULL;
     ddp_result result = DDP_OK;
-    ddp__play play;
+    ddp__schedule_graph graph;
     if (out) *out = NULL;
     if (!out) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", who);
     if (parts & ~all)
         return ddp_fail(DDP_ERR_INVALID, "%s: parts=%#x; use DDP_LOWER_ flags, or 0 for all", who, parts);
     if (!parts) parts = all;
-    DDP_TRY(ddp__play_open(&play, schedule, NULL, DDP__UNTIMED, who));
-    if (parts & DDP_LOWER_REDUCE && play.has_reduce) there = "REDUCE_GRAD";
-    if (parts & DDP_LOWER_SHARD && play.has_sharding) there = "UNSHARD and RESHARD";
-    if (parts & DDP_LOWER_COMM && play.has_comm) there = "SEND and RECV";
-    if (there)
+    DDP_TRY(ddp__graph_open(&graph, schedule, NULL, DDP__TIMES_NONE, who));
+    if (parts & DDP_LOWER_REDUCE && graph.has_reduce) existing = "REDUCE_GRAD";
+    if (parts & DDP_LOWER_SHARD && graph.has_sharding) existing = "UNSHARD and RESHARD";
+    if (parts & DDP_LOWER_COMM && graph.has_comm) existing = "SEND and RECV";
+    if (existing)
         result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule already has %s; leave that part out", who,
-                          there);
-    else if (parts & DDP_LOWER_MERGE && play.has_comm)
+                          existing);
+    else if (parts & DDP_LOWER_MERGE && graph.has_comm)
         result = ddp_fail(DDP_ERR_INVALID,
                           "%s: the schedule already has SEND and RECV; merge before they are added", who);
     else if (parts != DDP_LOWER_COMM)
-        result = ddp__lower_lists(&lists, &play, parts);
-    ddp__play_close(&play);
+        result = ddp__schedule_lower_lists(&lists, &graph, parts);
+    ddp__graph_close(&graph);
     if (result != DDP_OK) return result;
     if (!(parts & DDP_LOWER_COMM)) {
         *out = lists;
         return DDP_OK;
     }
-    result = ddp__lower_comm(out, lists ? lists : schedule);
+    result = ddp__schedule_lower_comm(out, lists ? lists : schedule);
     ddp_schedule_destroy(lists);
     return result;
 }
 
 //== drawing ======================================================================== >>impl-schedule-draw
-/* Writes a schedule as CSV, text, SVG or trace. Each format is a function that prints to a ddp__sheet.
+/* Writes a schedule as CSV, text, SVG or trace. Each format is a function that prints to a ddp__schedule_output.
    ddp_schedule_draw runs it twice: the first pass only counts bytes. */
 
 /* Output buffer. Text beyond `room` is counted in `used` but not stored. */
-typedef struct ddp__sheet {
+typedef struct ddp__schedule_output {
     char *out;
-    size_t room, used;
-} ddp__sheet;
+    size_t capacity, used;
+} ddp__schedule_output;
 
-static __attribute__((format(printf, 2, 3))) void ddp__sheet_put(ddp__sheet *sheet, const char *format, ...) {
-    size_t left = sheet->used < sheet->room ? sheet->room - sheet->used : 0;
+static __attribute__((format(printf, 2, 3))) void ddp__schedule_print(ddp__schedule_output *output,
+                                                                      const char *format, ...) {
+    size_t left = output->used < output->capacity ? output->capacity - output->used : 0;
     va_list args;
     int length;
     va_start(args, format);
-    length = vsnprintf(left ? sheet->out + sheet->used : NULL, left, format, args);
+    length = vsnprintf(left ? output->out + output->used : NULL, left, format, args);
     va_end(args);
-    if (length > 0) sheet->used += (size_t)length;
+    if (length > 0) output->used += (size_t)length;
 }
 
 /* Formats a number with a decimal point, independent of the locale. */
-static ddp__action_text ddp__decimal(double value, int decimals) {
+static ddp__action_text ddp__schedule_decimal(double value, int decimals) {
     ddp__action_text text;
     long long scale = 1, digits;
     for (int i = 0; i < decimals; i++) scale *= 10;
@@ -2389,15 +2417,15 @@ static ddp__action_text ddp__decimal(double value, int decimals) {
 }
 
 /* Unit of a time axis. size: in the unit of the times. */
-typedef struct ddp__time_unit {
+typedef struct ddp__schedule_time_unit {
     double size;
     const char *name, *axis;
-} ddp__time_unit;
+} ddp__schedule_time_unit;
 
 /* Chooses the unit of the axis. Measured times are in seconds; the unit gives numbers from 1 to 1,000. The
    unit of costs is the caller's and has no name. Without costs, F, I and W take 1. */
-static const ddp__time_unit *ddp__picture_unit(double span, int has_costs, int has_times) {
-    static const ddp__time_unit units[] = {
+static const ddp__schedule_time_unit *ddp__drawing_time_unit(double span, int has_costs, int has_times) {
+    static const ddp__schedule_time_unit units[] = {
         {1, " s", "time in seconds"},
         {1e-3, " ms", "time in milliseconds"},
         {1e-6, " us", "time in microseconds"},
@@ -2410,56 +2438,56 @@ static const ddp__time_unit *ddp__picture_unit(double span, int has_costs, int h
 }
 
 /* Input of all formats. */
-typedef struct ddp__picture {
+typedef struct ddp__drawing {
     const ddp_schedule *s;
-    ddp__play play;
+    ddp__schedule_graph graph;
     const ddp_action_time *times;
     ddp_schedule_report report;
     /* begin: of the first computation. shortest: duration of the shortest computation, but at least a quarter
        of the mean. */
     double begin, shortest;
-    const ddp__time_unit *unit;
+    const ddp__schedule_time_unit *unit;
     struct ddp__svg_row *merged; /* SVG: buffer for a row of merged actions; NULL = one box per action */
-} ddp__picture;
+} ddp__drawing;
 
-static void ddp__picture_measure(ddp__picture *picture, const ddp_stage_cost *costs) {
-    const ddp_schedule *s = picture->s;
+static void ddp__drawing_measure(ddp__drawing *drawing, const ddp_stage_cost *costs) {
+    const ddp_schedule *s = drawing->s;
     int any = 0;
     double sum = 0;
     for (int i = 0; i < s->count; i++) {
-        double length = picture->times[i].end - picture->times[i].begin;
+        double length = drawing->times[i].end - drawing->times[i].begin;
         if (!ddp__action_computes(s->actions[i].kind)) continue;
-        if (!any || picture->times[i].begin < picture->begin) picture->begin = picture->times[i].begin;
-        if (length > 0 && (picture->shortest <= 0 || length < picture->shortest)) picture->shortest = length;
+        if (!any || drawing->times[i].begin < drawing->begin) drawing->begin = drawing->times[i].begin;
+        if (length > 0 && (drawing->shortest <= 0 || length < drawing->shortest)) drawing->shortest = length;
         sum += length;
         any++;
     }
-    if (any && picture->shortest < sum / any / 4) picture->shortest = sum / any / 4;
-    ddp__report(s, costs, picture->times, &picture->report);
-    if (picture->shortest <= 0) picture->shortest = 1;
+    if (any && drawing->shortest < sum / any / 4) drawing->shortest = sum / any / 4;
+    ddp__schedule_fill_report(s, costs, drawing->times, &drawing->report);
+    if (drawing->shortest <= 0) drawing->shortest = 1;
 }
 
-static void ddp__draw_csv(const ddp__picture *picture, ddp__sheet *sheet) {
-    const ddp_schedule *s = picture->s;
+static void ddp__draw_csv(const ddp__drawing *drawing, ddp__schedule_output *output) {
+    const ddp_schedule *s = drawing->s;
     for (int rank = 0; rank < s->rank_count; rank++) {
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
             const char *comma = i > s->first[rank] ? "," : "";
             if (a->kind == DDP_ACTION_IDLE)
-                ddp__sheet_put(sheet, "%s", comma);
+                ddp__schedule_print(output, "%s", comma);
             else if (a->overlaps && i + 1 < s->first[rank + 1]) {
-                ddp__sheet_put(sheet, "%s(%s;%s)OVERLAP_F_B", comma, ddp__action_label(a).text,
-                               ddp__action_label(a + 1).text);
+                ddp__schedule_print(output, "%s(%s;%s)OVERLAP_F_B", comma, ddp__action_label(a).text,
+                                    ddp__action_label(a + 1).text);
                 i++;
             } else
-                ddp__sheet_put(sheet, "%s%s", comma, ddp__action_label(a).text);
+                ddp__schedule_print(output, "%s%s", comma, ddp__action_label(a).text);
         }
-        ddp__sheet_put(sheet, "\n");
+        ddp__schedule_print(output, "\n");
     }
 }
 
 /* As ddp__action_label, but without the stage number if each rank has one stage. */
-static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action *a) {
+static ddp__action_text ddp__drawing_label(const ddp_schedule *s, const ddp_action *a) {
     ddp__action_text label = ddp__action_label(a);
     if (s->stage_count == s->rank_count)
         snprintf(label.text, sizeof label.text, "%s%d", ddp__action_names[a->kind], a->microbatch);
@@ -2471,117 +2499,119 @@ static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action 
 
 /* Draws one line per rank. A column is as long as the shortest action. An action starts in the column of its
    time, or in the next free one. */
-static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
-    const ddp_schedule *s = picture->s;
-    double unit = picture->shortest > picture->report.makespan / 4096 ? picture->shortest
-                                                                      : picture->report.makespan / 4096;
+static void ddp__draw_text(const ddp__drawing *drawing, ddp__schedule_output *output) {
+    const ddp_schedule *s = drawing->s;
+    double unit = drawing->shortest > drawing->report.makespan / 4096 ? drawing->shortest
+                                                                      : drawing->report.makespan / 4096;
     int width = 0;
     for (int i = 0; i < s->count; i++)
         if (ddp__action_computes(s->actions[i].kind) && (i == 0 || !s->actions[i - 1].overlaps)) {
-            int length = (int)strlen(ddp__cell_label(s, &s->actions[i]).text);
+            int length = (int)strlen(ddp__drawing_label(s, &s->actions[i]).text);
             if (length + 1 > width) width = length + 1;
         }
     for (int rank = 0; rank < s->rank_count; rank++) {
         int column = 0, space = 1; /* space: blanks before the next text */
-        ddp__sheet_put(sheet, "rank %-3d", rank);
+        ddp__schedule_print(output, "rank %-3d", rank);
         for (int i = s->first[rank], n; i < s->first[rank + 1]; i += n) {
             ddp__action_text label;
             int from, to, length;
             n = 1 + s->actions[i].overlaps;
             if (!ddp__action_computes(s->actions[i].kind)) continue;
-            label = ddp__cell_label(s, &s->actions[i]);
+            label = ddp__drawing_label(s, &s->actions[i]);
             length = (int)strlen(label.text);
-            from = (int)((picture->times[i].begin - picture->begin) / unit + 0.5);
-            to = (int)((picture->times[i + n - 1].end - picture->begin) / unit + 0.5);
-            for (; column < from; column++, space = width - 1) ddp__sheet_put(sheet, "%*s.", space, "");
+            from = (int)((drawing->times[i].begin - drawing->begin) / unit + 0.5);
+            to = (int)((drawing->times[i + n - 1].end - drawing->begin) / unit + 0.5);
+            for (; column < from; column++, space = width - 1) ddp__schedule_print(output, "%*s.", space, "");
             if (to <= column) to = column + 1;
-            ddp__sheet_put(sheet, "%*s%s", space, "", label.text);
+            ddp__schedule_print(output, "%*s%s", space, "", label.text);
             for (int k = (to - column) * width - 1 - length; k > 0 && to > column + 1; k--)
-                ddp__sheet_put(sheet, "-");
+                ddp__schedule_print(output, "-");
             space = to > column + 1 ? 1 : width - length;
             column = to;
         }
-        ddp__sheet_put(sheet, "\n");
+        ddp__schedule_print(output, "\n");
     }
-    ddp__sheet_put(sheet, "makespan %s, bubble %s, %d in flight\n",
-                   ddp__decimal(picture->report.makespan, 3).text,
-                   ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight);
+    ddp__schedule_print(output, "makespan %s, bubble %s, %d in flight\n",
+                        ddp__schedule_decimal(drawing->report.makespan, 3).text,
+                        ddp__schedule_decimal(drawing->report.bubble_rate, 4).text,
+                        drawing->report.peak_in_flight);
 }
 
 static const char *const ddp__action_words[] = {"idle", "forward", "input gradient", "weight gradient",
                                                 "backward"};
 
-static const char *ddp__picture_title(const ddp_schedule *s) {
+static const char *ddp__drawing_title(const ddp_schedule *s) {
     return s->kind == DDP_SCHEDULE_KIND_COUNT ? "schedule" : ddp_schedule_kind_name(s->kind);
 }
 
 /* Colours of forward (blue), input gradient (green), weight gradient (light green) and backward (orange).
    Every second chunk is darker. */
-static const char *const ddp__fill[5][2] = {
+static const char *const ddp__drawing_colors[5][2] = {
     {"", ""}, {"#9ec5fe", "#5b94e8"}, {"#7fd1ae", "#3aa57a"}, {"#d3e9a8", "#a9cc62"}, {"#ffcf8f", "#f0a04b"},
 };
-enum { DDP__FILLS = 10 };
+enum { DDP__DRAWING_COLORS = 10 };
 
 /* Draws the box of an action, with its micro-batch if that fits. */
-static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_action *a, double x, double y,
-                          double width, double height) {
+static void ddp__draw_box(ddp__schedule_output *output, const ddp_schedule *s, const ddp_action *a, double x,
+                          double y, double width, double height) {
     ddp__action_text number;
     double size = height < 18 ? 8 : 11;
     snprintf(number.text, sizeof number.text, "%d", a->microbatch);
-    ddp__sheet_put(
-        sheet, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"%s\"><title>%s</title></rect>\n",
-        ddp__decimal(x, 2).text, ddp__decimal(y, 2).text, ddp__decimal(width, 2).text,
-        ddp__decimal(height, 2).text, ddp__fill[a->kind][a->stage / s->rank_count % 2],
-        ddp__action_label(a).text);
+    ddp__schedule_print(
+        output, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"%s\"><title>%s</title></rect>\n",
+        ddp__schedule_decimal(x, 2).text, ddp__schedule_decimal(y, 2).text,
+        ddp__schedule_decimal(width, 2).text, ddp__schedule_decimal(height, 2).text,
+        ddp__drawing_colors[a->kind][a->stage / s->rank_count % 2], ddp__action_label(a).text);
     if (width >= 0.65 * size * (double)strlen(number.text) + 1)
-        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%s\" font-size=\"%d\">%s</text>\n",
-                       ddp__decimal(x + width / 2, 2).text,
-                       ddp__decimal(y + height / 2 + 0.36 * size, 2).text, (int)size, number.text);
+        ddp__schedule_print(output, "<text x=\"%s\" y=\"%s\" font-size=\"%d\">%s</text>\n",
+                            ddp__schedule_decimal(x + width / 2, 2).text,
+                            ddp__schedule_decimal(y + height / 2 + 0.36 * size, 2).text, (int)size,
+                            number.text);
 }
 
 /* Draws the frame around an overlapping pair. */
-static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width, double height,
+static void ddp__draw_frame(ddp__schedule_output *output, double x, double y, double width, double height,
                             const char *title) {
-    ddp__sheet_put(sheet,
-                   "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"none\" stroke=\"#202020\" "
-                   "stroke-width=\"1.5\"><title>%s</title></rect>\n",
-                   ddp__decimal(x, 2).text, ddp__decimal(y, 2).text, ddp__decimal(width, 2).text,
-                   ddp__decimal(height, 2).text, title);
+    ddp__schedule_print(output,
+                        "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"none\" stroke=\"#202020\" "
+                        "stroke-width=\"1.5\"><title>%s</title></rect>\n",
+                        ddp__schedule_decimal(x, 2).text, ddp__schedule_decimal(y, 2).text,
+                        ddp__schedule_decimal(width, 2).text, ddp__schedule_decimal(height, 2).text, title);
 }
 
 /* Draws the legend: the colours and frames that occur in the picture. */
-static void ddp__draw_legend(const ddp__picture *picture, ddp__sheet *sheet, double x, double y) {
+static void ddp__draw_legend(const ddp__drawing *drawing, ddp__schedule_output *output, double x, double y) {
     static const char text[] = "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n";
-    const ddp_schedule *s = picture->s;
+    const ddp_schedule *s = drawing->s;
     unsigned kinds = 0; /* 1 << kind of each action */
     int pairs = 0;
     for (int i = 0; i < s->count; i++) {
         kinds |= 1u << s->actions[i].kind;
-        pairs |= s->actions[i].overlaps && !picture->merged;
+        pairs |= s->actions[i].overlaps && !drawing->merged;
     }
     for (int kind = DDP_ACTION_FORWARD; kind <= DDP_ACTION_BACKWARD; kind++) {
         ddp_action sample = {(ddp_action_kind)kind, 0, 0, 0};
         if (!(kinds >> kind & 1)) continue;
-        ddp__draw_box(sheet, s, &sample, x, y, 22, 18);
-        ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, ddp__action_words[kind]);
+        ddp__draw_box(output, s, &sample, x, y, 22, 18);
+        ddp__schedule_print(output, text, (int)x + 28, (int)y + 13, ddp__action_words[kind]);
         x += 48 + 8 * (double)strlen(ddp__action_words[kind]);
     }
     if (pairs) {
-        ddp__draw_frame(sheet, x, y, 22, 18, "a pair that overlaps");
-        ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, "overlapped pair");
+        ddp__draw_frame(output, x, y, 22, 18, "a pair that overlaps");
+        ddp__schedule_print(output, text, (int)x + 28, (int)y + 13, "overlapped pair");
         x += 48 + 8 * (double)strlen("overlapped pair");
     }
     if (s->stage_count > s->rank_count)
-        ddp__sheet_put(sheet, text, (int)x, (int)y + 13, "darker: every second chunk");
+        ddp__schedule_print(output, text, (int)x, (int)y + 13, "darker: every second chunk");
 }
 
 /* Returns 1 if actions i and i + 1 are an overlapping pair, and their times overlap too. */
-static int ddp__picture_pair(const ddp__picture *picture, int i) {
-    return i >= 0 && picture->s->actions[i].overlaps && picture->times[i + 1].begin < picture->times[i].end;
+static int ddp__drawing_overlaps(const ddp__drawing *drawing, int i) {
+    return i >= 0 && drawing->s->actions[i].overlaps && drawing->times[i + 1].begin < drawing->times[i].end;
 }
 
 /* Returns the distance of two marks of the axis: 1, 2 or 5 times a power of ten, at least about 80 px. */
-static double ddp__axis_step(double span, double pixels) {
+static double ddp__drawing_axis_step(double span, double pixels) {
     double step = 1;
     if (!(span > 1e-300 && span <= DBL_MAX)) return 1;
     while (step * pixels / span >= 80) step /= 10;
@@ -2591,51 +2621,52 @@ static double ddp__axis_step(double span, double pixels) {
 }
 
 /* Draws the time axis: lines through the rows, with times below. scale: pixels per unit of time. */
-static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, double left, double top,
+static void ddp__draw_axis(const ddp__drawing *drawing, ddp__schedule_output *output, double left, double top,
                            double bottom, double scale) {
-    double span = picture->report.makespan / picture->unit->size;
-    double pixels = scale * picture->report.makespan;
-    double step = ddp__axis_step(span, pixels);
+    double span = drawing->report.makespan / drawing->unit->size;
+    double pixels = scale * drawing->report.makespan;
+    double step = ddp__drawing_axis_step(span, pixels);
     const char *merged = "";
     int decimals = 0;
-    if (picture->merged) merged = ". Actions are merged: a pixel covers several and has the colour of one";
+    if (drawing->merged) merged = ". Actions are merged: a pixel covers several and has the colour of one";
     for (double smaller = step; smaller < 0.999 && decimals < 9; smaller *= 10) decimals++;
     for (int i = 0; i * step <= span * (1 + 1e-9) && i <= 100; i++) {
-        ddp__action_text x = ddp__decimal(left + i * step * picture->unit->size * scale, 2), number;
-        number = ddp__decimal(i * step, decimals);
+        ddp__action_text x = ddp__schedule_decimal(left + i * step * drawing->unit->size * scale, 2), number;
+        number = ddp__schedule_decimal(i * step, decimals);
         if (!decimals) *strchr(number.text, '.') = 0;
-        ddp__sheet_put(sheet,
-                       "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" "
-                       "font-size=\"11\">%s</text>\n",
-                       x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
+        ddp__schedule_print(output,
+                            "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" "
+                            "font-size=\"11\">%s</text>\n",
+                            x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
     }
-    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
-                   (int)left, (int)bottom + 31, picture->unit->axis, merged);
+    ddp__schedule_print(output,
+                        "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
+                        (int)left, (int)bottom + 31, drawing->unit->axis, merged);
 }
 
 /* Draws an action of a rank, and the frame of the pair that ends with it. y: top of the rank's row. */
-static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int i, double left, double y,
-                             double row, double scale) {
-    const ddp_schedule *s = picture->s;
+static void ddp__draw_action(const ddp__drawing *drawing, ddp__schedule_output *output, int i, double left,
+                             double y, double row, double scale) {
+    const ddp_schedule *s = drawing->s;
     const ddp_action *a = &s->actions[i];
-    int second = ddp__picture_pair(picture, i - 1);
-    int half = second || ddp__picture_pair(picture, i);
-    double x = left + scale * (picture->times[i].begin - picture->begin);
-    double length = scale * (picture->times[i].end - picture->times[i].begin);
+    int second = ddp__drawing_overlaps(drawing, i - 1);
+    int half = second || ddp__drawing_overlaps(drawing, i);
+    double x = left + scale * (drawing->times[i].begin - drawing->begin);
+    double length = scale * (drawing->times[i].end - drawing->times[i].begin);
     double gap = length > 4 ? 1 : length / 4;
     if (!ddp__action_computes(a->kind)) return;
     length -= gap;
-    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y, length > 0.2 ? length : 0.2,
+    ddp__draw_box(output, s, a, x, second ? y + row / 2 : y, length > 0.2 ? length : 0.2,
                   half ? row / 2 - 0.5 : row);
     if (i > 0 && a[-1].overlaps) {
-        double begin = left + scale * (picture->times[i - 1].begin - picture->begin);
+        double begin = left + scale * (drawing->times[i - 1].begin - drawing->begin);
         double end = x + length;
-        double first_end = left + scale * (picture->times[i - 1].end - picture->begin) - gap;
+        double first_end = left + scale * (drawing->times[i - 1].end - drawing->begin) - gap;
         ddp__action_text first = ddp__action_label(a - 1);
         char title[160];
         if (first_end > end) end = first_end;
         snprintf(title, sizeof title, "%s overlaps with %s", first.text, ddp__action_label(a).text);
-        if (end - begin > 2) ddp__draw_frame(sheet, begin, y + 0.75, end - begin, row - 1.5, title);
+        if (end - begin > 2) ddp__draw_frame(output, begin, y + 0.75, end - begin, row - 1.5, title);
     }
 }
 
@@ -2644,8 +2675,8 @@ enum { DDP__SVG_COLUMNS = DDP__SVG_WIDTH - DDP__SVG_LEFT - DDP__SVG_RIGHT, DDP__
 
 /* A row of pixels. One pixel can cover several actions. */
 typedef struct ddp__svg_row {
-    float time[DDP__SVG_COLUMNS][DDP__FILLS]; /* share of each colour in a pixel */
-    signed char fill[DDP__SVG_COLUMNS];       /* colour of each pixel: 2 * kind + shade; 0 = idle */
+    float time[DDP__SVG_COLUMNS][DDP__DRAWING_COLORS]; /* share of each colour in a pixel */
+    signed char fill[DDP__SVG_COLUMNS];                /* colour of each pixel: 2 * kind + shade; 0 = idle */
 } ddp__svg_row;
 
 /* Returns 1 if a rank has more actions than pixels, or the picture too many boxes for a file. */
@@ -2661,14 +2692,14 @@ static int ddp__svg_merges(const ddp_schedule *s) {
 }
 
 /* Fills row->time with the actions of a rank. Each action of an overlapping pair has half the height. */
-static void ddp__svg_row_time(const ddp__picture *picture, ddp__svg_row *row, int rank, double scale) {
-    const ddp_schedule *s = picture->s;
+static void ddp__svg_row_time(const ddp__drawing *drawing, ddp__svg_row *row, int rank, double scale) {
+    const ddp_schedule *s = drawing->s;
     memset(row, 0, sizeof *row);
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         const ddp_action *a = &s->actions[i];
-        double share = ddp__picture_pair(picture, i - 1) || ddp__picture_pair(picture, i) ? 0.5 : 1;
-        double begin = scale * (picture->times[i].begin - picture->begin);
-        double end = scale * (picture->times[i].end - picture->begin);
+        double share = ddp__drawing_overlaps(drawing, i - 1) || ddp__drawing_overlaps(drawing, i) ? 0.5 : 1;
+        double begin = scale * (drawing->times[i].begin - drawing->begin);
+        double end = scale * (drawing->times[i].end - drawing->begin);
         int fill = 2 * (int)a->kind + a->stage / s->rank_count % 2;
         if (!ddp__action_computes(a->kind)) continue;
         for (int x = (int)begin; x < end && x < DDP__SVG_COLUMNS; x++) {
@@ -2682,12 +2713,12 @@ static void ddp__svg_row_time(const ddp__picture *picture, ddp__svg_row *row, in
 /* Chooses the colour of each pixel. Time that a pixel does not show is carried to the next one. Up to each
    pixel, the number of busy pixels differs from the busy time by at most half a pixel. */
 static void ddp__svg_row_fill(ddp__svg_row *row) {
-    double owed[DDP__FILLS] = {0}, busy_owed = 0;
+    double owed[DDP__DRAWING_COLORS] = {0}, busy_owed = 0;
     for (int x = 0; x < DDP__SVG_COLUMNS; x++) {
         double busy = 0;
         int most = 2;
-        for (int k = 2; k < DDP__FILLS; k++) busy += (double)row->time[x][k];
-        for (int k = 2; k < DDP__FILLS; k++) {
+        for (int k = 2; k < DDP__DRAWING_COLORS; k++) busy += (double)row->time[x][k];
+        for (int k = 2; k < DDP__DRAWING_COLORS; k++) {
             owed[k] += busy > 1 ? (double)row->time[x][k] / busy : (double)row->time[x][k];
             if (owed[k] > owed[most]) most = k;
         }
@@ -2700,51 +2731,53 @@ static void ddp__svg_row_fill(ddp__svg_row *row) {
 }
 
 /* Draws a rank's row of merged actions: one path per colour, along the middle of the row. */
-static void ddp__svg_row_draw(const ddp__picture *picture, ddp__sheet *sheet, int rank, double scale, int y) {
-    ddp__svg_row *row = picture->merged;
-    ddp__svg_row_time(picture, row, rank, scale);
+static void ddp__svg_row_draw(const ddp__drawing *drawing, ddp__schedule_output *output, int rank,
+                              double scale, int y) {
+    ddp__svg_row *row = drawing->merged;
+    ddp__svg_row_time(drawing, row, rank, scale);
     ddp__svg_row_fill(row);
-    for (int k = 2; k < DDP__FILLS; k++) {
+    for (int k = 2; k < DDP__DRAWING_COLORS; k++) {
         int at = -1; /* end of the last run of this colour */
         for (int x = 0, end; x < DDP__SVG_COLUMNS; x = end) {
             end = x + 1;
             if (row->fill[x] != k) continue;
             while (end < DDP__SVG_COLUMNS && row->fill[end] == k) end++;
             if (at < 0)
-                ddp__sheet_put(sheet, "<path stroke=\"%s\" d=\"M%d %dh%d", ddp__fill[k / 2][k % 2],
-                               DDP__SVG_LEFT + x, y + DDP__SVG_ROW / 2, end - x);
+                ddp__schedule_print(output, "<path stroke=\"%s\" d=\"M%d %dh%d",
+                                    ddp__drawing_colors[k / 2][k % 2], DDP__SVG_LEFT + x,
+                                    y + DDP__SVG_ROW / 2, end - x);
             else
-                ddp__sheet_put(sheet, "m%d 0h%d", x - at, end - x);
+                ddp__schedule_print(output, "m%d 0h%d", x - at, end - x);
             at = end;
         }
-        if (at >= 0) ddp__sheet_put(sheet, "\"/>\n");
+        if (at >= 0) ddp__schedule_print(output, "\"/>\n");
     }
 }
 
-static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
-    const ddp_schedule *s = picture->s;
+static void ddp__draw_svg(const ddp__drawing *drawing, ddp__schedule_output *output) {
+    const ddp_schedule *s = drawing->s;
     const double left = DDP__SVG_LEFT;
     const double right = DDP__SVG_RIGHT;
     const double top = 34;
     const double row = DDP__SVG_ROW;
     const double gap = 4;
-    double scale = 22 / picture->shortest;
-    double span = picture->report.makespan;
+    double scale = 22 / drawing->shortest;
+    double span = drawing->report.makespan;
     double width = 860; /* the legend fits */
     double bottom = top + s->rank_count * (row + gap);
     int height = (int)bottom + 72;
     char title[256];
     snprintf(title, sizeof title,
              "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s%s",
-             ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count,
-             ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight,
-             ddp__decimal(span / picture->unit->size, 3).text, picture->unit->name);
+             ddp__drawing_title(s), s->rank_count, s->stage_count, s->microbatch_count,
+             ddp__schedule_decimal(drawing->report.bubble_rate, 4).text, drawing->report.peak_in_flight,
+             ddp__schedule_decimal(span / drawing->unit->size, 3).text, drawing->unit->name);
     if (scale * span > (double)DDP__SVG_COLUMNS) scale = (double)DDP__SVG_COLUMNS / span;
     if (left + 8.5 * (double)strlen(title) + right > width)
         width = left + 8.5 * (double)strlen(title) + right;
     if (left + scale * span + right > width) width = left + scale * span + right;
-    ddp__sheet_put(
-        sheet,
+    ddp__schedule_print(
+        output,
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" "
         "font-family=\"sans-serif\" text-anchor=\"middle\">\n"
         "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n"
@@ -2752,114 +2785,116 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
         (int)(width + 0.5), height, (int)(width + 0.5), height, (int)left, title);
     for (int rank = 0; rank < s->rank_count; rank++) {
         int y = (int)(top + rank * (row + gap));
-        ddp__sheet_put(sheet,
-                       "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n"
-                       "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n",
-                       (int)left - 8, y + 17, rank, (int)left, y, ddp__decimal(scale * span, 2).text,
-                       (int)row);
+        ddp__schedule_print(output,
+                            "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n"
+                            "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n",
+                            (int)left - 8, y + 17, rank, (int)left, y,
+                            ddp__schedule_decimal(scale * span, 2).text, (int)row);
     }
-    ddp__draw_axis(picture, sheet, left, top, bottom, scale);
-    if (picture->merged) ddp__sheet_put(sheet, "<g fill=\"none\" stroke-width=\"%d\">\n", DDP__SVG_ROW);
+    ddp__draw_axis(drawing, output, left, top, bottom, scale);
+    if (drawing->merged) ddp__schedule_print(output, "<g fill=\"none\" stroke-width=\"%d\">\n", DDP__SVG_ROW);
     for (int rank = 0; rank < s->rank_count; rank++) {
         double y = top + rank * (row + gap);
-        if (picture->merged)
-            ddp__svg_row_draw(picture, sheet, rank, scale, (int)y);
+        if (drawing->merged)
+            ddp__svg_row_draw(drawing, output, rank, scale, (int)y);
         else
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
-                ddp__draw_action(picture, sheet, i, left, y, row, scale);
+                ddp__draw_action(drawing, output, i, left, y, row, scale);
     }
-    if (picture->merged) ddp__sheet_put(sheet, "</g>\n");
-    ddp__draw_legend(picture, sheet, left, bottom + 44);
-    ddp__sheet_put(sheet, "</svg>\n");
+    if (drawing->merged) ddp__schedule_print(output, "</g>\n");
+    ddp__draw_legend(drawing, output, left, bottom + 44);
+    ddp__schedule_print(output, "</svg>\n");
 }
 
 /* Declares a row of the trace. Rows are sorted by rank; `second` is the row of overlapped actions. */
-static void ddp__draw_trace_row(ddp__sheet *sheet, int tid, int rank, int second) {
-    ddp__sheet_put(
-        sheet,
+static void ddp__draw_trace_row(ddp__schedule_output *output, int tid, int rank, int second) {
+    ddp__schedule_print(
+        output,
         ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}"
         ",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"sort_index\":%d}}",
         tid, rank, second ? ", overlapped" : "", tid, 2 * rank + second);
 }
 
-static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
-    const ddp_schedule *s = picture->s;
-    ddp__sheet_put(sheet,
-                   "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},"
-                   "\"traceEvents\":[\n"
-                   "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}",
-                   ddp__picture_title(s), ddp__decimal(picture->report.bubble_rate, 4).text,
-                   ddp__picture_title(s));
+static void ddp__draw_trace(const ddp__drawing *drawing, ddp__schedule_output *output) {
+    const ddp_schedule *s = drawing->s;
+    ddp__schedule_print(
+        output,
+        "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},"
+        "\"traceEvents\":[\n"
+        "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}",
+        ddp__drawing_title(s), ddp__schedule_decimal(drawing->report.bubble_rate, 4).text,
+        ddp__drawing_title(s));
     for (int rank = 0; rank < s->rank_count; rank++) {
         int named = 0;
-        ddp__draw_trace_row(sheet, rank, rank, 0);
+        ddp__draw_trace_row(output, rank, rank, 0);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
-            int second = ddp__picture_pair(picture, i - 1); /* has its own row: events of a row must nest */
+            int second = ddp__drawing_overlaps(drawing,
+                                               i - 1); /* has its own row: events of a row must nest */
             if (!ddp__action_computes(a->kind)) continue;
-            if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
-            ddp__sheet_put(
-                sheet,
+            if (second && !named++) ddp__draw_trace_row(output, s->rank_count + rank, rank, 1);
+            ddp__schedule_print(
+                output,
                 ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,"
                 "\"args\":{\"stage\":%d,\"microbatch\":%d}}",
                 ddp__action_label(a).text, ddp__action_words[a->kind], second ? s->rank_count + rank : rank,
-                ddp__decimal((picture->times[i].begin - picture->begin) * 1e6, 3).text,
-                ddp__decimal((picture->times[i].end - picture->times[i].begin) * 1e6, 3).text, a->stage,
-                a->microbatch);
+                ddp__schedule_decimal((drawing->times[i].begin - drawing->begin) * 1e6, 3).text,
+                ddp__schedule_decimal((drawing->times[i].end - drawing->times[i].begin) * 1e6, 3).text,
+                a->stage, a->microbatch);
         }
     }
-    ddp__sheet_put(sheet, "\n]}\n");
+    ddp__schedule_print(output, "\n]}\n");
 }
 
 /* Prepares a picture: times, report and unit. The caller frees play and merged, even after a failure. */
-static ddp_result ddp__picture_open(ddp__picture *picture, ddp_schedule_format format,
+static ddp_result ddp__drawing_open(ddp__drawing *drawing, ddp_schedule_format format,
                                     const ddp_stage_cost *costs, const ddp_action_time *times,
                                     const char *who) {
-    const ddp_schedule *s = picture->s;
-    DDP_TRY(ddp__play_open(&picture->play, s, costs, DDP__TIMED_APART, who));
+    const ddp_schedule *s = drawing->s;
+    DDP_TRY(ddp__graph_open(&drawing->graph, s, costs, DDP__TIMES_SEQUENTIAL, who));
     for (int i = 0; i < s->count && times; i++)
         if (!(times[i].begin >= -DBL_MAX && times[i].end >= times[i].begin && times[i].end <= DBL_MAX))
             return ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; use an end after the begin",
                             who, i, times[i].begin, times[i].end);
     if (format == DDP_SCHEDULE_SVG && ddp__svg_merges(s)) {
-        picture->merged = (ddp__svg_row *)ddp__schedule_alloc(s, 1, sizeof *picture->merged);
-        if (!picture->merged) return DDP_ERR_NO_MEMORY;
+        drawing->merged = (ddp__svg_row *)ddp__schedule_alloc(s, 1, sizeof *drawing->merged);
+        if (!drawing->merged) return DDP_ERR_NO_MEMORY;
     }
-    picture->times = times ? times : picture->play.times;
-    ddp__picture_measure(picture, costs);
-    picture->unit = ddp__picture_unit(picture->report.makespan, costs != NULL, times != NULL);
+    drawing->times = times ? times : drawing->graph.times;
+    ddp__drawing_measure(drawing, costs);
+    drawing->unit = ddp__drawing_time_unit(drawing->report.makespan, costs != NULL, times != NULL);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format,
                                     const ddp_stage_cost *costs, const ddp_action_time *times, char *out,
                                     size_t *size_bytes) {
-    static void (*const draw[])(const ddp__picture *, ddp__sheet *) = {ddp__draw_csv, ddp__draw_text,
-                                                                       ddp__draw_svg, ddp__draw_trace};
+    static void (*const draw[])(const ddp__drawing *, ddp__schedule_output *) = {
+        ddp__draw_csv, ddp__draw_text, ddp__draw_svg, ddp__draw_trace};
     static const char who[] = "ddp_schedule_draw";
-    ddp__picture picture;
-    ddp__sheet sheet;
+    ddp__drawing drawing;
+    ddp__schedule_output output;
     ddp_result result = DDP_OK;
     if (!schedule || !size_bytes) return ddp_fail(DDP_ERR_INVALID, "%s: schedule or size_bytes is NULL", who);
     if ((int)format < 0 || format > DDP_SCHEDULE_TRACE)
         return ddp_fail(DDP_ERR_INVALID, "%s: format=%d; use 0 to %d", who, (int)format, DDP_SCHEDULE_TRACE);
-    memset(&picture, 0, sizeof picture);
-    picture.s = schedule;
-    if (format != DDP_SCHEDULE_CSV) result = ddp__picture_open(&picture, format, costs, times, who);
+    memset(&drawing, 0, sizeof drawing);
+    drawing.s = schedule;
+    if (format != DDP_SCHEDULE_CSV) result = ddp__drawing_open(&drawing, format, costs, times, who);
     for (int pass = 0; pass < 2 && result == DDP_OK; pass++) { /* the first pass only counts bytes */
-        sheet.out = out;
-        sheet.room = pass ? *size_bytes : 0;
-        sheet.used = 0;
-        draw[format](&picture, &sheet);
-        if (!out || sheet.used + 1 > *size_bytes) break;
+        output.out = out;
+        output.capacity = pass ? *size_bytes : 0;
+        output.used = 0;
+        draw[format](&drawing, &output);
+        if (!out || output.used + 1 > *size_bytes) break;
     }
-    ddp__schedule_free(schedule, picture.merged);
-    ddp__play_close(&picture.play);
+    ddp__schedule_free(schedule, drawing.merged);
+    ddp__graph_close(&drawing.graph);
     if (result != DDP_OK) return result;
-    if (out && sheet.used + 1 > *size_bytes)
+    if (out && output.used + 1 > *size_bytes)
         result = ddp_fail(DDP_ERR_INVALID, "%s: *size_bytes=%zu is too small; the text needs %zu", who,
-                          *size_bytes, sheet.used + 1);
-    *size_bytes = sheet.used + 1;
+                          *size_bytes, output.used + 1);
+    *size_bytes = output.used + 1;
     return result;
 }
 
@@ -2873,12 +2908,12 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
 
 /* Fills stages from the left with a cost of at most `most` each, and leaves one layer for each later stage.
    Filling each stage as far as possible is optimal: fewer layers in a stage never help a later one. */
-static int ddp__partition_fill(const double *cost, int layers, int stages, double most, int *first) {
+static int ddp__pipe_partition_fill(const double *cost, int layers, int stages, double max_cost, int *first) {
     int next = 0;
     for (int stage = 0; stage < stages; stage++) {
         double sum = 0;
         first[stage] = next;
-        while (next < layers - (stages - 1 - stage) && sum + cost[next] <= most) sum += cost[next++];
+        while (next < layers - (stages - 1 - stage) && sum + cost[next] <= max_cost) sum += cost[next++];
         if (next == first[stage]) return 0;
     }
     return next == layers;
@@ -2905,30 +2940,30 @@ DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, in
     while (low < high) { /* invariant: `high` is a bound that works; it starts at infinity */
         uint64_t middle = low + (high - low) / 2;
         memcpy(&bound, &middle, sizeof bound);
-        if (ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer))
+        if (ddp__pipe_partition_fill(cost, layer_count, stage_count, bound, first_layer))
             high = middle;
         else
             low = middle + 1;
     }
     memcpy(&bound, &high, sizeof bound);
-    ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer);
+    ddp__pipe_partition_fill(cost, layer_count, stage_count, bound, first_layer);
     return DDP_OK;
 }
 
-static int ddp__double_compare(const void *left, const void *right) {
+static int ddp__pipe_compare_doubles(const void *left, const void *right) {
     double l = *(const double *)left, r = *(const double *)right;
     return l < r ? -1 : l > r;
 }
 
-static double ddp__median(double *values, int count) {
-    qsort(values, (size_t)count, sizeof *values, ddp__double_compare);
+static double ddp__pipe_median(double *values, int count) {
+    qsort(values, (size_t)count, sizeof *values, ddp__pipe_compare_doubles);
     return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
 }
 
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost) {
     ddp_result result = DDP_OK;
     int rounds, warmup;
-    double *took;
+    double *seconds;
     if (!desc || !cost || !desc->run)
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: desc, desc->run or cost is NULL");
     if (desc->layer_count < 1 || desc->rounds < 0 || desc->rounds > 100000 || desc->warmup_rounds < -1)
@@ -2938,8 +2973,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
                         desc->layer_count, desc->rounds, desc->warmup_rounds);
     rounds = desc->rounds ? desc->rounds : 5;
     warmup = desc->warmup_rounds < 0 ? 0 : desc->warmup_rounds ? desc->warmup_rounds : 1;
-    took = (double *)malloc(3 * (size_t)rounds * sizeof *took);
-    if (!took)
+    seconds = (double *)malloc(3 * (size_t)rounds * sizeof *seconds);
+    if (!seconds)
         return ddp_fail(DDP_ERR_NO_MEMORY,
                         "ddp_pipeline_profile: memory for %d rounds could not be allocated", rounds);
     for (int layer = 0; layer < desc->layer_count && result == DDP_OK; layer++) {
@@ -2947,17 +2982,17 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
             int k = (n + 3 * warmup) % 3;
             double begin = ddp_now();
             result = desc->run(layer, (ddp_action_kind)(DDP_ACTION_FORWARD + k), desc->user);
-            if (n >= 0) took[k * rounds + n / 3] = ddp_now() - begin;
+            if (n >= 0) seconds[k * rounds + n / 3] = ddp_now() - begin;
             if (result != DDP_OK)
                 ddp_fail(result, "ddp_pipeline_profile: %s of layer %d failed: %s",
                          ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_result_name(result));
         }
         if (result != DDP_OK) break;
-        cost[layer].forward = ddp__median(took, rounds);
-        cost[layer].input_grad = ddp__median(took + rounds, rounds);
-        cost[layer].weight_grad = ddp__median(took + 2 * rounds, rounds);
+        cost[layer].forward = ddp__pipe_median(seconds, rounds);
+        cost[layer].input_grad = ddp__pipe_median(seconds + rounds, rounds);
+        cost[layer].weight_grad = ddp__pipe_median(seconds + 2 * rounds, rounds);
     }
-    free(took);
+    free(seconds);
     return result;
 }
 
@@ -2966,7 +3001,7 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
    link per edge, with the slots of its tensors; streams, which define the order of messages; and the
    measurements of the last step. ddp_pipeline_create allocates all of it, ddp_pipeline_destroy frees it. */
 
-enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
+enum { DDP__PIPE_NONE, DDP__PIPE_LOCAL, DDP__PIPE_OUT, DDP__PIPE_IN };
 
 /* If ranks read each other's memory (in_place), a message is a note: the offset of the tensor in the sender's
    shared memory. The receiver returns the note after its last action that reads the tensor. The return frees
@@ -2975,12 +3010,12 @@ enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
        sender                                           receiver
        write tensor to a slot, send the note   ----->   read the tensor at this offset
        slot is free again                      <-----   return the note after the last read */
-typedef struct ddp__pipe_notes {
-    uint64_t *offsets;  /* per slot */
-    uint64_t *returned; /* OUT: notes received back, per slot; IN: notes to return, per micro-batch */
-    ddp_work *returns;  /* per entry of returned */
-    uint64_t back;      /* OUT: notes received back since create */
-} ddp__pipe_notes;
+typedef struct ddp__pipe_offsets {
+    uint64_t *slot_offsets;  /* per slot */
+    uint64_t *returned;      /* OUT: notes received back, per slot; IN: notes to return, per micro-batch */
+    ddp_work *return_works;  /* per entry of returned */
+    uint64_t returned_count; /* OUT: notes received back since create */
+} ddp__pipe_offsets;
 
 /* Slots for one kind of tensor on this rank, one per micro-batch in flight.
 
@@ -2993,7 +3028,7 @@ typedef struct ddp__pipe_pool {
     int kind, peer, tag;
     ddp_tensor tensor;
     size_t stride;   /* bytes from slot to slot */
-    int count, used; /* slots; slots in use, only during ddp__pipe_count */
+    int count, used; /* slots; slots in use, only during ddp__pipe_count_list */
     /* Free slots: HERE, IN, and OUT in place. */
     int free_count, *free_slots;
     int *slot;             /* per micro-batch; -1 = none */
@@ -3002,34 +3037,34 @@ typedef struct ddp__pipe_pool {
     int *order;            /* OUT, IN: per micro-batch, its index in the stream */
     ddp_work *works;       /* OUT, IN: per slot */
     uint64_t sent;         /* OUT: messages sent since create */
-    ddp__pipe_notes notes;
+    ddp__pipe_offsets offsets;
 } ddp__pipe_pool;
 
 /* An edge. way[0] carries values, way[1] returns their gradients. */
 typedef struct ddp__pipe_link {
     ddp_pipeline_edge edge;
-    ddp__pipe_pool way[2];
+    ddp__pipe_pool pools[2];
     unsigned char *scratch; /* outputs of a recomputed forward; NULL = no recomputation */
 } ddp__pipe_link;
 
 /* A stream is all messages from one rank, in the order of its list. Receives are posted in this order. With
-   one_lane, stream 0 contains all messages from and to this rank; see ddp__pipe_order. */
+   one_lane, stream 0 contains all messages from and to this rank; see ddp__pipe_make_queues. */
 typedef struct ddp__pipe_message {
-    int link, way, microbatch;
+    int link, backward, microbatch;
     int source; /* index of the action that makes the tensor */
     double at;  /* end of that action with unit costs */
 } ddp__pipe_message;
-typedef struct ddp__pipe_stream {
+typedef struct ddp__pipe_queue {
     ddp__pipe_message *messages;
     int count, next;
-} ddp__pipe_stream;
+} ddp__pipe_queue;
 
 /* Position of a parameter's gradient in a buffer of sums. 16-bit gradients are added in f32. */
-typedef struct ddp__pipe_gradient {
+typedef struct ddp__pipe_grad_place {
     size_t at, count, bytes;
     ddp_dtype dtype, sum_dtype;
-    int placed; /* 1 = the runner allocated param->grad */
-} ddp__pipe_gradient;
+    int allocated_here; /* 1 = the runner allocated param->grad */
+} ddp__pipe_grad_place;
 
 /* The sum of the gradients of micro-batches [index << level, (index + 1) << level) of an update. */
 typedef struct ddp__pipe_sum {
@@ -3040,33 +3075,33 @@ enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 };
 
 /* Partial gradient sums of a stage. */
 typedef struct ddp__pipe_sums {
-    ddp__pipe_gradient *gradients; /* per parameter */
-    size_t bytes;                  /* of a buffer: sums of all parameters, each padded */
-    ddp__pipe_sum *table;          /* content of each buffer; `room` entries */
-    int room, count;               /* count: allocated buffers */
+    ddp__pipe_grad_place *gradients; /* per parameter */
+    size_t bytes;                    /* of a buffer: sums of all parameters, each padded */
+    ddp__pipe_sum *table;            /* content of each buffer; `room` entries */
+    int capacity, count;             /* count: allocated buffers */
     unsigned char *memory;
     int added; /* micro-batches of this update that are in the sums */
 } ddp__pipe_sums;
 
-typedef struct ddp__pipe_stash {
+typedef struct ddp__pipe_version_copy {
     uint64_t version;
     int used;
-} ddp__pipe_stash;
+} ddp__pipe_version_copy;
 
 /* Older weights of a stage that micro-batches in flight still use, with PipeDream and PipeDream-2BW. */
 typedef struct ddp__pipe_versions {
     uint64_t newest;        /* updates since create */
-    uint64_t *taken;        /* PipeDream: per micro-batch in flight, its version + 1; 0 = not in flight */
+    uint64_t *used_version; /* PipeDream: per micro-batch in flight, its version + 1; 0 = not in flight */
     size_t bytes;           /* of a copy */
-    ddp__pipe_stash *table; /* content of each copy; `room` entries */
-    int room, count;        /* room 0 = weights change only between steps; count: allocated copies */
+    ddp__pipe_version_copy *table; /* content of each copy; `room` entries */
+    int capacity, count;           /* room 0 = weights change only between steps; count: allocated copies */
     unsigned char *memory;
     void **values; /* the parameters' own pointers while a copy replaces them */
 } ddp__pipe_versions;
 
 typedef struct ddp__pipe_stage {
     ddp_pipeline_stage desc;
-    int number;                /* -1 = on another rank; the other fields are then empty */
+    int stage_index;           /* -1 = on another rank; the other fields are then empty */
     ddp__pipe_link **links[2]; /* [0]: of inputs, [1]: of outputs */
     int link_count[2];
     ddp__pipe_pool saved;
@@ -3087,12 +3122,12 @@ typedef struct ddp__pipe_measures {
 
 /* State of the step or evaluation that is running, or ran last. */
 typedef struct ddp__pipe_run_state {
-    ddp__pipe_measures measures[2], *now; /* of the last step and the last evaluation; now: of this one */
-    size_t share_count;                   /* numbers that ranks exchange */
+    ddp__pipe_measures measures[2], *current; /* of the last step and the last evaluation; now: of this one */
+    size_t exchange_count;                    /* numbers that ranks exchange */
     int evaluating;
     /* has_gradients: 1 = the last step succeeded. has_losses: the last step or evaluation succeeded. */
     int has_gradients, has_losses;
-    int failure_told; /* 1 = a call has returned the code of the group's failure */
+    int failure_reported; /* 1 = a call has returned the code of the group's failure */
     double start;
 } ddp__pipe_run_state;
 
@@ -3102,19 +3137,19 @@ typedef struct ddp__pipe_messages {
     ddp__pipe_link *links;
     int link_count;
     int microbatch_count;
-    ddp__pipe_stream *streams; /* per rank; with one_lane, only the first one has messages */
-    int stream_count;          /* ranks */
-    int one_lane;              /* 1 = messages of both directions run in the order issued */
-    int in_place;              /* 1 = ranks read each other's shared memory */
-    int works;                 /* most messages in flight at once; after create: the largest of any rank */
-    void *shared;              /* group memory: tensors that this rank sends */
+    ddp__pipe_queue *queues; /* per rank; with one_lane, only the first one has messages */
+    int queue_count;         /* ranks */
+    int single_queue;        /* 1 = messages of both directions run in the order issued */
+    int in_place;            /* 1 = ranks read each other's shared memory */
+    int works;               /* most messages in flight at once; after create: the largest of any rank */
+    void *shared;            /* group memory: tensors that this rank sends */
     ddp__pipe_run_state *run;
 } ddp__pipe_messages;
 
-typedef struct ddp__pipe_piece {
-    struct ddp__pipe_piece *next;
+typedef struct ddp__pipe_allocation {
+    struct ddp__pipe_allocation *next;
     void *device_memory;
-} ddp__pipe_piece;
+} ddp__pipe_allocation;
 
 struct ddp_pipeline {
     ddp_group *group;
@@ -3124,11 +3159,11 @@ struct ddp_pipeline {
     int rank, world_size, stage_count, microbatch_count, interval;
     const ddp_action *list; /* of this rank */
     int list_count;
-    ddp__pipe_piece *pieces; /* all memory except shared memory */
+    ddp__pipe_allocation *allocations; /* all memory except shared memory */
     ddp__pipe_stage *stages;
-    ddp_tensor *tensors[4]; /* of a call: inputs, outputs, input_grads, output_grads */
-    unsigned char *wide;    /* one parameter's 16-bit gradient, converted to f32 */
-    size_t wide_bytes;
+    ddp_tensor *tensors[4];  /* of a call: inputs, outputs, input_grads, output_grads */
+    unsigned char *f32_grad; /* one parameter's 16-bit gradient, converted to f32 */
+    size_t f32_grad_bytes;
     ddp_exact_sum *squares; /* on the device */
     int no_clip;            /* 1 = no rank has params, or unshard allocates gradients */
     /* Per tie: group of the two ranks that share the parameter. NULL = both uses are on one rank, or this
@@ -3138,35 +3173,35 @@ struct ddp_pipeline {
     ddp__pipe_run_state run;
 };
 
-#define DDP__PIPE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: " __VA_ARGS__)
+#define DDP__PIPE_INVALID(...) ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: " __VA_ARGS__)
 
 static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
 
 /* Allocates zeroed host memory. ddp__pipe_free frees it. */
-static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
+static void *ddp__pipe_alloc_host(ddp_pipeline *p, size_t count, size_t size) {
     size_t bytes = count <= (SIZE_MAX - 64) / size ? 64 + count * size : 0;
-    ddp__pipe_piece *piece = bytes ? (ddp__pipe_piece *)ddp_host_alloc(p->group, bytes) : NULL;
+    ddp__pipe_allocation *allocation = bytes ? (ddp__pipe_allocation *)ddp_host_alloc(p->group, bytes) : NULL;
     if (!bytes)
         ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes could not be allocated",
                  count, size);
-    if (!piece) return NULL;
-    piece->next = p->pieces;
-    p->pieces = piece;
-    return (unsigned char *)piece + 64;
+    if (!allocation) return NULL;
+    allocation->next = p->allocations;
+    p->allocations = allocation;
+    return (unsigned char *)allocation + 64;
 }
 
 /* Allocates zeroed host memory for `count` elements in a function that returns ddp_result. */
-#define DDP__PIPE_NEW(p, pointer, type, count)                                  \
-    do {                                                                        \
-        (pointer) = (type *)ddp__pipe_host((p), (size_t)(count), sizeof(type)); \
-        if (!(pointer)) return DDP_ERR_NO_MEMORY;                               \
+#define DDP__PIPE_NEW(p, pointer, type, count)                                        \
+    do {                                                                              \
+        (pointer) = (type *)ddp__pipe_alloc_host((p), (size_t)(count), sizeof(type)); \
+        if (!(pointer)) return DDP_ERR_NO_MEMORY;                                     \
     } while (0)
 
 /* Allocates zeroed device memory. ddp__pipe_free frees it. */
-static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
-    if (!ddp__pipe_host(p, 0, 1)) return DDP_ERR_NO_MEMORY;
-    DDP_TRY(p->device->alloc(p->group, size ? size : 64, &p->pieces->device_memory));
-    *out = p->pieces->device_memory;
+static ddp_result ddp__pipe_alloc_device(ddp_pipeline *p, size_t size, void **out) {
+    if (!ddp__pipe_alloc_host(p, 0, 1)) return DDP_ERR_NO_MEMORY;
+    DDP_TRY(p->device->alloc(p->group, size ? size : 64, &p->allocations->device_memory));
+    *out = p->allocations->device_memory;
     return DDP_OK;
 }
 
@@ -3176,22 +3211,24 @@ static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t c
 }
 
 /* Returns this rank's next stage after s, or the first one if s is NULL. NULL after the last one. */
-static ddp__pipe_stage *ddp__pipe_next(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    int stage = s ? s->number + 1 : 0;
-    while (stage < p->stage_count && p->stages[stage].number < 0) stage++;
+static ddp__pipe_stage *ddp__pipe_next_stage(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+    int stage = s ? s->stage_index + 1 : 0;
+    while (stage < p->stage_count && p->stages[stage].stage_index < 0) stage++;
     return stage < p->stage_count ? &p->stages[stage] : NULL;
 }
 
 /* Returns the pool of a stage's input (side 0) or output (side 1) number k, for values (way 0) or gradients
    (way 1). NULL after the last one. */
-static ddp__pipe_pool *ddp__pipe_at(const ddp__pipe_stage *s, int side, int way, int k) {
-    return k < s->link_count[side] ? &s->links[side][k]->way[way] : NULL;
+static ddp__pipe_pool *ddp__pipe_stage_pool(const ddp__pipe_stage *s, int side, int backward, int k) {
+    return k < s->link_count[side] ? &s->links[side][k]->pools[backward] : NULL;
 }
 
-static int ddp__pipe_is_last(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    return s->number + 1 == p->stage_count;
+static int ddp__pipe_is_last_stage(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+    return s->stage_index + 1 == p->stage_count;
 }
-static int ddp__pipe_has(const ddp__pipe_stage *s, ddp_action_kind kind) { return s->kinds >> kind & 1; }
+static int ddp__pipe_stage_has(const ddp__pipe_stage *s, ddp_action_kind kind) {
+    return s->kinds >> kind & 1;
+}
 
 //== runner: argument checks ======================================================= >>impl-pipeline-check
 /* Checks ddp_pipeline_desc on this rank, and copies stages and edges. Every error names the field. */
@@ -3216,109 +3253,111 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     const ddp_param *param = p->stages[stage].desc.params[index];
     ddp_tensor grad;
     int64_t count;
-    if (!param) return DDP__PIPE_BAD("%s: params[%d] is NULL", label, index);
+    if (!param) return DDP__PIPE_INVALID("%s: params[%d] is NULL", label, index);
     grad = ddp_param_grad(param);
     count = ddp_tensor_count(&param->value);
     if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype)
         || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
-        return DDP__PIPE_BAD(
+        return DDP__PIPE_INVALID(
             "%s: params[%d] (%.60s): value.dtype or value.shape is invalid; fill in its ddp_tensor", label,
             index, param->name ? param->name : "no name");
     for (int i = 0; i <= stage; i++) /* each use needs a gradient of its own until ties are added */
         for (int k = 0; k < (i < stage ? p->stages[i].desc.param_count : index); k++)
             if (p->stages[i].desc.params[k] == param)
-                return DDP__PIPE_BAD("%s: params[%d] is also params[%d] of stage %d; give each use its own "
-                                     "ddp_param, and tie them",
-                                     label, index, k, i);
+                return DDP__PIPE_INVALID(
+                    "%s: params[%d] is also params[%d] of stage %d; give each use its own "
+                    "ddp_param, and tie them",
+                    label, index, k, i);
     return DDP_OK;
 }
 
 /* Returns 1 if the parameter's gradient is only in memory from unshard to reduce_grad. */
-static int ddp__pipe_comes_and_goes(const ddp_pipeline_stage *s, int param) {
+static int ddp__pipe_grad_is_transient(const ddp_pipeline_stage *s, int param) {
     return s->unshard && !s->params[param]->grad.data;
 }
 
 /* Checks a stage of this rank, and finds its first and last action in the list. */
-static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int number) {
-    ddp__pipe_stage *stage = &p->stages[number];
+static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int stage_index) {
+    ddp__pipe_stage *stage = &p->stages[stage_index];
     const ddp_pipeline_stage *s = &stage->desc;
     ddp__action_text label;
-    stage->desc = p->desc.stages[number];
-    stage->number = number;
+    stage->desc = p->desc.stages[stage_index];
+    stage->stage_index = stage_index;
     stage->first = p->list_count;
-    label = ddp__pipe_stage_label(p, number);
+    label = ddp__pipe_stage_label(p, stage_index);
     for (int i = 0; i < p->list_count; i++) {
         const ddp_action *a = &p->list[i];
-        if (a->stage != number) continue;
+        if (a->stage != stage_index) continue;
         stage->kinds |= 1u << a->kind;
         if (!ddp__action_computes(a->kind)) continue;
         stage->first = ddp__pipe_min(stage->first, i);
         stage->last = i;
         if (a->kind == DDP_ACTION_FORWARD) stage->last_forward = i;
     }
-    if (!s->forward) return DDP__PIPE_BAD("%s: forward is NULL", label.text);
+    if (!s->forward) return DDP__PIPE_INVALID("%s: forward is NULL", label.text);
     if ((unsigned)s->grad_division > DDP_DIVIDE_NONE)
-        return DDP__PIPE_BAD("%s: grad_division=%d is not a ddp_grad_division", label.text,
-                             (int)s->grad_division);
-    if (ddp__pipe_has(stage, DDP_ACTION_INPUT_GRAD) && !s->input_grad)
-        return DDP__PIPE_BAD("%s: input_grad is NULL, but the schedule has I", label.text);
-    if (ddp__pipe_has(stage, DDP_ACTION_WEIGHT_GRAD) && !s->weight_grad)
-        return DDP__PIPE_BAD("%s: weight_grad is NULL, but the schedule has W", label.text);
-    if (ddp__pipe_has(stage, DDP_ACTION_BACKWARD) && !s->backward && !(s->input_grad && s->weight_grad))
-        return DDP__PIPE_BAD(
+        return DDP__PIPE_INVALID("%s: grad_division=%d is not a ddp_grad_division", label.text,
+                                 (int)s->grad_division);
+    if (ddp__pipe_stage_has(stage, DDP_ACTION_INPUT_GRAD) && !s->input_grad)
+        return DDP__PIPE_INVALID("%s: input_grad is NULL, but the schedule has I", label.text);
+    if (ddp__pipe_stage_has(stage, DDP_ACTION_WEIGHT_GRAD) && !s->weight_grad)
+        return DDP__PIPE_INVALID("%s: weight_grad is NULL, but the schedule has W", label.text);
+    if (ddp__pipe_stage_has(stage, DDP_ACTION_BACKWARD) && !s->backward && !(s->input_grad && s->weight_grad))
+        return DDP__PIPE_INVALID(
             "%s: backward is NULL, but the schedule has B; set backward, or input_grad and weight_grad",
             label.text);
     if (s->param_count < 0 || (s->param_count && !s->params))
-        return DDP__PIPE_BAD("%s: param_count=%d, params=%p; set both, or neither", label.text,
-                             s->param_count, (const void *)s->params);
+        return DDP__PIPE_INVALID("%s: param_count=%d, params=%p; set both, or neither", label.text,
+                                 s->param_count, (const void *)s->params);
     if (ddp__pipe_is_asynchronous(p) && !s->update)
-        return DDP__PIPE_BAD("%s: update is NULL, but %s updates weights within a step", label.text,
-                             ddp_schedule_kind_name(p->schedule->kind));
+        return DDP__PIPE_INVALID("%s: update is NULL, but %s updates weights within a step", label.text,
+                                 ddp_schedule_kind_name(p->schedule->kind));
     if (ddp__pipe_is_asynchronous(p) && s->recompute)
-        return DDP__PIPE_BAD("%s: recompute=1 cannot be combined with %s", label.text,
-                             ddp_schedule_kind_name(p->schedule->kind));
-    for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, number, i, label.text));
+        return DDP__PIPE_INVALID("%s: recompute=1 cannot be combined with %s", label.text,
+                                 ddp_schedule_kind_name(p->schedule->kind));
+    for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, stage_index, i, label.text));
     return DDP_OK;
 }
 
 static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     if (d->tie_count < 0 || (d->tie_count && !d->ties))
-        return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count,
-                             (const void *)d->ties);
+        return DDP__PIPE_INVALID("tie_count=%d, ties=%p; set both, or neither", d->tie_count,
+                                 (const void *)d->ties);
     if (d->tie_count && ddp__pipe_is_asynchronous(p))
-        return DDP__PIPE_BAD("ties cannot be combined with %s, whose stages update at different times",
-                             ddp_schedule_kind_name(p->schedule->kind));
+        return DDP__PIPE_INVALID("ties cannot be combined with %s, whose stages update at different times",
+                                 ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {
         const ddp_pipeline_tie *t = &d->ties[i];
         int later = t->second_stage > t->first_stage
                     || (t->second_stage == t->first_stage && t->second_param > t->first_param);
         if (t->first_stage < 0 || !later || t->second_stage >= p->stage_count)
-            return DDP__PIPE_BAD(
+            return DDP__PIPE_INVALID(
                 "ties[%d]: first_stage=%d second_stage=%d; use first_stage < second_stage < %d", i,
                 t->first_stage, t->second_stage, p->stage_count);
         for (int end = 0; end < 2; end++) {
             int stage = end ? t->second_stage : t->first_stage;
             int index = end ? t->second_param : t->first_param;
             const ddp_pipeline_stage *s = &p->stages[stage].desc;
-            if (p->stages[stage].number < 0) continue;
+            if (p->stages[stage].stage_index < 0) continue;
             if (index < 0 || index >= s->param_count)
-                return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i,
-                                     ddp__pipe_stage_label(p, stage).text, index);
-            if (ddp__pipe_comes_and_goes(s, index) && !s->get_sharded_grad)
-                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s exists only while "
-                                     "unsharded; set get_sharded_grad, which returns its sum",
-                                     i, index, ddp__pipe_stage_label(p, stage).text);
+                return DDP__PIPE_INVALID("ties[%d]: %s has no params[%d]", i,
+                                         ddp__pipe_stage_label(p, stage).text, index);
+            if (ddp__pipe_grad_is_transient(s, index) && !s->get_sharded_grad)
+                return DDP__PIPE_INVALID("ties[%d]: the gradient of params[%d] of %s exists only while "
+                                         "unsharded; set get_sharded_grad, which returns its sum",
+                                         i, index, ddp__pipe_stage_label(p, stage).text);
         }
         for (int k = 0; k < d->tie_count; k++)
             if (k != i && t->second_stage == d->ties[k].second_stage
                 && t->second_param == d->ties[k].second_param)
-                return DDP__PIPE_BAD("ties[%d] and ties[%d] have the same second parameter", i < k ? i : k,
-                                     i < k ? k : i);
+                return DDP__PIPE_INVALID("ties[%d] and ties[%d] have the same second parameter",
+                                         i < k ? i : k, i < k ? k : i);
             else if (t->second_stage == d->ties[k].first_stage && t->second_param == d->ties[k].first_param)
-                return DDP__PIPE_BAD("ties[%d]: its second parameter is the first one of ties[%d]; tie all "
-                                     "uses to the first use",
-                                     i, k);
+                return DDP__PIPE_INVALID(
+                    "ties[%d]: its second parameter is the first one of ties[%d]; tie all "
+                    "uses to the first use",
+                    i, k);
     }
     return DDP_OK;
 }
@@ -3326,26 +3365,27 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
 static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const ddp_pipeline_edge *e) {
     int64_t count = ddp_tensor_count(&e->tensor);
     if (e->from < 0 || e->from >= p->stage_count || e->to <= e->from || e->to > p->stage_count)
-        return DDP__PIPE_BAD("edges[%d]: from=%d to=%d; use a later stage as `to`, or %d for the loss", index,
-                             e->from, e->to, p->stage_count);
+        return DDP__PIPE_INVALID("edges[%d]: from=%d to=%d; use a later stage as `to`, or %d for the loss",
+                                 index, e->from, e->to, p->stage_count);
     if (e->to == p->stage_count && e->from != p->stage_count - 1)
-        return DDP__PIPE_BAD("edges[%d]: from=%d to the loss; use the last stage, %d", index, e->from,
-                             p->stage_count - 1);
+        return DDP__PIPE_INVALID("edges[%d]: from=%d to the loss; use the last stage, %d", index, e->from,
+                                 p->stage_count - 1);
     if (!ddp_dtype_size(e->tensor.dtype) || count < 1 || !ddp_dtype_size(e->grad_dtype)
         || (uint64_t)count > SIZE_MAX / 64)
-        return DDP__PIPE_BAD("edges[%d] (stage %d to %d): dtype or shape is invalid; fill in its ddp_tensor",
-                             index, e->from, e->to);
+        return DDP__PIPE_INVALID(
+            "edges[%d] (stage %d to %d): dtype or shape is invalid; fill in its ddp_tensor", index, e->from,
+            e->to);
     return DDP_OK;
 }
 
 /* Creates the links from the edges of the desc, or from boundary and output. */
-static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
+static ddp_result ddp__pipe_check_edges(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT);
     int to_loss = 0;
     if (d->edge_count < 0 || d->edge_count > (1 << 20) || (d->edge_count && !d->edges))
-        return DDP__PIPE_BAD("edge_count=%d, edges=%p; set both, with at most %d edges, or neither",
-                             d->edge_count, (const void *)d->edges, 1 << 20);
+        return DDP__PIPE_INVALID("edge_count=%d, edges=%p; set both, with at most %d edges, or neither",
+                                 d->edge_count, (const void *)d->edges, 1 << 20);
     DDP__PIPE_NEW(p, p->messages.links, ddp__pipe_link, count);
     p->messages.link_count = count;
     for (int i = 0; i < count; i++) {
@@ -3365,40 +3405,41 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
             found |= p->messages.links[i].edge.from == stage && p->messages.links[i].edge.to == stage + 1
                      && !p->messages.links[i].edge.no_grad;
         if (!found)
-            return DDP__PIPE_BAD("edges: no edge with a gradient from stage %d to stage %d; add one", stage,
-                                 stage + 1);
+            return DDP__PIPE_INVALID("edges: no edge with a gradient from stage %d to stage %d; add one",
+                                     stage, stage + 1);
     }
     if (to_loss && !d->loss)
-        return DDP__PIPE_BAD("the last stage has an edge to the loss, but loss is NULL; set loss, or leave "
-                             "out the edge and set *call->loss in the last forward");
+        return DDP__PIPE_INVALID(
+            "the last stage has an edge to the loss, but loss is NULL; set loss, or leave "
+            "out the edge and set *call->loss in the last forward");
     if (d->loss && !to_loss)
-        return DDP__PIPE_BAD("loss is set, but has no edge; set output, or add an edge to stage %d",
-                             p->stage_count);
+        return DDP__PIPE_INVALID("loss is set, but has no edge; set output, or add an edge to stage %d",
+                                 p->stage_count);
     return DDP_OK;
 }
 
 static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
-    if (!d->schedule || !d->stages) return DDP__PIPE_BAD("schedule or stages is NULL");
+    if (!d->schedule || !d->stages) return DDP__PIPE_INVALID("schedule or stages is NULL");
     DDP_TRY(ddp_schedule_check(d->schedule));
     p->schedule = d->schedule;
     p->stage_count = d->schedule->stage_count;
     p->microbatch_count = p->messages.microbatch_count = d->schedule->microbatch_count;
     p->interval = d->schedule->update_interval;
     if (d->schedule->rank_count != p->world_size)
-        return DDP__PIPE_BAD("the schedule is for %d ranks, but the group has %d", d->schedule->rank_count,
-                             p->world_size);
+        return DDP__PIPE_INVALID("the schedule is for %d ranks, but the group has %d",
+                                 d->schedule->rank_count, p->world_size);
     if (d->stage_count != p->stage_count)
-        return DDP__PIPE_BAD(
+        return DDP__PIPE_INVALID(
             "stage_count=%d, but the schedule has %d stages; give stages one entry per stage "
             "of the schedule, and set stage_count to ddp_schedule_stage_count(schedule)",
             d->stage_count, p->stage_count);
     if (d->prefetch < 0 || d->prefetch > 1024)
-        return DDP__PIPE_BAD("prefetch=%d; use 1 to 1024, or 0 for 2", d->prefetch);
+        return DDP__PIPE_INVALID("prefetch=%d; use 1 to 1024, or 0 for 2", d->prefetch);
     if (!d->prefetch) p->desc.prefetch = 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
     DDP__PIPE_NEW(p, p->stages, ddp__pipe_stage, p->stage_count);
-    for (int stage = 0; stage < p->stage_count; stage++) p->stages[stage].number = -1;
+    for (int stage = 0; stage < p->stage_count; stage++) p->stages[stage].stage_index = -1;
     for (int stage = 0; stage < p->stage_count; stage++)
         if (d->schedule->stage_rank[stage] == p->rank) DDP_TRY(ddp__pipe_check_stage(p, stage));
     return ddp__pipe_check_ties(p);
@@ -3410,13 +3451,13 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
 
 /* A step of adding the gradients of a micro-batch. side -1: copy their current sum to a buffer. side 0, 1:
    add the buffer, with the current sum as the left (0) or the right (1) operand. */
-typedef struct ddp__pipe_step {
+typedef struct ddp__pipe_sum_step {
     int buffer, side;
-} ddp__pipe_step;
-enum { DDP__PIPE_STEPS = 25 }; /* at most 1 << 24 micro-batches */
+} ddp__pipe_sum_step;
+enum { DDP__PIPE_MAX_SUM_STEPS = 25 }; /* at most 1 << 24 micro-batches */
 
 static int ddp__pipe_find_sum(const ddp__pipe_sums *sums, int level, int index) {
-    for (int k = 0; k < sums->room; k++)
+    for (int k = 0; k < sums->capacity; k++)
         if (sums->table[k].level == level && (level < 0 || sums->table[k].index == index)) return k;
     return -1;
 }
@@ -3428,7 +3469,7 @@ static int ddp__pipe_find_sum(const ddp__pipe_sums *sums, int level, int index) 
 
    A block is added to its neighbour, or waits for it in a buffer. A last block without a neighbour moves up
    one level. Updates the table and fills in the steps. Returns their number. */
-static int ddp__pipe_join(ddp__pipe_sums *sums, int interval, int microbatch, ddp__pipe_step *steps) {
+static int ddp__pipe_plan_sum(ddp__pipe_sums *sums, int interval, int microbatch, ddp__pipe_sum_step *steps) {
     int index = microbatch % interval, count = 0;
     sums->added = (sums->added + 1) % interval;
     for (int level = 0; 1 << level < interval; level++, index >>= 1) {
@@ -3455,43 +3496,43 @@ static int ddp__pipe_join(ddp__pipe_sums *sums, int interval, int microbatch, dd
 /* Executes a step for all gradients of a stage. The result is stored in grad.data. A sum of 16-bit gradients
    is f32 and is stored in buffer `newest`. newest -1: grad.data is the first term of such a sum, and the
    result is stored in the step's buffer. */
-static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, ddp__pipe_step step,
-                              int newest) {
+static void ddp__pipe_run_sum_step(const ddp_pipeline *p, const ddp__pipe_stage *s, ddp__pipe_sum_step step,
+                                   int newest) {
     for (int i = 0; i < s->desc.param_count; i++) {
-        const ddp__pipe_gradient *g = &s->sums.gradients[i];
+        const ddp__pipe_grad_place *g = &s->sums.gradients[i];
         void *grad = s->desc.params[i]->grad.data;
-        unsigned char *kept = s->sums.memory + (size_t)step.buffer * s->sums.bytes + g->at;
+        unsigned char *buffer = s->sums.memory + (size_t)step.buffer * s->sums.bytes + g->at;
         unsigned char *out = (unsigned char *)grad;
         unsigned char *right = out;
         if (!g->bytes) continue;
         if (g->sum_dtype != g->dtype && newest >= 0) {
             out = right = s->sums.memory + (size_t)newest * s->sums.bytes + g->at;
         } else if (g->sum_dtype != g->dtype) {
-            right = step.side < 0 ? kept : p->wide;
-            out = kept;
+            right = step.side < 0 ? buffer : p->f32_grad;
+            out = buffer;
             p->device->cast(right, DDP_F32, grad, g->dtype, g->count);
         } else if (step.side < 0) {
-            p->device->copy(kept, grad, g->bytes);
+            p->device->copy(buffer, grad, g->bytes);
         }
-        if (step.side == 0) p->device->add(out, right, kept, g->count, g->sum_dtype);
-        if (step.side > 0) p->device->add(out, kept, right, g->count, g->sum_dtype);
+        if (step.side == 0) p->device->add(out, right, buffer, g->count, g->sum_dtype);
+        if (step.side > 0) p->device->add(out, buffer, right, g->count, g->sum_dtype);
     }
 }
 
 /* Ends the sum over the micro-batches of an update. The sum is in grad.data; for 16-bit gradients it is in
    buffer `sum`, unless `sum` is -1. Divides it if the runner divides. Rounds 16-bit gradients once. A reducer
    or fsdp reads the f32 sum from the buffer, which does not change until the next update. */
-static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, int sum) {
+static void ddp__pipe_finish_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, int sum) {
     int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
     int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
     int divides = p->interval > 1 && (before || without_reduce);
     for (int i = 0; i < s->desc.param_count; i++) {
-        const ddp__pipe_gradient *g = &s->sums.gradients[i];
-        int wide = sum >= 0 && g->sum_dtype != g->dtype;
+        const ddp__pipe_grad_place *g = &s->sums.gradients[i];
+        int f32_grad = sum >= 0 && g->sum_dtype != g->dtype;
         void *grad = s->desc.params[i]->grad.data;
-        void *data = wide ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
+        void *data = f32_grad ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
         if (g->bytes && divides) p->device->divide(data, g->count, g->sum_dtype, (uint64_t)p->interval);
-        if (!g->bytes || !wide) continue;
+        if (!g->bytes || !f32_grad) continue;
         p->device->cast(grad, g->dtype, data, DDP_F32, g->count);
         if (s->desc.reduce_grad) s->desc.params[i]->sum.data = data;
         s->desc.params[i]->sum.is_set = s->desc.reduce_grad != NULL;
@@ -3500,20 +3541,20 @@ static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, i
 
 /* Adds the gradients of a micro-batch, which are in grad.data. */
 static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int microbatch) {
-    ddp__pipe_step steps[DDP__PIPE_STEPS];
-    int count = ddp__pipe_join(&s->sums, p->interval, microbatch, steps);
-    for (int k = 0; k < count; k++) ddp__pipe_combine(p, s, steps[k], k ? steps[0].buffer : -1);
-    if (s->sums.added == 0) ddp__pipe_end_sum(p, s, count ? steps[0].buffer : -1);
+    ddp__pipe_sum_step steps[DDP__PIPE_MAX_SUM_STEPS];
+    int count = ddp__pipe_plan_sum(&s->sums, p->interval, microbatch, steps);
+    for (int k = 0; k < count; k++) ddp__pipe_run_sum_step(p, s, steps[k], k ? steps[0].buffer : -1);
+    if (s->sums.added == 0) ddp__pipe_finish_sum(p, s, count ? steps[0].buffer : -1);
 }
 
-static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+static void ddp__pipe_zero_gradients(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     for (int i = 0; i < s->desc.param_count && s->desc.zero_gradients; i++)
         if (s->sums.gradients[i].bytes)
             p->device->fill_zero(s->desc.params[i]->grad.data, s->sums.gradients[i].bytes);
 }
 
 /* Returns the gradient of one use of a tied parameter. The stage is on this rank. */
-static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
+static ddp_result ddp__pipe_tied_grad(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
     ddp__pipe_stage *s = &p->stages[stage];
     *grad = ddp_param_grad(s->desc.params[param]);
     if (s->desc.get_sharded_grad) DDP_TRY(s->desc.get_sharded_grad(stage, param, grad, s->desc.user));
@@ -3525,35 +3566,37 @@ static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tens
    bits in either order. */
 static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     for (int i = 0; i < 2 * p->desc.tie_count; i++) {
-        int number = i % p->desc.tie_count;
-        int back = i >= p->desc.tie_count;
-        int more = 0;
-        const ddp_pipeline_tie *t = &p->desc.ties[number];
+        int tie = i % p->desc.tie_count;
+        int second_pass = i >= p->desc.tie_count;
+        int used_again = 0;
+        const ddp_pipeline_tie *t = &p->desc.ties[tie];
         int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]};
-        int mine = rank[0] != p->rank;
-        ddp_group *two = p->tie_groups[number];
-        ddp_tensor grad[2], *own = &grad[mine];
+        int my_use = rank[0] != p->rank;
+        ddp_group *pair_group = p->tie_groups[tie];
+        ddp_tensor grad[2], *my_grad = &grad[my_use];
         size_t count[2];
-        for (int k = number + 1; k < p->desc.tie_count; k++)
-            more |= p->desc.ties[k].first_stage == t->first_stage
-                    && p->desc.ties[k].first_param == t->first_param;
-        if (rank[mine] != p->rank || (two && back && !more)) continue;
+        for (int k = tie + 1; k < p->desc.tie_count; k++)
+            used_again |= p->desc.ties[k].first_stage == t->first_stage
+                          && p->desc.ties[k].first_param == t->first_param;
+        if (rank[my_use] != p->rank || (pair_group && second_pass && !used_again)) continue;
         memset(grad, 0, sizeof grad);
-        if (rank[0] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->first_stage, t->first_param, &grad[0]));
-        if (rank[1] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->second_stage, t->second_param, &grad[1]));
+        if (rank[0] == p->rank) DDP_TRY(ddp__pipe_tied_grad(p, t->first_stage, t->first_param, &grad[0]));
+        if (rank[1] == p->rank) DDP_TRY(ddp__pipe_tied_grad(p, t->second_stage, t->second_param, &grad[1]));
         for (int k = 0; k < 2; k++) count[k] = grad[k].data ? (size_t)ddp_tensor_count(&grad[k]) : 0;
-        if (two) {
-            if (back)
-                DDP_TRY(ddp_broadcast(two, own->data, count[mine], own->dtype, rank[0] > rank[1], NULL));
+        if (pair_group) {
+            if (second_pass)
+                DDP_TRY(ddp_broadcast(pair_group, my_grad->data, count[my_use], my_grad->dtype,
+                                      rank[0] > rank[1], NULL));
             else
-                DDP_TRY(ddp_all_reduce(two, own->data, own->data, count[mine], own->dtype, DDP_OP_SUM, NULL));
+                DDP_TRY(ddp_all_reduce(pair_group, my_grad->data, my_grad->data, count[my_use],
+                                       my_grad->dtype, DDP_OP_SUM, NULL));
         } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
             return ddp_fail(DDP_ERR_INVALID,
                             "ties[%d]: get_sharded_grad returns %zu elements of %s and %zu of %s; return the "
                             "same for both",
-                            number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
+                            tie, count[0], ddp_dtype_name(grad[0].dtype), count[1],
                             ddp_dtype_name(grad[1].dtype));
-        } else if (back)
+        } else if (second_pass)
             p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
         else
             p->device->add(grad[0].data, grad[0].data, grad[1].data, count[0], grad[0].dtype);
@@ -3567,7 +3610,7 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
 /* Returns 1 if a micro-batch in flight uses this version. */
 static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_versions *v, uint64_t version) {
     for (int i = 0; i < p->microbatch_count; i++)
-        if (v->taken[i] == version + 1) return 1;
+        if (v->used_version[i] == version + 1) return 1;
     return 0;
 }
 
@@ -3581,18 +3624,18 @@ static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_versions *v, 
         return group ? group - 1 : 0;
     }
     if (p->interval == p->microbatch_count) return v->newest;
-    if (a->kind == DDP_ACTION_FORWARD) v->taken[a->microbatch] = v->newest + 1;
-    return v->taken[a->microbatch] - 1;
+    if (a->kind == DDP_ACTION_FORWARD) v->used_version[a->microbatch] = v->newest + 1;
+    return v->used_version[a->microbatch] - 1;
 }
 
 /* Called before an update. Frees the copies that no micro-batch uses. Returns the copy that receives the
    newest values, or -1 if no micro-batch uses them. */
-static int ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_versions *v) {
-    int twice = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW, k = 0;
-    for (int i = 0; i < v->room; i++)
-        if (v->table[i].used && (twice || !ddp__pipe_version_needed(p, v, v->table[i].version)))
+static int ddp__pipe_save_version(const ddp_pipeline *p, ddp__pipe_versions *v) {
+    int two_versions = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW, k = 0;
+    for (int i = 0; i < v->capacity; i++)
+        if (v->table[i].used && (two_versions || !ddp__pipe_version_needed(p, v, v->table[i].version)))
             v->table[i].used = 0;
-    if (!twice && !ddp__pipe_version_needed(p, v, v->newest)) return -1;
+    if (!two_versions && !ddp__pipe_version_needed(p, v, v->newest)) return -1;
     while (v->table[k].used) k++;
     v->table[k].used = 1;
     v->table[k].version = v->newest;
@@ -3610,7 +3653,7 @@ static void ddp__pipe_copy_values(const ddp_pipeline *p, const ddp__pipe_stage *
 }
 
 /* Points the parameters to the values of an older version; back = 1 undoes this. */
-static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, int back) {
+static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, int restore) {
     const ddp__pipe_versions *v = &s->versions;
     int k = 0;
     unsigned char *from;
@@ -3620,24 +3663,24 @@ static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, in
     from = v->memory + (size_t)k * v->bytes;
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp_tensor *value = &s->desc.params[i]->value;
-        if (!back) v->values[i] = value->data;
-        value->data = back ? v->values[i] : from;
+        if (!restore) v->values[i] = value->data;
+        value->data = restore ? v->values[i] : from;
         from += ddp_round_up(ddp_tensor_bytes(value), 64);
     }
 }
 
 //== runner: memory layout ======================================================== >>impl-pipeline-layout
-/* Computes the memory of a step and allocates it. ddp__pipe_count walks through this rank's list once,
+/* Computes the memory of a step and allocates it. ddp__pipe_count_list walks through this rank's list once,
    without callbacks and messages. It counts slots, partial sums and weight copies in use. */
 
 /* Returns the largest number of micro-batches that a stage of any rank has in flight. */
-static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
-    int rank = s->stage_rank[stage], now = 0, peak = 0;
+static int ddp__pipe_max_in_flight(const ddp_schedule *s, int stage) {
+    int rank = s->stage_rank[stage], in_flight = 0, peak = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         if (s->actions[i].stage != stage) continue;
-        now += s->actions[i].kind == DDP_ACTION_FORWARD;
-        now -= ddp__action_ends(s->actions[i].kind);
-        if (now > peak) peak = now;
+        in_flight += s->actions[i].kind == DDP_ACTION_FORWARD;
+        in_flight -= ddp__action_ends(s->actions[i].kind);
+        if (in_flight > peak) peak = in_flight;
     }
     return peak;
 }
@@ -3659,85 +3702,85 @@ static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
    happen if a gradient arrives from there later, since its receive was posted after all of them (`heard`). If
    `more` and not `heard`, this rank learns of `to` only through other ranks. Each micro-batch then has a
    slot, and this rank never waits. */
-static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *link, int way) {
+static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *link, int backward) {
     const ddp_schedule *s = p->schedule;
-    int slots = ddp__pipe_in_flight(s, link->from);
+    int slots = ddp__pipe_max_in_flight(s, link->from);
     int rank = s->stage_rank[link->to];
-    int split = 0;
-    int heard = 0;
-    int more = 0;
+    int separate_w = 0;
+    int receive_follows = 0;
+    int messages_before = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
-        split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
-    for (int i = 0; i < p->messages.link_count && p->messages.in_place && !way; i++) {
+        separate_w |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
+    for (int i = 0; i < p->messages.link_count && p->messages.in_place && !backward; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i].edge;
         int from = s->stage_rank[e->from];
         int to = e->to < p->stage_count ? s->stage_rank[e->to] : -1;
-        int back = from == p->rank && to == rank && !e->no_grad;
-        heard |= back && e->from >= link->from && e->to <= link->to;
-        more |= back || (from == rank && to == p->rank);
+        int returns_gradient = from == p->rank && to == rank && !e->no_grad;
+        receive_follows |= returns_gradient && e->from >= link->from && e->to <= link->to;
+        messages_before |= returns_gradient || (from == rank && to == p->rank);
     }
-    if (more && !heard) return p->microbatch_count;
-    if (p->messages.in_place && !way && split) slots += ddp__pipe_in_flight(s, link->to);
+    if (messages_before && !receive_follows) return p->microbatch_count;
+    if (p->messages.in_place && !backward && separate_w) slots += ddp__pipe_max_in_flight(s, link->to);
     return ddp__pipe_min(slots, p->microbatch_count);
 }
 
-/* Initializes a pool of tensors with `bytes` each. ddp__pipe_count counts its slots later. */
-static ddp_result ddp__pipe_pool_open(ddp_pipeline *p, ddp__pipe_pool *pool, int kind, size_t bytes) {
+/* Initializes a pool of tensors with `bytes` each. ddp__pipe_count_list counts its slots later. */
+static ddp_result ddp__pipe_pool_init(ddp_pipeline *p, ddp__pipe_pool *pool, int kind, size_t bytes) {
     pool->kind = kind;
     pool->stride = ddp_round_up(bytes, 64);
     DDP__PIPE_NEW(p, pool->slot, int, p->microbatch_count);
     for (int i = 0; i < p->microbatch_count; i++) pool->slot[i] = -1;
-    if (kind != DDP__PIPE_HERE) DDP__PIPE_NEW(p, pool->order, int, p->microbatch_count);
+    if (kind != DDP__PIPE_LOCAL) DDP__PIPE_NEW(p, pool->order, int, p->microbatch_count);
     return DDP_OK;
 }
 
 /* Initializes the pools of all edges on this rank. The loss is on the rank of the last stage. */
-static ddp_result ddp__pipe_links(ddp_pipeline *p) {
+static ddp_result ddp__pipe_init_links(ddp_pipeline *p) {
     const int *rank_of = p->schedule->stage_rank;
     for (int i = 0; i < 2 * p->messages.link_count; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i / 2].edge;
-        int way = i % 2;
+        int backward = i % 2;
         int from = rank_of[e->from];
         int to = e->to < p->stage_count ? rank_of[e->to] : from;
-        int maker = way ? to : from;
-        int user = way ? from : to;
-        int kind = maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
-        ddp__pipe_pool *pool = &p->messages.links[i / 2].way[way];
+        int producer = backward ? to : from;
+        int consumer = backward ? from : to;
+        int kind = producer == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
+        ddp__pipe_pool *pool = &p->messages.links[i / 2].pools[backward];
         pool->tensor = e->tensor;
         pool->tensor.data = NULL;
-        if (way) pool->tensor.dtype = e->grad_dtype;
-        if ((way && e->no_grad) || (maker != p->rank && user != p->rank)) continue;
-        pool->peer = maker == p->rank ? user : maker;
+        if (backward) pool->tensor.dtype = e->grad_dtype;
+        if ((backward && e->no_grad) || (producer != p->rank && consumer != p->rank)) continue;
+        pool->peer = producer == p->rank ? consumer : producer;
         pool->tag = i;
-        if (maker == user) kind = DDP__PIPE_HERE;
-        if (kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, e, way);
-        DDP_TRY(ddp__pipe_pool_open(p, pool, kind, ddp_tensor_bytes(&pool->tensor)));
+        if (producer == consumer) kind = DDP__PIPE_LOCAL;
+        if (kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, e, backward);
+        DDP_TRY(ddp__pipe_pool_init(p, pool, kind, ddp_tensor_bytes(&pool->tensor)));
     }
     return DDP_OK;
 }
 
 /* Initializes a stage of this rank: its links, and all tables of a size known before the count. */
-static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
+static ddp_result ddp__pipe_stage_init(ddp_pipeline *p, ddp__pipe_stage *s) {
     ddp__pipe_sums *sums = &s->sums;
     ddp__pipe_versions *versions = &s->versions;
     for (int side = 0; side < 2; side++) {
         DDP__PIPE_NEW(p, s->links[side], ddp__pipe_link *, p->messages.link_count);
         for (int i = 0; i < p->messages.link_count; i++)
-            if ((side ? p->messages.links[i].edge.from : p->messages.links[i].edge.to) == s->number)
+            if ((side ? p->messages.links[i].edge.from : p->messages.links[i].edge.to) == s->stage_index)
                 s->links[side][s->link_count[side]++] = &p->messages.links[i];
     }
-    if (s->desc.saved_bytes) DDP_TRY(ddp__pipe_pool_open(p, &s->saved, DDP__PIPE_HERE, s->desc.saved_bytes));
-    sums->room = p->interval / 2 + 2;
-    DDP__PIPE_NEW(p, sums->table, ddp__pipe_sum, sums->room);
-    for (int i = 0; i < sums->room; i++) sums->table[i].level = DDP__PIPE_FREE;
-    DDP__PIPE_NEW(p, versions->taken, uint64_t, p->microbatch_count);
+    if (s->desc.saved_bytes) DDP_TRY(ddp__pipe_pool_init(p, &s->saved, DDP__PIPE_LOCAL, s->desc.saved_bytes));
+    sums->capacity = p->interval / 2 + 2;
+    DDP__PIPE_NEW(p, sums->table, ddp__pipe_sum, sums->capacity);
+    for (int i = 0; i < sums->capacity; i++) sums->table[i].level = DDP__PIPE_FREE;
+    DDP__PIPE_NEW(p, versions->used_version, uint64_t, p->microbatch_count);
     if (p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW)
-        versions->room = ddp__pipe_in_flight(p->schedule, s->number) + 1;
-    DDP__PIPE_NEW(p, versions->table, ddp__pipe_stash, versions->room);
+        versions->capacity = ddp__pipe_max_in_flight(p->schedule, s->stage_index) + 1;
+    DDP__PIPE_NEW(p, versions->table, ddp__pipe_version_copy, versions->capacity);
     DDP__PIPE_NEW(p, versions->values, void *, s->desc.param_count);
-    DDP__PIPE_NEW(p, sums->gradients, ddp__pipe_gradient, s->desc.param_count);
+    DDP__PIPE_NEW(p, sums->gradients, ddp__pipe_grad_place, s->desc.param_count);
     for (int i = 0; i < s->desc.param_count; i++) {
-        ddp__pipe_gradient *g = &sums->gradients[i];
+        ddp__pipe_grad_place *g = &sums->gradients[i];
         ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
         g->dtype = grad.dtype;
         g->sum_dtype = ddp_sum_dtype(g->dtype);
@@ -3759,52 +3802,52 @@ static int ddp__pipe_message_compare(const void *left, const void *right) {
 /* Creates a stream with the messages that ranks `peer` to `last` send to this one: the outputs of each F, the
    input gradients of each I or B. They are in the order of the lists. With times, the stream also contains
    the messages that this rank sends, and all are sorted by time. */
-static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *stream, int peer, int last,
-                                        const ddp_action_time *times) {
+static ddp_result ddp__pipe_queue_fill(ddp_pipeline *p, ddp__pipe_queue *queue, int peer, int last,
+                                       const ddp_action_time *times) {
     const ddp_schedule *s = p->schedule;
     for (int pass = 0; pass < 2; pass++) { /* the first pass only counts */
-        if (pass) DDP__PIPE_NEW(p, stream->messages, ddp__pipe_message, stream->count);
-        stream->count = 0;
+        if (pass) DDP__PIPE_NEW(p, queue->messages, ddp__pipe_message, queue->count);
+        queue->count = 0;
         for (int i = s->first[peer]; i < s->first[last + 1]; i++) {
             const ddp_action *a = &s->actions[i];
-            int way = a->kind != DDP_ACTION_FORWARD;
+            int backward = a->kind != DDP_ACTION_FORWARD;
             if (!ddp__action_computes(a->kind) || a->kind == DDP_ACTION_WEIGHT_GRAD) continue;
             for (int k = 0; k < p->messages.link_count; k++) {
                 const ddp__pipe_link *link = &p->messages.links[k];
-                ddp__pipe_message message = {k, way, a->microbatch, i, times ? times[i].end : 0};
-                int kind = link->way[way].kind;
-                if ((way ? link->edge.to : link->edge.from) != a->stage
+                ddp__pipe_message message = {k, backward, a->microbatch, i, times ? times[i].end : 0};
+                int kind = link->pools[backward].kind;
+                if ((backward ? link->edge.to : link->edge.from) != a->stage
                     || !(kind == DDP__PIPE_IN || (times && kind == DDP__PIPE_OUT)))
                     continue;
-                if (pass) stream->messages[stream->count] = message;
-                stream->count++;
+                if (pass) queue->messages[queue->count] = message;
+                queue->count++;
             }
         }
     }
     if (times)
-        qsort(stream->messages, (size_t)stream->count, sizeof *stream->messages, ddp__pipe_message_compare);
-    for (int i = 0; i < stream->count; i++) {
-        const ddp__pipe_message *message = &stream->messages[i];
-        p->messages.links[message->link].way[message->way].order[message->microbatch] = i;
+        qsort(queue->messages, (size_t)queue->count, sizeof *queue->messages, ddp__pipe_message_compare);
+    for (int i = 0; i < queue->count; i++) {
+        const ddp__pipe_message *message = &queue->messages[i];
+        p->messages.links[message->link].pools[message->backward].order[message->microbatch] = i;
     }
     return DDP_OK;
 }
 
 /* Creates the streams. With one_lane, all messages of a rank run one after the other: each waits for those
-   before it, on this rank and on its peer. They are issued in the order of ddp__lower_comm: by the time at
+   before it, on this rank and on its peer. They are issued in the order of ddp__schedule_lower_comm: by the time at
    which unit costs make them. This order has no deadlock: take the first of all remaining computations, by
    begin, and messages. Everything that it needs comes earlier. A receive is issued right after the sends
    before it, possibly before its time. It then only precedes computations that make none of these sends. */
-static ddp_result ddp__pipe_order(ddp_pipeline *p) {
-    ddp__play play;
+static ddp_result ddp__pipe_make_queues(ddp_pipeline *p) {
+    ddp__schedule_graph play;
     ddp_result result;
-    DDP__PIPE_NEW(p, p->messages.streams, ddp__pipe_stream, p->world_size);
-    for (int peer = 0; peer < p->world_size && !p->messages.one_lane; peer++)
-        if (peer != p->rank) DDP_TRY(ddp__pipe_stream_open(p, &p->messages.streams[peer], peer, peer, NULL));
-    if (!p->messages.one_lane) return DDP_OK;
-    DDP_TRY(ddp__play_open(&play, p->schedule, NULL, DDP__TIMED_PAIRED, "ddp_pipeline_create"));
-    result = ddp__pipe_stream_open(p, &p->messages.streams[0], 0, p->world_size - 1, play.times);
-    ddp__play_close(&play);
+    DDP__PIPE_NEW(p, p->messages.queues, ddp__pipe_queue, p->world_size);
+    for (int peer = 0; peer < p->world_size && !p->messages.single_queue; peer++)
+        if (peer != p->rank) DDP_TRY(ddp__pipe_queue_fill(p, &p->messages.queues[peer], peer, peer, NULL));
+    if (!p->messages.single_queue) return DDP_OK;
+    DDP_TRY(ddp__graph_open(&play, p->schedule, NULL, DDP__TIMES_PAIRED, "ddp_pipeline_create"));
+    result = ddp__pipe_queue_fill(p, &p->messages.queues[0], 0, p->world_size - 1, play.times);
+    ddp__graph_close(&play);
     return result;
 }
 
@@ -3817,10 +3860,10 @@ static void ddp__pipe_count_slot(ddp__pipe_pool *pool, int change) {
 
 /* Counts the receives that are posted before the message of this micro-batch is used or sent. */
 static void ddp__pipe_count_receives(ddp__pipe_messages *m, const ddp__pipe_pool *pool, int microbatch) {
-    ddp__pipe_stream *stream = &m->streams[m->one_lane ? 0 : pool->peer];
-    for (; stream->next <= pool->order[microbatch]; stream->next++) {
-        const ddp__pipe_message *message = &stream->messages[stream->next];
-        ddp__pipe_count_slot(&m->links[message->link].way[message->way], 1);
+    ddp__pipe_queue *queue = &m->queues[m->single_queue ? 0 : pool->peer];
+    for (; queue->next <= pool->order[microbatch]; queue->next++) {
+        const ddp__pipe_message *message = &queue->messages[queue->next];
+        ddp__pipe_count_slot(&m->links[message->link].pools[message->backward], 1);
     }
 }
 
@@ -3828,56 +3871,57 @@ static void ddp__pipe_count_receives(ddp__pipe_messages *m, const ddp__pipe_pool
 static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
     ddp__pipe_stage *s = &p->stages[a->stage];
     ddp__pipe_versions *versions = &s->versions;
-    ddp__pipe_step steps[DDP__PIPE_STEPS];
+    ddp__pipe_sum_step steps[DDP__PIPE_MAX_SUM_STEPS];
     ddp__pipe_pool *pool;
     int i = a->microbatch;
-    int way = a->kind != DDP_ACTION_FORWARD;
-    int makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int backward = a->kind != DDP_ACTION_FORWARD;
+    int produces = a->kind != DDP_ACTION_WEIGHT_GRAD;
     int ends = ddp__action_ends(a->kind);
     int update = a->kind == DDP_ACTION_REDUCE_GRAD;
-    int loss = !way && ddp__pipe_is_last(p, s);
+    int loss = !backward && ddp__pipe_is_last_stage(p, s);
     if (ddp__action_computes(a->kind)) {
-        for (int k = 0; (pool = ddp__pipe_at(s, way, way, k)) != NULL; k++)
+        for (int k = 0; (pool = ddp__pipe_stage_pool(s, backward, backward, k)) != NULL; k++)
             if (pool->kind == DDP__PIPE_IN) ddp__pipe_count_receives(&p->messages, pool, i);
-        for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
+        for (int k = 0; produces && (pool = ddp__pipe_stage_pool(s, !backward, backward, k)) != NULL; k++)
             ddp__pipe_count_slot(pool, 1);
-        for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
-        if (!way || (s->desc.recompute && makes)) ddp__pipe_count_slot(&s->saved, 1);
+        for (int k = 0; loss && (pool = ddp__pipe_stage_pool(s, 1, 1, k)) != NULL; k++)
+            ddp__pipe_count_slot(pool, 1);
+        if (!backward || (s->desc.recompute && produces)) ddp__pipe_count_slot(&s->saved, 1);
         ddp__pipe_version(p, versions, a);
-        for (int k = 0; ends && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++)
+        for (int k = 0; ends && (pool = ddp__pipe_stage_pool(s, 0, 0, k)) != NULL; k++)
             ddp__pipe_count_slot(pool, -1);
-        for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++)
+        for (int k = 0; ends && (pool = ddp__pipe_stage_pool(s, 1, 1, k)) != NULL; k++)
             ddp__pipe_count_slot(pool, -1);
-        for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
-            if (p->messages.one_lane && pool->kind == DDP__PIPE_OUT)
+        for (int k = 0; produces && (pool = ddp__pipe_stage_pool(s, !backward, backward, k)) != NULL; k++)
+            if (p->messages.single_queue && pool->kind == DDP__PIPE_OUT)
                 ddp__pipe_count_receives(&p->messages, pool, i);
-        for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++)
+        for (int k = 0; loss && (pool = ddp__pipe_stage_pool(s, 1, 0, k)) != NULL; k++)
             ddp__pipe_count_slot(pool, -1);
-        if (ends || (!way && s->desc.recompute)) ddp__pipe_count_slot(&s->saved, -1);
+        if (ends || (!backward && s->desc.recompute)) ddp__pipe_count_slot(&s->saved, -1);
     }
     if (ends) {
-        ddp__pipe_join(&s->sums, p->interval, i, steps);
-        versions->taken[i] = 0;
-        update = s->sums.added == 0 && !ddp__pipe_has(s, DDP_ACTION_REDUCE_GRAD);
+        ddp__pipe_plan_sum(&s->sums, p->interval, i, steps);
+        versions->used_version[i] = 0;
+        update = s->sums.added == 0 && !ddp__pipe_stage_has(s, DDP_ACTION_REDUCE_GRAD);
     }
-    if (!update || !versions->room) return;
-    ddp__pipe_keep_version(p, versions);
+    if (!update || !versions->capacity) return;
+    ddp__pipe_save_version(p, versions);
     versions->newest++;
 }
 
-static void ddp__pipe_count(ddp_pipeline *p) {
+static void ddp__pipe_count_list(ddp_pipeline *p) {
     for (int i = 0; i < p->list_count; i++)
         if (p->list[i].stage >= 0) ddp__pipe_count_action(p, &p->list[i]);
     /* no step has run yet */
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) {
+    for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s)) {
         s->versions.newest = 0;
-        for (int k = 0; k < s->versions.room; k++) s->versions.table[k].used = 0;
+        for (int k = 0; k < s->versions.capacity; k++) s->versions.table[k].used = 0;
     }
 }
 
 /* Allocates the slots of a pool. OUT slots are counted in *shared, the bytes of group memory to allocate. */
-static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *shared) {
-    int returns, noted = p->messages.in_place && pool->kind != DDP__PIPE_HERE;
+static ddp_result ddp__pipe_pool_alloc(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *shared) {
+    int returns, sends_offsets = p->messages.in_place && pool->kind != DDP__PIPE_LOCAL;
     size_t bytes;
     if (!pool->kind) return DDP_OK;
     if (pool->kind == DDP__PIPE_IN)
@@ -3887,30 +3931,30 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
         return ddp_fail(DDP_ERR_NO_MEMORY,
                         "ddp_pipeline_create: %d micro-batches of %zu bytes do not fit in memory",
                         pool->count, pool->stride);
-    if (pool->kind != DDP__PIPE_HERE) p->messages.works += pool->count + (noted ? returns : 0);
+    if (pool->kind != DDP__PIPE_LOCAL) p->messages.works += pool->count + (sends_offsets ? returns : 0);
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
     pool->free_count = pool->count;
     for (int i = 0; i < pool->count; i++) pool->free_slots[i] = pool->count - 1 - i;
-    if (noted) {
-        DDP__PIPE_NEW(p, pool->notes.offsets, uint64_t, pool->count);
-        DDP__PIPE_NEW(p, pool->notes.returned, uint64_t, returns);
-        DDP__PIPE_NEW(p, pool->notes.returns, ddp_work, returns);
+    if (sends_offsets) {
+        DDP__PIPE_NEW(p, pool->offsets.slot_offsets, uint64_t, pool->count);
+        DDP__PIPE_NEW(p, pool->offsets.returned, uint64_t, returns);
+        DDP__PIPE_NEW(p, pool->offsets.return_works, ddp_work, returns);
         if (pool->kind == DDP__PIPE_IN) return DDP_OK;
     }
     bytes = pool->stride * (size_t)pool->count;
-    p->run.now->stats.activation_bytes += bytes;
-    if (pool->kind != DDP__PIPE_OUT) return ddp__pipe_device(p, bytes, (void **)&pool->memory);
+    p->run.current->stats.activation_bytes += bytes;
+    if (pool->kind != DDP__PIPE_OUT) return ddp__pipe_alloc_device(p, bytes, (void **)&pool->memory);
     pool->offset = *shared;
     *shared += bytes;
-    for (int i = 0; i < pool->count && noted; i++)
-        pool->notes.offsets[i] = pool->offset + (size_t)i * pool->stride;
+    for (int i = 0; i < pool->count && sends_offsets; i++)
+        pool->offsets.slot_offsets[i] = pool->offset + (size_t)i * pool->stride;
     return DDP_OK;
 }
 
 /* The places of a stage's gradients in a buffer of sums. */
 static ddp_result ddp__pipe_place_sums(ddp_pipeline *p, ddp__pipe_stage *s) {
-    ddp__pipe_gradient *gradients = s->sums.gradients;
+    ddp__pipe_grad_place *gradients = s->sums.gradients;
     ddp_grad_place *places;
     DDP__PIPE_NEW(p, places, ddp_grad_place, s->desc.param_count);
     for (int i = 0; i < s->desc.param_count; i++) {
@@ -3925,106 +3969,108 @@ static ddp_result ddp__pipe_place_sums(ddp_pipeline *p, ddp__pipe_stage *s) {
 }
 
 /* Allocates memory of a stage: saved memory, gradients, partial sums, weight copies, scratch outputs. */
-static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
+static ddp_result ddp__pipe_stage_alloc(ddp_pipeline *p, ddp__pipe_stage *s) {
     ddp__pipe_sums *sums = &s->sums;
     size_t sum_bytes, unused = 0;
     size_t version_bytes = (size_t)s->versions.count * s->versions.bytes;
-    DDP_TRY(ddp__pipe_pool_memory(p, &s->saved, &unused));
+    DDP_TRY(ddp__pipe_pool_alloc(p, &s->saved, &unused));
     for (int i = 0; i < s->desc.param_count; i++) {
-        ddp__pipe_gradient *g = &s->sums.gradients[i];
+        ddp__pipe_grad_place *g = &s->sums.gradients[i];
         ddp_param *param = s->desc.params[i];
         ddp_tensor grad = ddp_param_grad(param);
-        if (s->sums.count && g->sum_dtype != g->dtype && 2 * g->bytes > p->wide_bytes)
-            p->wide_bytes = 2 * g->bytes;
+        if (s->sums.count && g->sum_dtype != g->dtype && 2 * g->bytes > p->f32_grad_bytes)
+            p->f32_grad_bytes = 2 * g->bytes;
         if (param->grad.data || s->desc.unshard) continue;
-        DDP_TRY(ddp__pipe_device(p, g->bytes, &grad.data));
+        DDP_TRY(ddp__pipe_alloc_device(p, g->bytes, &grad.data));
         param->grad = grad;
-        g->placed = 1;
+        g->allocated_here = 1;
     }
     DDP_TRY(ddp__pipe_place_sums(p, s));
     sum_bytes = (size_t)sums->count * sums->bytes;
-    if (sum_bytes) DDP_TRY(ddp__pipe_device(p, sum_bytes, (void **)&sums->memory));
+    if (sum_bytes) DDP_TRY(ddp__pipe_alloc_device(p, sum_bytes, (void **)&sums->memory));
     /* A reducer reads these pointers before the first sum is final. */
     for (int i = 0; i < s->desc.param_count && sum_bytes && s->desc.reduce_grad; i++) {
-        const ddp__pipe_gradient *g = &sums->gradients[i];
+        const ddp__pipe_grad_place *g = &sums->gradients[i];
         if (g->bytes && g->sum_dtype != g->dtype) s->desc.params[i]->sum.data = sums->memory + g->at;
     }
-    if (version_bytes) DDP_TRY(ddp__pipe_device(p, version_bytes, (void **)&s->versions.memory));
-    p->run.now->stats.accumulation_bytes += sum_bytes;
-    p->run.now->stats.version_bytes += version_bytes;
+    if (version_bytes) DDP_TRY(ddp__pipe_alloc_device(p, version_bytes, (void **)&s->versions.memory));
+    p->run.current->stats.accumulation_bytes += sum_bytes;
+    p->run.current->stats.version_bytes += version_bytes;
     for (int i = 0; i < s->link_count[1] && s->desc.recompute; i++) {
         ddp__pipe_link *link = s->links[1][i];
-        DDP_TRY(ddp__pipe_device(p, link->way[0].stride, (void **)&link->scratch));
-        p->run.now->stats.activation_bytes += link->way[0].stride;
+        DDP_TRY(ddp__pipe_alloc_device(p, link->pools[0].stride, (void **)&link->scratch));
+        p->run.current->stats.activation_bytes += link->pools[0].stride;
     }
     return DDP_OK;
 }
 
 /* Allocates everything except the shared memory, and stores its size in *shared. */
-static ddp_result ddp__pipe_layout(ddp_pipeline *p, size_t *shared) {
-    DDP_TRY(ddp__pipe_order(p));
-    ddp__pipe_count(p);
+static ddp_result ddp__pipe_alloc(ddp_pipeline *p, size_t *shared) {
+    DDP_TRY(ddp__pipe_make_queues(p));
+    ddp__pipe_count_list(p);
     for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, p->messages.link_count);
-    p->run.share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
+    p->run.exchange_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size
+                            + 4 * (size_t)p->stage_count;
     for (int k = 0; k < 2; k++) {
         ddp__pipe_measures *m = &p->run.measures[k];
-        DDP__PIPE_NEW(p, m->losses, double, p->run.share_count);
+        DDP__PIPE_NEW(p, m->losses, double, p->run.exchange_count);
         m->starts = m->losses + p->microbatch_count;
         m->spans = m->starts + p->world_size;
         m->computes = m->spans + p->world_size;
         m->seconds = m->computes + p->world_size;
         DDP__PIPE_NEW(p, m->times, ddp_action_time, p->schedule->count);
     }
-    p->run.now = &p->run.measures[0];
+    p->run.current = &p->run.measures[0];
     for (int i = 0; i < 2 * p->messages.link_count; i++)
-        DDP_TRY(ddp__pipe_pool_memory(p, &p->messages.links[i / 2].way[i % 2], shared));
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
-        DDP_TRY(ddp__pipe_stage_memory(p, s));
-    if (p->wide_bytes) DDP_TRY(ddp__pipe_device(p, p->wide_bytes, (void **)&p->wide));
-    p->run.now->stats.accumulation_bytes += p->wide_bytes;
+        DDP_TRY(ddp__pipe_pool_alloc(p, &p->messages.links[i / 2].pools[i % 2], shared));
+    for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s))
+        DDP_TRY(ddp__pipe_stage_alloc(p, s));
+    if (p->f32_grad_bytes) DDP_TRY(ddp__pipe_alloc_device(p, p->f32_grad_bytes, (void **)&p->f32_grad));
+    p->run.current->stats.accumulation_bytes += p->f32_grad_bytes;
     DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
-    return ddp__pipe_device(p, sizeof *p->squares, (void **)&p->squares);
+    return ddp__pipe_alloc_device(p, sizeof *p->squares, (void **)&p->squares);
 }
 
 //== runner: slots and messages ================================================= >>impl-pipeline-messages
 /* Sends and receives the tensors of a step. Receives are posted ahead, in stream order, while slots are free.
    In place, only notes are sent, and they return when the receiver no longer reads the tensor. */
 
-static void ddp__pipe_take(ddp__pipe_pool *pool, int microbatch) {
+static void ddp__pipe_slot_alloc(ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
 }
 
-static int ddp__pipe_tag_back(const ddp__pipe_messages *m, const ddp__pipe_pool *pool) {
+static int ddp__pipe_return_tag(const ddp__pipe_messages *m, const ddp__pipe_pool *pool) {
     return 2 * m->link_count + pool->tag;
 }
 
 /* Releases the slot of a tensor that this rank no longer reads. In place, returns its note to the sender.
    This does not wait for the note to arrive; it waits at most for the note of an earlier step. */
-static ddp_result ddp__pipe_give(const ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
-    ddp__pipe_notes *notes = &pool->notes;
+static ddp_result ddp__pipe_slot_free(const ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
+    ddp__pipe_offsets *offsets = &pool->offsets;
     int slot;
     if (!pool->kind) return DDP_OK;
     slot = pool->free_slots[pool->free_count++] = pool->slot[microbatch];
     pool->slot[microbatch] = -1;
     if (pool->kind != DDP__PIPE_IN || !m->in_place) return DDP_OK;
-    DDP_TRY(ddp_wait(m->group, &notes->returns[microbatch]));
-    notes->returned[microbatch] = notes->offsets[slot];
-    return ddp_send(m->group, &notes->returned[microbatch], 1, DDP_U64, pool->peer,
-                    ddp__pipe_tag_back(m, pool), &notes->returns[microbatch]);
+    DDP_TRY(ddp_wait(m->group, &offsets->return_works[microbatch]));
+    offsets->returned[microbatch] = offsets->slot_offsets[slot];
+    return ddp_send(m->group, &offsets->returned[microbatch], 1, DDP_U64, pool->peer,
+                    ddp__pipe_return_tag(m, pool), &offsets->return_works[microbatch]);
 }
 
 static void *ddp__pipe_data(const ddp__pipe_pool *pool, int microbatch) {
     int slot = pool->kind ? pool->slot[microbatch] : -1;
     if (slot < 0) return NULL;
     return pool->memory
-           + (pool->kind == DDP__PIPE_IN && pool->notes.offsets ? (size_t)pool->notes.offsets[slot]
-                                                                : (size_t)slot * pool->stride);
+           + (pool->kind == DDP__PIPE_IN && pool->offsets.slot_offsets
+                  ? (size_t)pool->offsets.slot_offsets[slot]
+                  : (size_t)slot * pool->stride);
 }
 
 /* Sends or receives the message of a micro-batch: the tensor in its slot, or the note. */
-static ddp_result ddp__pipe_message_of(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
+static ddp_result ddp__pipe_post_message(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     int slot = pool->slot[microbatch];
-    void *data = m->in_place ? (void *)&pool->notes.offsets[slot]
+    void *data = m->in_place ? (void *)&pool->offsets.slot_offsets[slot]
                              : (void *)(pool->memory + (size_t)slot * pool->stride);
     size_t count = m->in_place ? 1 : (size_t)ddp_tensor_count(&pool->tensor);
     ddp_dtype dtype = m->in_place ? DDP_U64 : pool->tensor.dtype;
@@ -4034,89 +4080,91 @@ static ddp_result ddp__pipe_message_of(ddp__pipe_messages *m, ddp__pipe_pool *po
 }
 
 /* Waits for the next returned note and frees its slot. */
-static ddp_result ddp__pipe_take_back(ddp__pipe_messages *m, ddp__pipe_pool *pool) {
-    int place = (int)(pool->notes.back++ % (uint64_t)pool->count);
-    DDP_TRY(ddp_wait(m->group, &pool->notes.returns[place]));
-    pool->free_slots[pool->free_count++] = (int)((pool->notes.returned[place] - pool->offset) / pool->stride);
+static ddp_result ddp__pipe_reclaim_slot(ddp__pipe_messages *m, ddp__pipe_pool *pool) {
+    int place = (int)(pool->offsets.returned_count++ % (uint64_t)pool->count);
+    DDP_TRY(ddp_wait(m->group, &pool->offsets.return_works[place]));
+    pool->free_slots[pool->free_count++] = (int)((pool->offsets.returned[place] - pool->offset)
+                                                 / pool->stride);
     return DDP_OK;
 }
 
 /* Posts receives in stream order while slots are free, up to the next send. An evaluation skips gradients. */
-static ddp_result ddp__pipe_post(ddp__pipe_messages *m, ddp__pipe_stream *stream) {
-    for (; stream->next < stream->count; stream->next++) {
-        const ddp__pipe_message *message = &stream->messages[stream->next];
-        ddp__pipe_pool *pool = &m->links[message->link].way[message->way];
-        if (m->run->evaluating && message->way) continue;
+static ddp_result ddp__pipe_post_receives(ddp__pipe_messages *m, ddp__pipe_queue *queue) {
+    for (; queue->next < queue->count; queue->next++) {
+        const ddp__pipe_message *message = &queue->messages[queue->next];
+        ddp__pipe_pool *pool = &m->links[message->link].pools[message->backward];
+        if (m->run->evaluating && message->backward) continue;
         if (pool->kind == DDP__PIPE_OUT || !pool->free_count) break;
-        ddp__pipe_take(pool, message->microbatch);
-        DDP_TRY(ddp__pipe_message_of(m, pool, message->microbatch));
+        ddp__pipe_slot_alloc(pool, message->microbatch);
+        DDP_TRY(ddp__pipe_post_message(m, pool, message->microbatch));
     }
     return DDP_OK;
 }
 
-static ddp_result ddp__pipe_post_all(ddp__pipe_messages *m) {
-    for (int peer = 0; peer < m->stream_count; peer++) DDP_TRY(ddp__pipe_post(m, &m->streams[peer]));
+static ddp_result ddp__pipe_post_all_receives(ddp__pipe_messages *m) {
+    for (int peer = 0; peer < m->queue_count; peer++) DDP_TRY(ddp__pipe_post_receives(m, &m->queues[peer]));
     return DDP_OK;
 }
 
 /* Waits until the tensor of a micro-batch has arrived. */
-static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
+static ddp_result ddp__pipe_wait_tensor(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     double begin = ddp_now();
     ddp_result result;
     if (pool->kind != DDP__PIPE_IN) return DDP_OK;
-    if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all(m));
+    if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all_receives(m));
     if (pool->slot[microbatch] < 0)
         return ddp_fail(DDP_ERR_INVALID, "no free buffer for a message from rank %d", pool->peer);
     result = ddp_wait(m->group, &pool->works[pool->slot[microbatch]]);
-    m->run->now->stats.wait_seconds += ddp_now() - begin;
+    m->run->current->stats.wait_seconds += ddp_now() - begin;
     return result;
 }
 
 /* Acquires a slot to write to. In a step this does not block: the last send of an OUT slot is done, since a
    later micro-batch has already returned. In place, a slot has been returned. In an evaluation a forward
    waits for no gradient, so it can run ahead of the receivers and wait here. */
-static ddp_result ddp__pipe_open_slot(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
+static ddp_result ddp__pipe_slot_acquire(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind == DDP__PIPE_OUT && m->in_place && !pool->free_count)
-        DDP_TRY(ddp__pipe_take_back(m, pool));
-    if (pool->kind == DDP__PIPE_HERE || m->in_place)
-        ddp__pipe_take(pool, microbatch);
+        DDP_TRY(ddp__pipe_reclaim_slot(m, pool));
+    if (pool->kind == DDP__PIPE_LOCAL || m->in_place)
+        ddp__pipe_slot_alloc(pool, microbatch);
     else if (pool->kind == DDP__PIPE_OUT)
         pool->slot[microbatch] = (int)(pool->sent % (uint64_t)pool->count);
     return pool->kind == DDP__PIPE_OUT ? ddp_wait(m->group, &pool->works[pool->slot[microbatch]]) : DDP_OK;
 }
 
 static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
-    if (pool->kind == DDP__PIPE_HERE) m->run->now->stats.bytes_handed_over += ddp_tensor_bytes(&pool->tensor);
+    if (pool->kind == DDP__PIPE_LOCAL)
+        m->run->current->stats.bytes_handed_over += ddp_tensor_bytes(&pool->tensor);
     if (pool->kind != DDP__PIPE_OUT) return DDP_OK;
-    if (m->one_lane) { /* post all receives before this send in the stream */
-        DDP_TRY(ddp__pipe_post(m, &m->streams[0]));
-        if (m->streams[0].next++ != pool->order[microbatch])
+    if (m->single_queue) { /* post all receives before this send in the stream */
+        DDP_TRY(ddp__pipe_post_receives(m, &m->queues[0]));
+        if (m->queues[0].next++ != pool->order[microbatch])
             return ddp_fail(DDP_ERR_INVALID, "no free buffer for a message before the one to rank %d",
                             pool->peer);
     }
-    m->run->now->stats.bytes_sent += ddp_tensor_bytes(&pool->tensor);
+    m->run->current->stats.bytes_sent += ddp_tensor_bytes(&pool->tensor);
     if (m->in_place) { /* post the receive of the returned note before sending the note */
         uint64_t place = pool->sent % (uint64_t)pool->count;
-        DDP_TRY(ddp_recv(m->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer,
-                         ddp__pipe_tag_back(m, pool), &pool->notes.returns[place]));
+        DDP_TRY(ddp_recv(m->group, &pool->offsets.returned[place], 1, DDP_U64, pool->peer,
+                         ddp__pipe_return_tag(m, pool), &pool->offsets.return_works[place]));
     }
     pool->sent++;
-    return ddp__pipe_message_of(m, pool, microbatch);
+    return ddp__pipe_post_message(m, pool, microbatch);
 }
 
 /* Waits for all messages in flight. returns = 1, used after the last step or a failure: also waits for
    returned notes, since peers read this rank's slots until the end of their step. Between steps this is not
    necessary: a step ends with a collective. */
-static ddp_result ddp__pipe_drain(ddp__pipe_messages *m, int returns) {
+static ddp_result ddp__pipe_wait_all(ddp__pipe_messages *m, int wait_returns) {
     ddp_saved_error first = DDP_ZERO;
     for (int i = 0; i < 2 * m->link_count; i++) {
-        ddp__pipe_pool *pool = &m->links[i / 2].way[i % 2];
-        ddp__pipe_notes *notes = &pool->notes;
+        ddp__pipe_pool *pool = &m->links[i / 2].pools[i % 2];
+        ddp__pipe_offsets *offsets = &pool->offsets;
         for (int k = 0; k < pool->count; k++) ddp_error_save(&first, ddp_wait(m->group, &pool->works[k]));
-        if (!returns || !m->in_place) continue;
+        if (!wait_returns || !m->in_place) continue;
         for (int k = 0; k < m->microbatch_count && pool->kind == DDP__PIPE_IN; k++)
-            ddp_error_save(&first, ddp_wait(m->group, &notes->returns[k]));
-        while (notes->back < pool->sent) ddp_error_save(&first, ddp__pipe_take_back(m, pool));
+            ddp_error_save(&first, ddp_wait(m->group, &offsets->return_works[k]));
+        while (offsets->returned_count < pool->sent) ddp_error_save(&first, ddp__pipe_reclaim_slot(m, pool));
     }
     return ddp_error_restore(&first);
 }
@@ -4129,29 +4177,29 @@ static ddp_result ddp__pipe_drain(ddp__pipe_messages *m, int returns) {
    group unless that has failed already. The current error contains the reason. what: "the callback of ". */
 static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char *what, const ddp_action *a,
                                  const char *how) {
-    const char *who = ddp_public_call_name("ddp_pipeline_step"), *inner;
-    char words[160] = "", text[512], line[512];
+    const char *who = ddp_public_call_name("ddp_pipeline_step"), *first_cause;
+    char action_text[160] = "", text[512], line[512];
     if (result == DDP_OK) return DDP_OK;
     snprintf(line, sizeof line, "%s", ddp_last_error());
     if (a) /* "1B3 (stage 1, backward of micro-batch 3)" */
-        snprintf(words, sizeof words, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text,
+        snprintf(action_text, sizeof action_text, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text,
                  ddp__pipe_stage_label(p, a->stage).text, ddp__action_words[a->kind], a->microbatch);
     if (ddp_group_cause(p->group) == DDP_OK) {
-        inner = strstr(line, "cause: "); /* a line contains it at most once */
-        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how,
-                 inner ? inner + strlen("cause: ") : line);
+        first_cause = strstr(line, "cause: "); /* a line contains it at most once */
+        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, action_text,
+                 how, first_cause ? first_cause + strlen("cause: ") : line);
         ddp_group_poison(p->group, result, text);
     } else /* ddp_group_cause has set the first cause, without the call that met it */
         snprintf(line, sizeof line, "%s", ddp_last_error());
     for (int i = 0; i < p->desc.tie_count; i++) /* so that no rank waits for this one in a tie group */
         if (p->tie_groups[i]) ddp_group_pass_on(p->group, p->tie_groups[i]);
-    return ddp_fail_in(result, who, p->group, "%s%s%s: %.300s", what, words, how, line);
+    return ddp_fail_in(result, who, p->group, "%s%s%s: %.300s", what, action_text, how, line);
 }
 
 /* Handles the result of a callback or hook. before: the error line before its call. If the callback did not
    set another one, the error is the name of the result. */
-static ddp_result ddp__pipe_returned(ddp_pipeline *p, ddp_result result, const char *before, const char *what,
-                                     const ddp_action *a) {
+static ddp_result ddp__pipe_callback_result(ddp_pipeline *p, ddp_result result, const char *before,
+                                            const char *what, const ddp_action *a) {
     if (result == DDP_OK) result = ddp_device_begin(p->group);
     if (result == DDP_OK) return DDP_OK;
     if (strcmp(before, ddp_last_error()) == 0) ddp_fail(result, "%s", ddp_result_name(result));
@@ -4164,10 +4212,10 @@ static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_
     double begin = ddp_now();
     ddp_result result;
     if (!hook) return DDP_OK;
-    snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->number).text);
+    snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->stage_index).text);
     snprintf(before, sizeof before, "%s", ddp_last_error());
-    result = ddp__pipe_returned(p, hook(s->number, s->desc.user), before, what, NULL);
-    p->run.now->stats.update_seconds += ddp_now() - begin;
+    result = ddp__pipe_callback_result(p, hook(s->stage_index, s->desc.user), before, what, NULL);
+    p->run.current->stats.update_seconds += ddp_now() - begin;
     return result;
 }
 
@@ -4180,15 +4228,15 @@ static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const 
         DDP_USER_CALLBACK;
         result = fn(call, user);
     }
-    return ddp__pipe_returned(p, result, before, what, a);
+    return ddp__pipe_callback_result(p, result, before, what, a);
 }
 
 /* Fills in and returns an array of tensors for a call, p->tensors[2 * way + side]. */
-static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way,
-                                           int microbatch) {
-    ddp_tensor *out = p->tensors[2 * way + side];
+static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side,
+                                           int backward, int microbatch) {
+    ddp_tensor *out = p->tensors[2 * backward + side];
     ddp__pipe_pool *pool;
-    for (int k = 0; (pool = ddp__pipe_at(s, side, way, k)) != NULL; k++) {
+    for (int k = 0; (pool = ddp__pipe_stage_pool(s, side, backward, k)) != NULL; k++) {
         out[k] = pool->tensor;
         out[k].data = ddp__pipe_data(pool, microbatch);
     }
@@ -4198,22 +4246,22 @@ static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pip
 /* Runs the forward again. It fills the saved memory; outputs and loss are scratch. */
 static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
                                       const ddp_pipeline_call *call, const ddp_action *a) {
-    ddp_pipeline_call again = *call;
+    ddp_pipeline_call call_again = *call;
     double loss = 0;
-    again.kind = DDP_ACTION_FORWARD;
-    again.recomputing = 1;
-    again.output_grads = again.input_grads = NULL;
-    again.outputs = ddp__pipe_tensors(p, s, 1, 0, a->microbatch);
+    call_again.kind = DDP_ACTION_FORWARD;
+    call_again.recomputing = 1;
+    call_again.output_grads = call_again.input_grads = NULL;
+    call_again.outputs = ddp__pipe_tensors(p, s, 1, 0, a->microbatch);
     for (int i = 0; i < s->link_count[1]; i++) p->tensors[1][i].data = s->links[1][i]->scratch;
-    if (ddp__pipe_is_last(p, s)) again.loss = &loss;
-    return ddp__pipe_callback(p, s->desc.forward, &again, s->desc.user, a, "the callback of ");
+    if (ddp__pipe_is_last_stage(p, s)) call_again.loss = &loss;
+    return ddp__pipe_callback(p, s->desc.forward, &call_again, s->desc.user, a, "the callback of ");
 }
 
 /* Calls the callbacks of an action. All of its tensors have arrived. */
 static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a,
                                        uint64_t version) {
     static const char what[] = "the callback of ";
-    int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last(p, s);
+    int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last_stage(p, s);
     ddp_pipeline_call call = {a->kind,
                               a->stage,
                               i,
@@ -4230,7 +4278,7 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
                               (int)version};
     if (kind == DDP_ACTION_FORWARD) {
         call.outputs = ddp__pipe_tensors(p, s, 1, 0, i);
-        call.loss = last ? &p->run.now->losses[i] : NULL;
+        call.loss = last ? &p->run.current->losses[i] : NULL;
         DDP_TRY(ddp__pipe_callback(p, s->desc.forward, &call, s->desc.user, a, what));
         if (!last || !p->desc.loss) return DDP_OK;
         call.inputs = NULL;
@@ -4240,7 +4288,7 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
         return ddp__pipe_callback(p, p->desc.loss, &call, p->desc.loss_user, a, "the loss after ");
     }
     call.output_grads = ddp__pipe_tensors(p, s, 1, 1, i);
-    if (kind != DDP_ACTION_INPUT_GRAD) ddp__pipe_clear(p, s);
+    if (kind != DDP_ACTION_INPUT_GRAD) ddp__pipe_zero_gradients(p, s);
     if (kind != DDP_ACTION_WEIGHT_GRAD) {
         call.input_grads = ddp__pipe_tensors(p, s, 0, 1, i);
         if (s->desc.recompute) DDP_TRY(ddp__pipe_recompute(p, s, &call, a));
@@ -4260,9 +4308,9 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
 static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
     int copy;
     DDP_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad"));
-    if (!s->versions.room) return DDP_OK;
+    if (!s->versions.capacity) return DDP_OK;
     DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad"));
-    copy = ddp__pipe_keep_version(p, &s->versions);
+    copy = ddp__pipe_save_version(p, &s->versions);
     if (copy >= 0) ddp__pipe_copy_values(p, s, copy);
     DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update"));
     s->versions.newest++;
@@ -4270,55 +4318,57 @@ static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
 }
 
 /* Waits for the inputs of an action, and acquires slots for its results. */
-static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
+static ddp_result ddp__pipe_prepare_action(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
     int i = a->microbatch;
-    int way = a->kind != DDP_ACTION_FORWARD;
-    int makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
-    int loss = !way && ddp__pipe_is_last(p, s) && !p->run.evaluating;
+    int backward = a->kind != DDP_ACTION_FORWARD;
+    int produces = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int loss = !backward && ddp__pipe_is_last_stage(p, s) && !p->run.evaluating;
     ddp__pipe_pool *pool;
-    for (int k = 0; (pool = ddp__pipe_at(s, way, way, k)) != NULL; k++) {
+    for (int k = 0; (pool = ddp__pipe_stage_pool(s, backward, backward, k)) != NULL; k++) {
         char how[48];
         snprintf(how, sizeof how, " waited for rank %d", pool->peer);
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_await(&p->messages, pool, i), "", a, how));
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_wait_tensor(&p->messages, pool, i), "", a, how));
     }
-    for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_open_slot(&p->messages, pool, i), "", a,
+    for (int k = 0; produces && (pool = ddp__pipe_stage_pool(s, !backward, backward, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_slot_acquire(&p->messages, pool, i), "", a,
                                " waited for a buffer in flight"));
-    for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_take(pool, i);
-    if (!way || (s->desc.recompute && makes)) ddp__pipe_take(&s->saved, i);
+    for (int k = 0; loss && (pool = ddp__pipe_stage_pool(s, 1, 1, k)) != NULL; k++)
+        ddp__pipe_slot_alloc(pool, i);
+    if (!backward || (s->desc.recompute && produces)) ddp__pipe_slot_alloc(&s->saved, i);
     return DDP_OK;
 }
 
 /* Finishes an action. First releases the inputs and gradients that this rank no longer reads: a peer that
    learns of the action finds their slots free. Then sends the results. */
-static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
-    static const char back[] = " could not return the buffers that it read";
+static ddp_result ddp__pipe_finish_action(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
+    static const char free_failed[] = " could not return the buffers that it read";
     int i = a->microbatch;
-    int way = a->kind != DDP_ACTION_FORWARD;
-    int makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int backward = a->kind != DDP_ACTION_FORWARD;
+    int produces = a->kind != DDP_ACTION_WEIGHT_GRAD;
     int ends = ddp__action_ends(a->kind);
-    int loss = !way && ddp__pipe_is_last(p, s);
+    int loss = !backward && ddp__pipe_is_last_stage(p, s);
     ddp__pipe_pool *pool;
-    for (int k = 0; (ends || p->run.evaluating) && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++)
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(&p->messages, pool, i), "", a, back));
-    for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++)
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(&p->messages, pool, i), "", a, back));
-    for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
+    for (int k = 0; (ends || p->run.evaluating) && (pool = ddp__pipe_stage_pool(s, 0, 0, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_slot_free(&p->messages, pool, i), "", a, free_failed));
+    for (int k = 0; ends && (pool = ddp__pipe_stage_pool(s, 1, 1, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_slot_free(&p->messages, pool, i), "", a, free_failed));
+    for (int k = 0; produces && (pool = ddp__pipe_stage_pool(s, !backward, backward, k)) != NULL; k++)
         DDP_TRY(ddp__pipe_fail(p, ddp__pipe_send(&p->messages, pool, i), "", a, " could not send"));
-    for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++)
-        ddp__pipe_give(&p->messages, pool, i);
-    if (ends || (!way && (p->run.evaluating || s->desc.recompute)))
-        ddp__pipe_give(&p->messages, &s->saved, i);
+    for (int k = 0; loss && (pool = ddp__pipe_stage_pool(s, 1, 0, k)) != NULL; k++)
+        ddp__pipe_slot_free(&p->messages, pool, i);
+    if (ends || (!backward && (p->run.evaluating || s->desc.recompute)))
+        ddp__pipe_slot_free(&p->messages, &s->saved, i);
     if (ends) {
         ddp__pipe_accumulate(p, s, i);
-        s->versions.taken[i] = 0;
-        if (s->sums.added == 0 && !ddp__pipe_has(s, DDP_ACTION_REDUCE_GRAD)) DDP_TRY(ddp__pipe_reduce(p, s));
+        s->versions.used_version[i] = 0;
+        if (s->sums.added == 0 && !ddp__pipe_stage_has(s, DDP_ACTION_REDUCE_GRAD))
+            DDP_TRY(ddp__pipe_reduce(p, s));
     }
-    return ddp__pipe_fail(p, ddp__pipe_post_all(&p->messages), "", a, " could not post receives");
+    return ddp__pipe_fail(p, ddp__pipe_post_all_receives(&p->messages), "", a, " could not post receives");
 }
 
 /* With desc.timed, waits for the compute stream of a device. Returns the seconds waited. */
-static double ddp__pipe_settle(const ddp_pipeline *p) {
+static double ddp__pipe_sync_if_timed(const ddp_pipeline *p) {
     double begin = ddp_now();
     int64_t cell;
     if (!p->desc.timed) return 0;
@@ -4332,21 +4382,21 @@ static ddp_result ddp__pipe_compute(ddp_pipeline *p, ddp__pipe_stage *s, const d
                                     ddp_action_time *time) {
     uint64_t version = ddp__pipe_version(p, &s->versions, a);
     ddp_result result;
-    p->run.now->stats.wait_seconds += ddp__pipe_settle(p);
+    p->run.current->stats.wait_seconds += ddp__pipe_sync_if_timed(p);
     time->begin = ddp_now() - p->run.start;
     ddp__pipe_swap_values(s, version, 0);
     result = ddp__pipe_call_stage(p, s, a, version);
     ddp__pipe_swap_values(s, version, 1);
-    ddp__pipe_settle(p);
+    ddp__pipe_sync_if_timed(p);
     time->end = ddp_now() - p->run.start;
-    p->run.now->stats.compute_seconds += time->end - time->begin;
-    p->run.now->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
+    p->run.current->stats.compute_seconds += time->end - time->begin;
+    p->run.current->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
     return result;
 }
 
 static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     const ddp_action *a = &p->list[position];
-    ddp_action_time *time = &p->run.now->times[p->schedule->first[p->rank] + position];
+    ddp_action_time *time = &p->run.current->times[p->schedule->first[p->rank] + position];
     ddp__pipe_stage *s;
     time->begin = time->end = ddp_now() - p->run.start;
     if (a->stage < 0
@@ -4358,12 +4408,13 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
     if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_reduce(p, s);
     if (!ddp__action_computes(a->kind)) return DDP_OK; /* computations send and receive their messages */
-    if (!ddp__pipe_has(s, DDP_ACTION_UNSHARD) && position == s->first)
+    if (!ddp__pipe_stage_has(s, DDP_ACTION_UNSHARD) && position == s->first)
         DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard"));
-    DDP_TRY(ddp__pipe_prepare(p, s, a));
+    DDP_TRY(ddp__pipe_prepare_action(p, s, a));
     DDP_TRY(ddp__pipe_compute(p, s, a, time));
-    DDP_TRY(ddp__pipe_finish(p, s, a));
-    if (ddp__pipe_has(s, DDP_ACTION_RESHARD) || position != (p->run.evaluating ? s->last_forward : s->last))
+    DDP_TRY(ddp__pipe_finish_action(p, s, a));
+    if (ddp__pipe_stage_has(s, DDP_ACTION_RESHARD)
+        || position != (p->run.evaluating ? s->last_forward : s->last))
         return DDP_OK;
     return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
 }
@@ -4371,13 +4422,13 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
 /* Completes the update of stages with weights that change only between steps: wait_grad, ties, update. */
 static ddp_result ddp__pipe_update(ddp_pipeline *p) {
     double begin;
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
-        if (!s->versions.room) DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad"));
+    for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s))
+        if (!s->versions.capacity) DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad"));
     begin = ddp_now();
     DDP_TRY(ddp__pipe_fail(p, ddp__pipe_add_ties(p), "", NULL, "tied parameters"));
-    p->run.now->stats.update_seconds += ddp_now() - begin;
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) {
-        if (s->versions.room) continue;
+    p->run.current->stats.update_seconds += ddp_now() - begin;
+    for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s)) {
+        if (s->versions.capacity) continue;
         DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update"));
         s->versions.newest++;
     }
@@ -4386,8 +4437,8 @@ static ddp_result ddp__pipe_update(ddp_pipeline *p) {
 
 /* Exchanges losses and times, so that every rank has all of them. Each entry is set on one rank and zero on
    the others, so the sum is exact. */
-static ddp_result ddp__pipe_share(ddp_pipeline *p) {
-    ddp__pipe_measures *m = p->run.now;
+static ddp_result ddp__pipe_exchange_results(ddp_pipeline *p) {
+    ddp__pipe_measures *m = p->run.current;
     double first = -1, last = 0;
     for (int i = 0; i < p->list_count; i++) {
         const ddp_action_time *time = &m->times[p->schedule->first[p->rank] + i];
@@ -4398,36 +4449,38 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p) {
     m->starts[p->rank] = p->run.start;
     m->spans[p->rank] = first < 0 ? 0 : last - first; /* 0 = this rank computes nothing */
     m->computes[p->rank] = m->stats.compute_seconds;
-    return ddp__pipe_sum_over_ranks(p, m->losses, p->run.share_count, DDP_F64);
+    return ddp__pipe_sum_over_ranks(p, m->losses, p->run.exchange_count, DDP_F64);
 }
 
 /* Returns DDP_OK unless the group has failed. As with collectives, the first call after the failure returns
    its code, later ones DDP_ERR_POISONED. */
 static ddp_result ddp__pipe_status(ddp_pipeline *p) {
     ddp_result result = ddp__pipe_fail(p, ddp_group_status(p->group), "the group failed earlier", NULL, "");
-    if (result != DDP_OK && p->run.failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
-    p->run.failure_told |= result != DDP_OK;
+    if (result != DDP_OK && p->run.failure_reported)
+        return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
+    p->run.failure_reported |= result != DDP_OK;
     return result;
 }
 
 /* Runs this rank's list and completes the update. */
 static ddp_result ddp__pipe_run_list(ddp_pipeline *p) {
-    for (int peer = 0; peer < p->world_size; peer++) p->messages.streams[peer].next = 0;
-    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all(&p->messages), "", NULL, "receives could not be posted"));
+    for (int peer = 0; peer < p->world_size; peer++) p->messages.queues[peer].next = 0;
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all_receives(&p->messages), "", NULL,
+                           "receives could not be posted"));
     for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position));
-    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_drain(&p->messages, 0), "", NULL, "pending sends"));
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_wait_all(&p->messages, 0), "", NULL, "pending sends"));
     if (!p->run.evaluating) DDP_TRY(ddp__pipe_update(p));
     DDP_TRY(ddp__pipe_fail(p, ddp_device_check(p->group), "", NULL, "the device"));
-    return ddp__pipe_fail(p, ddp__pipe_share(p), "", NULL, "the end of the step");
+    return ddp__pipe_fail(p, ddp__pipe_exchange_results(p), "", NULL, "the end of the step");
 }
 
 static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
-    ddp__pipe_measures *m = &p->run.measures[evaluating];
-    double longest = 0, most = 0;
+    ddp__pipe_measures *measures = &p->run.measures[evaluating];
+    double max_span = 0, max_compute = 0;
     ddp_saved_error failure;
     DDP_TRY(ddp__pipe_status(p));
     DDP_TRY(ddp__pipe_fail(p, ddp_device_begin(p->group), "", NULL, "the device"));
-    p->run.now = m;
+    p->run.current = measures;
     p->run.evaluating = evaluating;
     p->run.has_losses = 0;
     if (!evaluating) p->run.has_gradients = 0;
@@ -4436,23 +4489,23 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
         for (int i = 0; i < p->stages[stage].desc.param_count && p->stages[stage].desc.reduce_grad; i++)
             p->stages[stage].desc.params[i]->sum.is_set = 0;
     p->run.start = ddp_now();
-    m->stats.compute_seconds = m->stats.wait_seconds = m->stats.update_seconds = 0;
-    m->stats.bytes_sent = m->stats.bytes_handed_over = 0;
-    memset(m->losses, 0, p->run.share_count * sizeof *m->losses);
+    measures->stats.compute_seconds = measures->stats.wait_seconds = measures->stats.update_seconds = 0;
+    measures->stats.bytes_sent = measures->stats.bytes_handed_over = 0;
+    memset(measures->losses, 0, p->run.exchange_count * sizeof *measures->losses);
     failure.result = DDP_OK;
     ddp_error_save(&failure, ddp__pipe_run_list(p));
     if (failure.result != DDP_OK) {
-        ddp__pipe_drain(&p->messages, 1);
-        p->run.failure_told = 1;
+        ddp__pipe_wait_all(&p->messages, 1);
+        p->run.failure_reported = 1;
         return ddp_error_restore(&failure);
     }
     for (int rank = 0; rank < p->world_size; rank++) {
-        if (m->spans[rank] > longest) longest = m->spans[rank];
-        if (m->computes[rank] > most) most = m->computes[rank];
+        if (measures->spans[rank] > max_span) max_span = measures->spans[rank];
+        if (measures->computes[rank] > max_compute) max_compute = measures->computes[rank];
     }
-    m->stats.bubble_rate = longest > most ? (longest - most) / longest : 0;
-    m->stats.step_seconds = ddp_now() - p->run.start;
-    m->stats.steps++;
+    measures->stats.bubble_rate = max_span > max_compute ? (max_span - max_compute) / max_span : 0;
+    measures->stats.step_seconds = ddp_now() - p->run.start;
+    measures->stats.steps++;
     p->run.has_losses = 1;
     p->run.has_gradients |= !evaluating;
     return DDP_OK;
@@ -4505,39 +4558,39 @@ static ddp_result ddp__pipe_group_failed(const ddp_group *group, ddp_result resu
 }
 
 /* Values that create exchanges: it needs the largest of any rank. */
-typedef struct ddp__pipe_largest {
+typedef struct ddp__pipe_maxima {
     uint64_t shared, works, unclipped, params;
-} ddp__pipe_largest;
+} ddp__pipe_maxima;
 
 /* Does everything that needs no other rank: checks the desc and allocates the memory of this rank. */
-static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *desc, char *what,
-                                     size_t what_size, ddp__pipe_largest *largest) {
+static ddp_result ddp__pipe_create_local(ddp_pipeline *p, const ddp_pipeline_desc *desc, char *description,
+                                         size_t description_size, ddp__pipe_maxima *maxima) {
     ddp_pipeline_tie *ties;
     size_t shared = 0;
-    if (!desc) return DDP__PIPE_BAD("desc is NULL");
+    if (!desc) return DDP__PIPE_INVALID("desc is NULL");
     p->desc = *desc;
     DDP_TRY(ddp__pipe_check_desc(p));
-    DDP_TRY(ddp__pipe_edges(p));
-    DDP_TRY(ddp__pipe_links(p));
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
-        DDP_TRY(ddp__pipe_stage_open(p, s));
+    DDP_TRY(ddp__pipe_check_edges(p));
+    DDP_TRY(ddp__pipe_init_links(p));
+    for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s))
+        DDP_TRY(ddp__pipe_stage_init(p, s));
     DDP__PIPE_NEW(p, ties, ddp_pipeline_tie, p->desc.tie_count);
     for (int i = 0; i < p->desc.tie_count; i++) ties[i] = desc->ties[i];
     p->desc.ties = ties;
-    DDP_TRY(ddp__pipe_layout(p, &shared));
-    ddp__pipe_describe_plan(p, what, what_size);
-    largest->shared = shared;
-    largest->works = (uint64_t)p->messages.works;
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
+    DDP_TRY(ddp__pipe_alloc(p, &shared));
+    ddp__pipe_describe_plan(p, description, description_size);
+    maxima->shared = shared;
+    maxima->works = (uint64_t)p->messages.works;
+    for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s))
         for (int i = 0; i < s->desc.param_count; i++) {
-            largest->params = 1;
-            largest->unclipped |= (uint64_t)ddp__pipe_comes_and_goes(&s->desc, i);
+            maxima->params = 1;
+            maxima->unclipped |= (uint64_t)ddp__pipe_grad_is_transient(&s->desc, i);
         }
     return DDP_OK;
 }
 
 /* Numbers that describe one use of a tied parameter: the gradient's dtype, the value's ndim and shape. */
-enum { DDP__PIPE_END = 2 + DDP_MAX_NDIM };
+enum { DDP__PIPE_TIE_FIELDS = 2 + DDP_MAX_NDIM };
 
 /* Checks that both uses of a tied parameter have the same shape and gradient dtype. Collective. Each use is
    described by one rank; the others contribute zeros to the sum. */
@@ -4546,24 +4599,24 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
     int stage[2] = {t->first_stage, t->second_stage};
     int param[2] = {t->first_param, t->second_param};
     int rank[2];
-    int64_t end[2][DDP__PIPE_END];
-    memset(end, 0, sizeof end);
+    int64_t uses[2][DDP__PIPE_TIE_FIELDS];
+    memset(uses, 0, sizeof uses);
     for (int k = 0; k < 2; k++) {
-        const ddp_tensor *value = p->stages[stage[k]].number < 0
+        const ddp_tensor *value = p->stages[stage[k]].stage_index < 0
                                       ? NULL
                                       : &p->stages[stage[k]].desc.params[param[k]]->value;
         rank[k] = p->schedule->stage_rank[stage[k]];
         if (!value) continue;
-        end[k][0] = (int64_t)p->stages[stage[k]].sums.gradients[param[k]].dtype;
-        end[k][1] = value->ndim;
-        for (int n = 0; n < value->ndim; n++) end[k][2 + n] = value->shape[n];
+        uses[k][0] = (int64_t)p->stages[stage[k]].sums.gradients[param[k]].dtype;
+        uses[k][1] = value->ndim;
+        for (int n = 0; n < value->ndim; n++) uses[k][2 + n] = value->shape[n];
     }
-    DDP_TRY(ddp__pipe_sum_over_ranks(p, end, 2 * DDP__PIPE_END, DDP_I64));
-    if (memcmp(end[0], end[1], sizeof end[0]) == 0) return DDP_OK;
-    const ddp_shape_text first = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[0][0]), (int)end[0][1],
-                                                    &end[0][2]);
-    const ddp_shape_text second = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[1][0]), (int)end[1][1],
-                                                     &end[1][2]);
+    DDP_TRY(ddp__pipe_sum_over_ranks(p, uses, 2 * DDP__PIPE_TIE_FIELDS, DDP_I64));
+    if (memcmp(uses[0], uses[1], sizeof uses[0]) == 0) return DDP_OK;
+    const ddp_shape_text first = ddp_describe_shape(ddp_dtype_name((ddp_dtype)uses[0][0]), (int)uses[0][1],
+                                                    &uses[0][2]);
+    const ddp_shape_text second = ddp_describe_shape(ddp_dtype_name((ddp_dtype)uses[1][0]), (int)uses[1][1],
+                                                     &uses[1][2]);
     return ddp_fail(rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
                     "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of "
                     "stage %d on rank %d is %s; give both the same shape and gradient dtype",
@@ -4603,9 +4656,9 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     ddp_work first = DDP_ZERO; /* the handle of an asynchronous message starts the communication thread */
     for (int i = 0; i < count && result == DDP_OK; i++)
         result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0,
-                          i || p->messages.one_lane ? NULL : &first);
+                          i || p->messages.single_queue ? NULL : &first);
     /* The barrier holds all messages back until every receive is posted. */
-    if (result == DDP_OK && count && !p->messages.one_lane) result = ddp_barrier(p->group);
+    if (result == DDP_OK && count && !p->messages.single_queue) result = ddp_barrier(p->group);
     for (int i = 0; i < count && result == DDP_OK; i++)
         result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
@@ -4626,7 +4679,7 @@ static void ddp__pipe_detach(const ddp__pipe_stage *s) {
         ddp_param *param = s->desc.params[i];
         uintptr_t sum = (uintptr_t)param->sum.data;
         if (s->sums.memory && sum >= first && sum < end) ddp_grad_sum_release(&param->sum, param->sum.data);
-        if (s->sums.gradients[i].placed) param->grad.data = NULL;
+        if (s->sums.gradients[i].allocated_here) param->grad.data = NULL;
     }
 }
 
@@ -4638,32 +4691,32 @@ static void ddp__pipe_free(ddp_pipeline *p) {
         if (k == i) ddp_group_destroy(p->tie_groups[i]);
     }
     if (p->messages.shared) ddp_group_free(p->group, p->messages.shared);
-    while (p->pieces) {
-        ddp__pipe_piece *piece = p->pieces;
-        p->pieces = piece->next;
-        if (piece->device_memory) p->device->free(p->group, piece->device_memory);
-        ddp_host_free(p->group, piece);
+    while (p->allocations) {
+        ddp__pipe_allocation *allocation = p->allocations;
+        p->allocations = allocation->next;
+        if (allocation->device_memory) p->device->free(p->group, allocation->device_memory);
+        ddp_host_free(p->group, allocation);
     }
     ddp_host_free(p->group, p);
 }
 
 /* Finds out whether ranks can read each other's memory, by allocating a piece of group memory. Collective. */
-static ddp_result ddp__pipe_ask_in_place(ddp_group *group, int *in_place) {
-    void *piece;
+static ddp_result ddp__pipe_detect_in_place(ddp_group *group, int *in_place) {
+    void *allocation;
     *in_place = ddp_world_size(group) > 1;
     if (!*in_place) return DDP_OK;
-    DDP_TRY(ddp_group_alloc(group, 64, &piece));
+    DDP_TRY(ddp_group_alloc(group, 64, &allocation));
     for (int rank = 0; rank < ddp_world_size(group); rank++)
-        *in_place &= ddp_group_peer(group, piece, rank) != NULL;
-    return ddp_group_free(group, piece);
+        *in_place &= ddp_group_peer(group, allocation, rank) != NULL;
+    return ddp_group_free(group, allocation);
 }
 
 /* The collective part of create, after all ranks have agreed: tie groups, shared memory, first messages. */
-static ddp_result ddp__pipe_connect(ddp_pipeline *p, size_t shared, unsigned char *bytes) {
+static ddp_result ddp__pipe_create_collective(ddp_pipeline *p, size_t shared, unsigned char *bytes) {
     DDP_TRY(ddp__pipe_tie_groups(p));
     if (shared) DDP_TRY(ddp_group_alloc(p->group, shared, &p->messages.shared));
     for (int i = 0; i < 2 * p->messages.link_count; i++) {
-        ddp__pipe_pool *pool = &p->messages.links[i / 2].way[i % 2];
+        ddp__pipe_pool *pool = &p->messages.links[i / 2].pools[i % 2];
         if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->messages.shared + pool->offset;
         if (pool->kind == DDP__PIPE_IN && p->messages.in_place)
             pool->memory = (unsigned char *)ddp_group_peer(p->group, p->messages.shared, pool->peer);
@@ -4673,16 +4726,16 @@ static ddp_result ddp__pipe_connect(ddp_pipeline *p, size_t shared, unsigned cha
 
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
     DDP_PUBLIC_CALL(ddp_pipeline_create);
-    ddp__pipe_largest largest = {0, 0, 0, 0};
+    ddp__pipe_maxima maxima = {0, 0, 0, 0};
     ddp_saved_error failure = DDP_ZERO;
     ddp_result result;
     ddp_pipeline *p;
-    char what[300] = "";
+    char description[300] = "";
     void *bytes = NULL;
     int in_place;
     if (out) *out = NULL;
-    if (!group) return DDP__PIPE_BAD("group is NULL");
-    DDP_TRY(ddp__pipe_group_failed(group, ddp__pipe_ask_in_place(group, &in_place)));
+    if (!group) return DDP__PIPE_INVALID("group is NULL");
+    DDP_TRY(ddp__pipe_group_failed(group, ddp__pipe_detect_in_place(group, &in_place)));
     p = (ddp_pipeline *)ddp_host_alloc(group, sizeof *p);
     if (!p)
         ddp_error_save(&failure, DDP_ERR_NO_MEMORY);
@@ -4693,25 +4746,26 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
         p->world_size = ddp_world_size(group);
         p->messages.group = group;
         p->messages.run = &p->run;
-        p->messages.stream_count = p->world_size;
+        p->messages.queue_count = p->world_size;
         p->messages.in_place = in_place;
-        p->messages.one_lane = p->device->use_stream && p->world_size > 1;
-        p->run.now = &p->run.measures[0];
-        ddp_error_save(&failure, out ? ddp__pipe_describe(p, desc, what, sizeof what, &largest)
-                                     : DDP__PIPE_BAD("out is NULL"));
+        p->messages.single_queue = p->device->use_stream && p->world_size > 1;
+        p->run.current = &p->run.measures[0];
+        ddp_error_save(&failure,
+                       out ? ddp__pipe_create_local(p, desc, description, sizeof description, &maxima)
+                           : DDP__PIPE_INVALID("out is NULL"));
     }
-    ddp_error_save(&failure, ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 4, DDP_U64,
+    ddp_error_save(&failure, ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &maxima, &maxima, 4, DDP_U64,
                                                  DDP_OP_MAX, -1));
     if (failure.result == DDP_OK) {
-        p->messages.works = (int)largest.works;
-        p->no_clip = largest.unclipped || !largest.params;
-        ddp_error_save(&failure, ddp__pipe_device(p, (size_t)largest.works + 1, &bytes));
+        p->messages.works = (int)maxima.works;
+        p->no_clip = maxima.unclipped || !maxima.params;
+        ddp_error_save(&failure, ddp__pipe_alloc_device(p, (size_t)maxima.works + 1, &bytes));
     }
     result = ddp_agree(group, "ddp_pipeline_create", ddp_error_restore(&failure),
-                       ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
+                       ddp_hash(DDP_HASH_SEED, description, strlen(description)), description);
     if (result == DDP_OK)
-        result = ddp__pipe_group_failed(group,
-                                        ddp__pipe_connect(p, (size_t)largest.shared, (unsigned char *)bytes));
+        result = ddp__pipe_group_failed(
+            group, ddp__pipe_create_collective(p, (size_t)maxima.shared, (unsigned char *)bytes));
     if (result == DDP_OK) {
         *out = p;
         return DDP_OK;
@@ -4725,7 +4779,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
     DDP_PUBLIC_CALL(ddp_pipeline_destroy);
     if (!pipeline || ddp_group_is_forked(pipeline->group)) return;
-    ddp__pipe_drain(&pipeline->messages, 1);
+    ddp__pipe_wait_all(&pipeline->messages, 1);
     ddp__pipe_free(pipeline);
 }
 
@@ -4733,11 +4787,11 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
 /* Public calls that read the results of the last step. */
 
 /* Adds values in tree order: a range splits at the largest power of two below its length. */
-static double ddp__pipe_tree(const double *values, int count) {
+static double ddp__pipe_tree_sum(const double *values, int count) {
     int half = 1;
     if (count == 1) return values[0];
     while (2 * half < count) half *= 2;
-    return ddp__pipe_tree(values, half) + ddp__pipe_tree(values + half, count - half);
+    return ddp__pipe_tree_sum(values, half) + ddp__pipe_tree_sum(values + half, count - half);
 }
 
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each) {
@@ -4747,14 +4801,14 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
     if (!pipeline->run.has_losses)
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: no losses are available; call it after a "
                                          "ddp_pipeline_step or ddp_pipeline_evaluate that returned DDP_OK");
-    *mean = ddp__pipe_tree(losses, pipeline->microbatch_count) / pipeline->microbatch_count;
+    *mean = ddp__pipe_tree_sum(losses, pipeline->microbatch_count) / pipeline->microbatch_count;
     if (each) memcpy(each, losses, (size_t)pipeline->microbatch_count * sizeof *each);
     return DDP_OK;
 }
 
 /* Returns an error unless the last step succeeded. If the group has failed, the error reports that failure.
    who: the public function. */
-static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
+static ddp_result ddp__pipe_check_has_step(ddp_pipeline *p, const char *who) {
     if (p->run.has_gradients) return DDP_OK;
     DDP_TRY(ddp__pipe_status(p));
     return ddp_fail(DDP_ERR_INVALID,
@@ -4801,7 +4855,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     DDP_PUBLIC_CALL(ddp_pipeline_get_times);
     ddp_pipeline *p = pipeline;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
-    DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_get_times"));
+    DDP_TRY(ddp__pipe_check_has_step(p, "ddp_pipeline_get_times"));
     const ddp__pipe_measures *m = &p->run.measures[0];
     const int one_clock = ddp_local_world_size(p->group) == p->world_size;
     size_t count = (size_t)p->schedule->count;
@@ -4845,12 +4899,12 @@ static int ddp__pipe_is_second_use(const ddp_pipeline *p, int stage, int param) 
 
 /* Adds the squares of every gradient of this rank to p->squares, or scales every gradient by factor. */
 static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float factor) {
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
+    for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s))
         for (int i = 0; i < s->desc.param_count; i++) {
             ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
             size_t count = s->sums.gradients[i].count;
             if (!squares && count) p->device->scale(grad.data, count, grad.dtype, factor);
-            if (squares && !ddp__pipe_is_second_use(p, s->number, i))
+            if (squares && !ddp__pipe_is_second_use(p, s->stage_index, i))
                 ddp_tensor_sum_squares(p->device, p->squares, &grad);
         }
 }
@@ -4868,7 +4922,7 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
         return ddp_fail(DDP_ERR_INVALID,
                         "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of a stage exist "
                         "only while unsharded; set params to full parameters");
-    DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
+    DDP_TRY(ddp__pipe_check_has_step(p, "ddp_pipeline_clip_grad_norm"));
     DDP_TRY(ddp__pipe_group_failed(p->group, ddp_device_begin(p->group)));
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
@@ -4912,10 +4966,11 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
 
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
     ddp_schedule_desc d;
-    if (!out) return DDP__SCHEDULE_BAD("out is NULL");
+    if (!out) return DDP__SCHEDULE_INVALID("out is NULL");
     *out = NULL;
     DDP_TRY(ddp__schedule_desc_resolve(desc, &d));
-    return d.kind == DDP_SCHEDULE_AUTO ? ddp__generate_auto(out, &d) : ddp__schedule_generate(out, &d);
+    return d.kind == DDP_SCHEDULE_AUTO ? ddp__schedule_generate_auto(out, &d)
+                                       : ddp__schedule_generate(out, &d);
 }
 
 DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule) {

@@ -655,7 +655,7 @@ static int executes(const ddp_schedule *s) {
 
 /* A copy with one thing changed. */
 static ddp_schedule *damaged(const ddp_schedule *s) {
-    ddp_schedule *to = ddp__schedule_like(s), *out;
+    ddp_schedule *to = ddp__schedule_new_like(s), *out;
     int what = (int)(random_u64() % 5), rank = (int)(random_u64() % (unsigned)s->rank_count), size = s->first[rank + 1] - s->first[rank];
     int i = s->first[rank] + (int)(random_u64() % (unsigned)size), j = s->first[rank] + (int)(random_u64() % (unsigned)size);
     if (what == 1) j = i + 1 < s->first[rank + 1] ? i + 1 : i;
