@@ -37,10 +37,11 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds
-    >>impl-schedule-play  >>impl-schedule-simulate  >>impl-schedule-auto  >>impl-schedule-parse
-    >>impl-schedule-lower  >>impl-schedule-draw  >>impl-schedule-balance  >>impl-pipeline-structs
-    >>impl-pipeline-check  >>impl-pipeline-gradients  >>impl-pipeline-versions
-    >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-step  >>impl-pipeline-create
+    >>impl-schedule-graph  >>impl-schedule-check  >>impl-schedule-execute  >>impl-schedule-auto
+    >>impl-schedule-search  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw
+    >>impl-schedule-svg  >>impl-schedule-trace  >>impl-schedule-balance  >>impl-pipeline-structs
+    >>impl-pipeline-check  >>impl-pipeline-gradients  >>impl-pipeline-links  >>impl-pipeline-memory
+    >>impl-pipeline-messages  >>impl-pipeline-callbacks  >>impl-pipeline-step  >>impl-pipeline-create
     >>impl-pipeline-report  >>impl-public
 
 CONCEPTS
@@ -804,17 +805,18 @@ static void ddp__schedule_push_in_rounds(ddp_schedule *s, ddp_action_kind kind, 
     ddp__schedule_push(s, kind, chunk * s->rank_count + rank, microbatch);
 }
 
-/* Generates all kinds of the 1F1B family. Warmup forwards fill the pipeline: those before the last chunk's
-   first forward, and `lates` more for each later rank. Then forwards and backwards alternate, and the
-   remaining backwards follow. lags > 0: W follows its I after lags * rank further I. */
+/* Generates all kinds of the 1F1B family. Warmup forwards fill the pipeline: those before the last
+   chunk's first forward, and warmup_per_rank more for each rank after this one. Then forwards and
+   backwards alternate, and the remaining backwards follow. weight_delay > 0: W follows its I after
+   weight_delay * rank further I. */
 static void ddp__schedule_generate_1f1b(ddp_schedule *s, const ddp_schedule_desc *d, int rank,
-                                        int warmup_step, int weight_delay) {
+                                        int warmup_per_rank, int weight_delay) {
     int p = d->rank_count;
     int m = d->microbatch_count;
     int v = d->chunk_count;
     int round = m / ddp__schedule_rounds(p, m);
     int total = m * v, lag = weight_delay * rank;
-    int64_t warmup = (int64_t)(v - 1) * round + (int64_t)warmup_step * (p - 1 - rank);
+    int64_t warmup = (int64_t)(v - 1) * round + (int64_t)warmup_per_rank * (p - 1 - rank);
     int fill = warmup < total ? (int)warmup : total;
     for (int k = 0; k < fill + total + lag; k++) {
         int b = k - fill, w = b - lag;
@@ -907,7 +909,7 @@ static void ddp__schedule_generate_dualpipe_v(ddp_schedule *s, int rank, int m) 
     ddp__schedule_v_phase(&v, rank + 1, "d");
 }
 
-/* Checks that m is a multiple of `step` and not below `least`. The error names the nearest valid m. */
+/* Checks that m is a multiple of `step` and not below `min`. The error names the nearest valid m. */
 static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int step, int min) {
     int m = d->microbatch_count;
     int down = m / step * step;
@@ -1037,10 +1039,9 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
     return ddp__schedule_finish(out, s);
 }
 
-//== dependencies between actions =================================================== >>impl-schedule-play
-/* Checks a schedule and computes the times of its actions. ddp__graph_open builds the dependency graph, runs
-   all lists against each other and reports the deadlock if some rank cannot finish. Simulation, lowering,
-   drawing and the runner all start here. */
+//== dependencies between actions ============================================ >>impl-schedule-graph
+/* The dependency graph of a schedule: which action of another rank an action waits for. ddp__graph_open fills
+   it, and the next two sections check it and run it. Simulation, lowering, drawing and the runner use it. */
 
 /* A schedule as a dependency graph. A table contains the index of the action of each cell, with cell = stage
    * m + micro-batch; -1 = the action is missing. A SEND or RECV uses the cell of the sending stage. Every
@@ -1176,6 +1177,14 @@ static ddp_result ddp__graph_enter(ddp__schedule_graph *graph, int index) {
     return DDP_OK;
 }
 
+//== schedule checks ========================================================= >>impl-schedule-check
+/* Checks of ddp_schedule_check: each list, each micro-batch on each stage, messages and sharding. Every error
+   names rank, position and action. ddp__graph_check_lists calls them in the order of this section.
+
+     one cell (stage s, micro-batch i)          one pair of neighbouring stages on two ranks
+         F  ->  I  ->  W     or  F  ->  B           F of s -> SEND_F ~~> RECV_F -> F of s+1
+         each once, in this order                   I of s <- RECV_B <~~ SEND_B <- I of s+1      */
+
 /* Checks that an overlapping pair is a forward and a backward, and that neither needs the other. */
 static ddp_result ddp__schedule_check_overlap(const ddp_schedule *s, int index) {
     const ddp_action *a = &s->actions[index];
@@ -1203,8 +1212,8 @@ static ddp_result ddp__graph_check_order(const ddp__schedule_graph *graph, int i
                                  ddp__action_position(graph->s, needs));
 }
 
-/* Checks that a cell has an action: `there` is its index, -1 = missing. The error gives the position of
-   `beside`, another action of the same cell, unless that is -1. */
+/* Checks that a cell has an action: `existing` is its index, -1 = missing. The error gives the position of
+   `reported`, another action of the same cell, unless that is -1. */
 static ddp_result ddp__graph_check_present(const ddp__schedule_graph *graph, int existing,
                                            ddp_action_kind kind, int stage, int microbatch, int reported,
                                            const char *what) {
@@ -1261,7 +1270,7 @@ static int ddp__graph_message_partner(const ddp__schedule_graph *graph, int inde
 }
 
 /* Checks that two ranks send and receive their messages in the same order: the message before a SEND is the
-   one before its RECV. Fills `ahead`. last: room for one index per rank. */
+   one before its RECV. Fills previous_recv. last: room for one index per rank. */
 static ddp_result ddp__graph_check_messages(ddp__schedule_graph *graph, int *last) {
     const ddp_schedule *s = graph->s;
     /* The first pass records which message each SEND follows. The second one compares it for the RECVs. */
@@ -1356,10 +1365,18 @@ static ddp_result ddp__graph_check_lists(ddp__schedule_graph *graph) {
     for (int stage = 0; stage < s->stage_count; stage++)
         for (int i = 0; i < s->microbatch_count; i++) DDP_TRY(ddp__graph_check_cell(graph, stage, i));
     if (graph->has_comm) DDP_TRY(ddp__graph_check_messages(graph, graph->position));
-    /* Each stage has at least two actions, so waiter has room for two entries per stage. */
+    /* Each stage has at least two actions, so waiting_rank has room for two entries per stage. */
     return graph->has_sharding || graph->has_reduce ? ddp__graph_check_sharding(graph, graph->waiting_rank)
                                                     : DDP_OK;
 }
+
+//== execution and times =================================================== >>impl-schedule-execute
+/* Runs all lists of a graph against each other, without callbacks. This proves that no rank waits forever,
+   and gives the times of all actions. ddp__graph_open is the entry; ddp_schedule_check and
+   ddp_schedule_simulate call it.
+
+     rank 0   F0  F1  SEND ...            each rank runs until its next action waits for another rank;
+     rank 1   RECV waits for rank 0       when that action is done, the waiting rank is pushed on the stack */
 
 /* Returns the index of the action that computes the inputs of a forward, or the output gradients of a
    backward. Returns -1 at the ends of the pipeline and for other actions. */
@@ -1521,8 +1538,9 @@ static ddp_result ddp__schedule_check_costs(int stage_count, const ddp_stage_cos
    they begin and end together; the order of messages is derived from these times. */
 enum { DDP__TIMES_NONE, DDP__TIMES_SEQUENTIAL, DDP__TIMES_PAIRED };
 
-/* Builds the graph of a schedule and proves that every list runs to its end. Computes times unless `timing`
-   is DDP__TIMES_NONE. who: the public function, for errors. The caller frees the graph with ddp__graph_close. */
+/* Builds the graph of a schedule and proves that every list runs to its end. Computes times unless
+   `timing` is DDP__TIMES_NONE. who: the public function, for errors. The caller frees the graph with
+   ddp__graph_close. */
 static ddp_result ddp__graph_open(ddp__schedule_graph *graph, const ddp_schedule *s,
                                   const ddp_stage_cost *costs, int timing, const char *who) {
     ddp_result result;
@@ -1548,9 +1566,6 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
     ddp__graph_close(&graph);
     return DDP_OK;
 }
-
-//== simulation ================================================================= >>impl-schedule-simulate
-/* Computes ddp_schedule_report from the times of a schedule, for simulation, drawing and statistics. */
 
 /* Reports one rank: its busy time, and the peak of micro-batches and of memory in flight. */
 static ddp_rank_report ddp__schedule_report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs,
@@ -1618,11 +1633,12 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
     return DDP_OK;
 }
 
-//== cost-based schedules =========================================================== >>impl-schedule-auto
-/* AUTO runs a list scheduler many times with different rules, and keeps the schedule with the shortest span.
-   Each run has two clocks. The plan's clock decides what a rank does next; its transfers may be longer or
-   shorter than the real ones. The real clock runs the same list with the real costs, as ddp_schedule_simulate
-   does. A run stops early once the idle time of a rank makes its span at least that of the best schedule. */
+//== cost-based schedules: one run ============================================ >>impl-schedule-auto
+/* AUTO runs a list scheduler many times with different rules, and keeps the schedule with the shortest
+   span. This section is one run; the next one searches over rules and memory limits. Each run has two
+   clocks. The plan's clock decides what a rank does next; its transfers may be longer or shorter than the
+   real ones. The real clock runs the same list with the real costs, as ddp_schedule_simulate does. A run
+   stops early once the idle time of a rank makes its span at least that of the best schedule. */
 
 /* Rules by which one run chooses between the possible actions. */
 typedef struct ddp__auto_rules {
@@ -1855,7 +1871,11 @@ static double ddp__auto_run(ddp__auto *a, int rules) {
     return span < a->best_span ? span : HUGE_VAL;
 }
 
-/* Returns a lower bound of the span of any schedule that fits into the room. A rank's first gradient must
+//== cost-based schedules: search =========================================== >>impl-schedule-search
+/* Tries rules and memory limits, and the kinds ZB-H1 and ZB-H2. ddp_schedule_create calls
+   ddp__schedule_generate_auto for DDP_SCHEDULE_AUTO. */
+
+/* Returns a lower bound of the span of any schedule that fits into memory_limit. A rank's first gradient must
    come back through all later ranks; until then memory limits the number of its forwards. Each micro-batch
    occupies memory for at least its round trip. */
 static double ddp__auto_bound(const ddp__auto *a) {
@@ -2067,7 +2087,7 @@ static void ddp__csv_skip_blanks(ddp__csv_reader *c) {
     while (c->at < c->end && ddp__csv_is_blank(*c->at)) c->at++;
 }
 
-/* Parses a number of at most `most`. Returns -1 if it is missing, too large or has leading zeros, which
+/* Parses a number of at most `max`. Returns -1 if it is missing, too large or has leading zeros, which
    writing could not reproduce. */
 static int ddp__csv_number(ddp__csv_reader *c, int max) {
     const char *begin = c->at;
@@ -2214,7 +2234,7 @@ static int ddp__schedule_lower_merges(const ddp_schedule *s, int i, int end) {
            && a[1].microbatch == a->microbatch;
 }
 
-/* Creates the lists with all parts except COMM. Uses the per-action tables of play as tables per stage; they
+/* Creates the lists with all parts except COMM. Uses the per-action tables of graph as tables per stage; they
    are large enough, since each stage has at least two actions. */
 static ddp_result ddp__schedule_lower_lists(ddp_schedule **out, const ddp__schedule_graph *graph,
                                             unsigned parts) {
@@ -2320,8 +2340,8 @@ static int ddp__schedule_lower_messages(const ddp__schedule_graph *graph, int ra
 
 /* Creates the lists with SEND and RECV. All ranks follow one order, the times with unit costs. A message
    enters it as a pair, SEND on one rank and RECV on the other, when its tensor is ready. Everything that an
-   action waits for is earlier in this order. So there would be
-   no deadlock even if each SEND waited for its RECV. */
+   action waits for is earlier in this order. So there would be no deadlock even if each SEND waited for its
+   RECV. */
 static ddp_result ddp__schedule_lower_comm(ddp_schedule **out, const ddp_schedule *s) {
     ddp_schedule *to = ddp__schedule_new_like(s);
     ddp__schedule_message *messages;
@@ -2384,11 +2404,12 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
     return result;
 }
 
-//== drawing ======================================================================== >>impl-schedule-draw
-/* Writes a schedule as CSV, text, SVG or trace. Each format is a function that prints to a ddp__schedule_output.
-   ddp_schedule_draw runs it twice: the first pass only counts bytes. */
+//== drawing: CSV and text ==================================================== >>impl-schedule-draw
+/* The formats CSV and text, and the data that all formats share. Each format is a function that prints a
+   ddp__drawing to a ddp__schedule_output. ddp_schedule_draw runs it twice: the first pass only counts
+   bytes. */
 
-/* Output buffer. Text beyond `room` is counted in `used` but not stored. */
+/* Output buffer. Text beyond `capacity` is counted in `used` but not stored. */
 typedef struct ddp__schedule_output {
     char *out;
     size_t capacity, used;
@@ -2544,6 +2565,14 @@ static const char *ddp__drawing_title(const ddp_schedule *s) {
     return s->kind == DDP_SCHEDULE_KIND_COUNT ? "schedule" : ddp_schedule_kind_name(s->kind);
 }
 
+//== drawing: SVG ============================================================== >>impl-schedule-svg
+/* The format SVG: one row per rank, a box per action, a time axis and a legend.
+
+     rank 0  | F0 | F1 |    | B0 | B1 |         an overlapping pair:  +----+  upper half: first action
+     rank 1  |    | F0 | B0 | F1 | B1 |                               +----+  lower half: second action
+
+   With more actions than pixels, a row is drawn as coloured runs of pixels instead (ddp__svg_row). */
+
 /* Colours of forward (blue), input gradient (green), weight gradient (light green) and backward (orange).
    Every second chunk is darker. */
 static const char *const ddp__drawing_colors[5][2] = {
@@ -2579,7 +2608,7 @@ static void ddp__draw_frame(ddp__schedule_output *output, double x, double y, do
                         ddp__schedule_decimal(width, 2).text, ddp__schedule_decimal(height, 2).text, title);
 }
 
-/* Draws the legend: the colours and frames that occur in the picture. */
+/* Draws the legend: the colours and frames that occur in the drawing. */
 static void ddp__draw_legend(const ddp__drawing *drawing, ddp__schedule_output *output, double x, double y) {
     static const char text[] = "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n";
     const ddp_schedule *s = drawing->s;
@@ -2679,7 +2708,7 @@ typedef struct ddp__svg_row {
     signed char fill[DDP__SVG_COLUMNS];                /* colour of each pixel: 2 * kind + shade; 0 = idle */
 } ddp__svg_row;
 
-/* Returns 1 if a rank has more actions than pixels, or the picture too many boxes for a file. */
+/* Returns 1 if a rank has more actions than pixels, or the drawing too many boxes for a file. */
 static int ddp__svg_merges(const ddp_schedule *s) {
     int count = 0;
     for (int rank = 0; rank < s->rank_count; rank++) {
@@ -2806,6 +2835,9 @@ static void ddp__draw_svg(const ddp__drawing *drawing, ddp__schedule_output *out
     ddp__schedule_print(output, "</svg>\n");
 }
 
+//== drawing: trace, public calls ============================================ >>impl-schedule-trace
+/* The format TRACE (JSON for chrome://tracing and Perfetto), ddp_schedule_draw and ddp_schedule_write. */
+
 /* Declares a row of the trace. Rows are sorted by rank; `second` is the row of overlapped actions. */
 static void ddp__draw_trace_row(ddp__schedule_output *output, int tid, int rank, int second) {
     ddp__schedule_print(
@@ -2846,7 +2878,7 @@ static void ddp__draw_trace(const ddp__drawing *drawing, ddp__schedule_output *o
     ddp__schedule_print(output, "\n]}\n");
 }
 
-/* Prepares a picture: times, report and unit. The caller frees play and merged, even after a failure. */
+/* Prepares a drawing: times, report and unit. The caller frees graph and merged, even after a failure. */
 static ddp_result ddp__drawing_open(ddp__drawing *drawing, ddp_schedule_format format,
                                     const ddp_stage_cost *costs, const ddp_action_time *times,
                                     const char *who) {
@@ -2906,7 +2938,7 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
 //== partitioning and profiling ================================================== >>impl-schedule-balance
 /* Divides layers into stages of equal cost, and measures the cost of layers. */
 
-/* Fills stages from the left with a cost of at most `most` each, and leaves one layer for each later stage.
+/* Fills stages from the left with a cost of at most max_cost each, and leaves one layer for each later stage.
    Filling each stage as far as possible is optimal: fewer layers in a stage never help a later one. */
 static int ddp__pipe_partition_fill(const double *cost, int layers, int stages, double max_cost, int *first) {
     int next = 0;
@@ -2998,23 +3030,24 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
 
 //== runner: structs ============================================================= >>impl-pipeline-structs
 /* A pipeline consists of: the stages of this rank, each with partial gradient sums and weight versions; one
-   link per edge, with the slots of its tensors; streams, which define the order of messages; and the
+   link per edge, with the slots of its tensors; queues, which define the order of messages; and the
    measurements of the last step. ddp_pipeline_create allocates all of it, ddp_pipeline_destroy frees it. */
 
 enum { DDP__PIPE_NONE, DDP__PIPE_LOCAL, DDP__PIPE_OUT, DDP__PIPE_IN };
 
-/* If ranks read each other's memory (in_place), a message is a note: the offset of the tensor in the sender's
-   shared memory. The receiver returns the note after its last action that reads the tensor. The return frees
-   the slot for another tensor:
+/* A link carries one tensor per micro-batch over a boundary between stages. A tensor occupies a slot while
+   it is in use. Two ways to transfer it:
 
-       sender                                           receiver
-       write tensor to a slot, send the note   ----->   read the tensor at this offset
-       slot is free again                      <-----   return the note after the last read */
+     copied     sender  OUT slots [t3|t4]   ---- send tensor ---->   receiver  IN slots [t2|t3]
+     in_place   sender  OUT slots [t3|t4]   ---- send offset ---->   receiver  reads the sender's slot
+                                            <--- same offset -----   after its last read: the slot is free
+
+   in_place: ranks read each other's shared memory, and a message is the offset of a slot in the sender's. */
 typedef struct ddp__pipe_offsets {
     uint64_t *slot_offsets;  /* per slot */
-    uint64_t *returned;      /* OUT: notes received back, per slot; IN: notes to return, per micro-batch */
+    uint64_t *returned;      /* OUT: offsets that came back, per slot; IN: to return, per micro-batch */
     ddp_work *return_works;  /* per entry of returned */
-    uint64_t returned_count; /* OUT: notes received back since create */
+    uint64_t returned_count; /* OUT: offsets that came back since create */
 } ddp__pipe_offsets;
 
 /* Slots for one kind of tensor on this rank, one per micro-batch in flight.
@@ -3022,7 +3055,7 @@ typedef struct ddp__pipe_offsets {
               tensor            number of slots          acquired                     released
        HERE   stays on a rank   most in use at once      before an action writes it   after its last reader
        OUT    is sent           ddp__pipe_out_slots      before an action writes it   when its send is done;
-                                                                                      in place: note returned
+                                                                                      in place: offset back
        IN     is received       most in use + prefetch   when its receive is posted   after its last reader */
 typedef struct ddp__pipe_pool {
     int kind, peer, tag;
@@ -3034,21 +3067,22 @@ typedef struct ddp__pipe_pool {
     int *slot;             /* per micro-batch; -1 = none */
     unsigned char *memory; /* in place: the shared memory of the sender */
     size_t offset;         /* OUT: of the first slot in the shared memory */
-    int *order;            /* OUT, IN: per micro-batch, its index in the stream */
+    int *order;            /* OUT, IN: per micro-batch, its index in the queue */
     ddp_work *works;       /* OUT, IN: per slot */
     uint64_t sent;         /* OUT: messages sent since create */
     ddp__pipe_offsets offsets;
 } ddp__pipe_pool;
 
-/* An edge. way[0] carries values, way[1] returns their gradients. */
+/* An edge. pools[0] carries values forward, pools[1] their gradients backward. In this header, the variable
+   `backward` is this index. */
 typedef struct ddp__pipe_link {
     ddp_pipeline_edge edge;
     ddp__pipe_pool pools[2];
     unsigned char *scratch; /* outputs of a recomputed forward; NULL = no recomputation */
 } ddp__pipe_link;
 
-/* A stream is all messages from one rank, in the order of its list. Receives are posted in this order. With
-   one_lane, stream 0 contains all messages from and to this rank; see ddp__pipe_make_queues. */
+/* A queue is all messages from one rank, in the order of its list. Receives are posted in this order. With
+   single_queue, queue 0 contains all messages from and to this rank; see ddp__pipe_make_queues. */
 typedef struct ddp__pipe_message {
     int link, backward, microbatch;
     int source; /* index of the action that makes the tensor */
@@ -3077,7 +3111,7 @@ enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 };
 typedef struct ddp__pipe_sums {
     ddp__pipe_grad_place *gradients; /* per parameter */
     size_t bytes;                    /* of a buffer: sums of all parameters, each padded */
-    ddp__pipe_sum *table;            /* content of each buffer; `room` entries */
+    ddp__pipe_sum *table;            /* content of each buffer; `capacity` entries */
     int capacity, count;             /* count: allocated buffers */
     unsigned char *memory;
     int added; /* micro-batches of this update that are in the sums */
@@ -3093,8 +3127,8 @@ typedef struct ddp__pipe_versions {
     uint64_t newest;        /* updates since create */
     uint64_t *used_version; /* PipeDream: per micro-batch in flight, its version + 1; 0 = not in flight */
     size_t bytes;           /* of a copy */
-    ddp__pipe_version_copy *table; /* content of each copy; `room` entries */
-    int capacity, count;           /* room 0 = weights change only between steps; count: allocated copies */
+    ddp__pipe_version_copy *table; /* content of each copy; `capacity` entries */
+    int capacity, count; /* capacity 0 = weights change only between steps; count: allocated copies */
     unsigned char *memory;
     void **values; /* the parameters' own pointers while a copy replaces them */
 } ddp__pipe_versions;
@@ -3122,8 +3156,9 @@ typedef struct ddp__pipe_measures {
 
 /* State of the step or evaluation that is running, or ran last. */
 typedef struct ddp__pipe_run_state {
-    ddp__pipe_measures measures[2], *current; /* of the last step and the last evaluation; now: of this one */
-    size_t exchange_count;                    /* numbers that ranks exchange */
+    ddp__pipe_measures measures[2],
+        *current;          /* of the last step and the last evaluation; current: of this one */
+    size_t exchange_count; /* numbers that ranks exchange */
     int evaluating;
     /* has_gradients: 1 = the last step succeeded. has_losses: the last step or evaluation succeeded. */
     int has_gradients, has_losses;
@@ -3137,11 +3172,11 @@ typedef struct ddp__pipe_messages {
     ddp__pipe_link *links;
     int link_count;
     int microbatch_count;
-    ddp__pipe_queue *queues; /* per rank; with one_lane, only the first one has messages */
+    ddp__pipe_queue *queues; /* per rank; with single_queue, only the first one has messages */
     int queue_count;         /* ranks */
     int single_queue;        /* 1 = messages of both directions run in the order issued */
     int in_place;            /* 1 = ranks read each other's shared memory */
-    int works;               /* most messages in flight at once; after create: the largest of any rank */
+    int works;               /* max. messages in flight; after create: the largest of any rank */
     void *shared;            /* group memory: tensors that this rank sends */
     ddp__pipe_run_state *run;
 } ddp__pipe_messages;
@@ -3217,8 +3252,8 @@ static ddp__pipe_stage *ddp__pipe_next_stage(const ddp_pipeline *p, const ddp__p
     return stage < p->stage_count ? &p->stages[stage] : NULL;
 }
 
-/* Returns the pool of a stage's input (side 0) or output (side 1) number k, for values (way 0) or gradients
-   (way 1). NULL after the last one. */
+/* Returns the pool of a stage's input (side 0) or output (side 1) number k, for values (backward 0) or
+   gradients (backward 1). NULL after the last one. */
 static ddp__pipe_pool *ddp__pipe_stage_pool(const ddp__pipe_stage *s, int side, int backward, int k) {
     return k < s->link_count[side] ? &s->links[side][k]->pools[backward] : NULL;
 }
@@ -3445,9 +3480,10 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     return ddp__pipe_check_ties(p);
 }
 
-//== runner: gradients ========================================================= >>impl-pipeline-gradients
+//== runner: gradients and weight versions =============================== >>impl-pipeline-gradients
 /* Accumulates the gradients of micro-batches pairwise by index, so that the result does not depend on the
-   order in which they arrive. Adds the gradients of tied parameters. */
+   order in which they arrive. Adds the gradients of tied parameters. Copies older weights before an update,
+   and lets callbacks use them. Called by ddp__pipe_finish_action and ddp__pipe_update. */
 
 /* A step of adding the gradients of a micro-batch. side -1: copy their current sum to a buffer. side 0, 1:
    add the buffer, with the current sum as the left (0) or the right (1) operand. */
@@ -3604,8 +3640,7 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     return DDP_OK;
 }
 
-//== runner: weight versions ==================================================== >>impl-pipeline-versions
-/* PipeDream and PipeDream-2BW: copies older weights before an update, and lets callbacks use them. */
+/* --- weight versions of PipeDream and PipeDream-2BW: copies of older weights, which callbacks use --- */
 
 /* Returns 1 if a micro-batch in flight uses this version. */
 static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_versions *v, uint64_t version) {
@@ -3652,7 +3687,7 @@ static void ddp__pipe_copy_values(const ddp_pipeline *p, const ddp__pipe_stage *
     }
 }
 
-/* Points the parameters to the values of an older version; back = 1 undoes this. */
+/* Points the parameters to the values of an older version; restore = 1 undoes this. */
 static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, int restore) {
     const ddp__pipe_versions *v = &s->versions;
     int k = 0;
@@ -3669,9 +3704,14 @@ static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, in
     }
 }
 
-//== runner: memory layout ======================================================== >>impl-pipeline-layout
-/* Computes the memory of a step and allocates it. ddp__pipe_count_list walks through this rank's list once,
-   without callbacks and messages. It counts slots, partial sums and weight copies in use. */
+//== runner: links and queues ================================================ >>impl-pipeline-links
+/* Initializes the links and stages of this rank: kind and peer of each pool of slots, the number of OUT
+   slots, and the queues that define the order of messages. The first part of ddp_pipeline_create; it
+   allocates no tensors.
+
+     stage 0 on rank 0          stage 1 on rank 1          stage 2 on rank 1
+        forward:   OUT slots  ----->  IN slots     LOCAL slots
+        backward:  IN slots   <-----  OUT slots    LOCAL slots */
 
 /* Returns the largest number of micro-batches that a stage of any rank has in flight. */
 static int ddp__pipe_max_in_flight(const ddp_schedule *s, int stage) {
@@ -3688,20 +3728,20 @@ static int ddp__pipe_max_in_flight(const ddp_schedule *s, int stage) {
 /* Returns the number of OUT slots of a link. It is large enough that the sender never waits for a slot which
    the schedule has released.
 
-   Way 1, gradients: a slot in use belongs to a micro-batch that has begun its F on stage `from`. The end of
-   the micro-batch there releases the slot, and this rank has not yet learned of that end. At the latest
-   action of `from` that this rank has learned of, all such micro-batches are in flight. So the number of
-   slots is the largest number in flight on `from`.
+   Gradients (backward 1): a slot in use belongs to a micro-batch that has begun its F on stage `from`. The
+   end of the micro-batch there releases the slot, and this rank has not yet learned of that end. At the
+   latest action of `from` that this rank has learned of, all such micro-batches are in flight. So the number
+   of slots is the largest number in flight on `from`.
 
-   Way 0, values: such a micro-batch is in flight on `from`, or has ended there. In the second case its I on
-   stage `to` is done. If the schedule has separate I and W, its W on `to` is still pending. It is then in
-   flight at the latest action of `to` that this rank has learned of, so the number in flight on `to` is
+   Values (backward 0): such a micro-batch is in flight on `from`, or has ended there. In the second case its
+   I on stage `to` is done. If the schedule has separate I and W, its W on `to` is still pending. It is then
+   in flight at the latest action of `to` that this rank has learned of, so the number in flight on `to` is
    added. This is only necessary in place. If tensors are copied, the slots of the receiver wait for that W.
 
-   A note can return after messages of that rank for which no receive is posted yet (`more`). This does not
-   happen if a gradient arrives from there later, since its receive was posted after all of them (`heard`). If
-   `more` and not `heard`, this rank learns of `to` only through other ranks. Each micro-batch then has a
-   slot, and this rank never waits. */
+   An offset can come back after messages of that rank for which no receive is posted yet
+   (messages_before). This does not happen if a gradient arrives from there later, since its receive was
+   posted after all of them (receive_follows). With messages_before and without receive_follows, this rank
+   learns of `to` only through other ranks. Each micro-batch then has a slot, and this rank never waits. */
 static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *link, int backward) {
     const ddp_schedule *s = p->schedule;
     int slots = ddp__pipe_max_in_flight(s, link->from);
@@ -3799,8 +3839,8 @@ static int ddp__pipe_message_compare(const void *left, const void *right) {
     return l->link < r->link ? -1 : l->link > r->link;
 }
 
-/* Creates a stream with the messages that ranks `peer` to `last` send to this one: the outputs of each F, the
-   input gradients of each I or B. They are in the order of the lists. With times, the stream also contains
+/* Creates a queue with the messages that ranks `peer` to `last` send to this one: the outputs of each F, the
+   input gradients of each I or B. They are in the order of the lists. With times, the queue also contains
    the messages that this rank sends, and all are sorted by time. */
 static ddp_result ddp__pipe_queue_fill(ddp_pipeline *p, ddp__pipe_queue *queue, int peer, int last,
                                        const ddp_action_time *times) {
@@ -3833,11 +3873,12 @@ static ddp_result ddp__pipe_queue_fill(ddp_pipeline *p, ddp__pipe_queue *queue, 
     return DDP_OK;
 }
 
-/* Creates the streams. With one_lane, all messages of a rank run one after the other: each waits for those
-   before it, on this rank and on its peer. They are issued in the order of ddp__schedule_lower_comm: by the time at
-   which unit costs make them. This order has no deadlock: take the first of all remaining computations, by
-   begin, and messages. Everything that it needs comes earlier. A receive is issued right after the sends
-   before it, possibly before its time. It then only precedes computations that make none of these sends. */
+/* Creates the queues. With single_queue, all messages of a rank run one after the other: each waits for
+   those before it, on this rank and on its peer. They are issued in the order of
+   ddp__schedule_lower_comm: by the time at which unit costs make them. This order has no deadlock: take
+   the first of all remaining computations, by begin, and messages. Everything that it needs comes
+   earlier. A receive is issued right after the sends before it, possibly before its time. It then only
+   precedes computations that make none of these sends. */
 static ddp_result ddp__pipe_make_queues(ddp_pipeline *p) {
     ddp__schedule_graph play;
     ddp_result result;
@@ -3850,6 +3891,11 @@ static ddp_result ddp__pipe_make_queues(ddp_pipeline *p) {
     ddp__graph_close(&play);
     return result;
 }
+
+//== runner: memory ========================================================= >>impl-pipeline-memory
+/* Counts and allocates the memory of a step. ddp__pipe_count_list walks through this rank's list once,
+   without callbacks and messages, and counts slots, partial sums and weight copies in use.
+   ddp__pipe_alloc then allocates that many. */
 
 /* Counts a slot as acquired (1) or released (-1). The number of OUT slots is already known. */
 static void ddp__pipe_count_slot(ddp__pipe_pool *pool, int change) {
@@ -4032,8 +4078,14 @@ static ddp_result ddp__pipe_alloc(ddp_pipeline *p, size_t *shared) {
 }
 
 //== runner: slots and messages ================================================= >>impl-pipeline-messages
-/* Sends and receives the tensors of a step. Receives are posted ahead, in stream order, while slots are free.
-   In place, only notes are sent, and they return when the receiver no longer reads the tensor. */
+/* Sends and receives the tensors of a step. Receives are posted ahead of their use, in queue order, while
+   slots are free. In place, only offsets are sent. Called by the next sections around each action:
+
+     before an action   wait for the IN slots that it reads; acquire OUT and LOCAL slots for its results
+     after it           free the slots that it read last; send the OUT slots; post further receives
+
+     IN slot     free -- receive posted --> in flight -- wait --> readable -- last reader --> free
+     OUT slot    free -- acquire --> written -- send --> in flight -- send done, or offset back --> free */
 
 static void ddp__pipe_slot_alloc(ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
@@ -4043,8 +4095,8 @@ static int ddp__pipe_return_tag(const ddp__pipe_messages *m, const ddp__pipe_poo
     return 2 * m->link_count + pool->tag;
 }
 
-/* Releases the slot of a tensor that this rank no longer reads. In place, returns its note to the sender.
-   This does not wait for the note to arrive; it waits at most for the note of an earlier step. */
+/* Frees the slot of a tensor that this rank no longer reads. In place, returns its offset to the sender. This
+   does not wait for the offset to arrive; it waits at most for the offset of an earlier step. */
 static ddp_result ddp__pipe_slot_free(const ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     ddp__pipe_offsets *offsets = &pool->offsets;
     int slot;
@@ -4067,7 +4119,7 @@ static void *ddp__pipe_data(const ddp__pipe_pool *pool, int microbatch) {
                   : (size_t)slot * pool->stride);
 }
 
-/* Sends or receives the message of a micro-batch: the tensor in its slot, or the note. */
+/* Sends or receives the message of a micro-batch: the tensor in its slot, or the offset. */
 static ddp_result ddp__pipe_post_message(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     int slot = pool->slot[microbatch];
     void *data = m->in_place ? (void *)&pool->offsets.slot_offsets[slot]
@@ -4079,7 +4131,7 @@ static ddp_result ddp__pipe_post_message(ddp__pipe_messages *m, ddp__pipe_pool *
     return ddp_recv(m->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
 }
 
-/* Waits for the next returned note and frees its slot. */
+/* Waits for the next offset that comes back, and frees its slot. */
 static ddp_result ddp__pipe_reclaim_slot(ddp__pipe_messages *m, ddp__pipe_pool *pool) {
     int place = (int)(pool->offsets.returned_count++ % (uint64_t)pool->count);
     DDP_TRY(ddp_wait(m->group, &pool->offsets.return_works[place]));
@@ -4088,7 +4140,7 @@ static ddp_result ddp__pipe_reclaim_slot(ddp__pipe_messages *m, ddp__pipe_pool *
     return DDP_OK;
 }
 
-/* Posts receives in stream order while slots are free, up to the next send. An evaluation skips gradients. */
+/* Posts receives in queue order while slots are free, up to the next send. An evaluation skips gradients. */
 static ddp_result ddp__pipe_post_receives(ddp__pipe_messages *m, ddp__pipe_queue *queue) {
     for (; queue->next < queue->count; queue->next++) {
         const ddp__pipe_message *message = &queue->messages[queue->next];
@@ -4136,14 +4188,14 @@ static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, in
     if (pool->kind == DDP__PIPE_LOCAL)
         m->run->current->stats.bytes_handed_over += ddp_tensor_bytes(&pool->tensor);
     if (pool->kind != DDP__PIPE_OUT) return DDP_OK;
-    if (m->single_queue) { /* post all receives before this send in the stream */
+    if (m->single_queue) { /* post all receives before this send in the queue */
         DDP_TRY(ddp__pipe_post_receives(m, &m->queues[0]));
         if (m->queues[0].next++ != pool->order[microbatch])
             return ddp_fail(DDP_ERR_INVALID, "no free buffer for a message before the one to rank %d",
                             pool->peer);
     }
     m->run->current->stats.bytes_sent += ddp_tensor_bytes(&pool->tensor);
-    if (m->in_place) { /* post the receive of the returned note before sending the note */
+    if (m->in_place) { /* post the receive for the returned offset before sending it */
         uint64_t place = pool->sent % (uint64_t)pool->count;
         DDP_TRY(ddp_recv(m->group, &pool->offsets.returned[place], 1, DDP_U64, pool->peer,
                          ddp__pipe_return_tag(m, pool), &pool->offsets.return_works[place]));
@@ -4152,8 +4204,8 @@ static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, in
     return ddp__pipe_post_message(m, pool, microbatch);
 }
 
-/* Waits for all messages in flight. returns = 1, used after the last step or a failure: also waits for
-   returned notes, since peers read this rank's slots until the end of their step. Between steps this is not
+/* Waits for all messages in flight. wait_returns = 1, used after the last step or a failure: also waits for
+   returned offsets, since peers read this rank's slots until the end of their step. Between steps this is not
    necessary: a step ends with a collective. */
 static ddp_result ddp__pipe_wait_all(ddp__pipe_messages *m, int wait_returns) {
     ddp_saved_error first = DDP_ZERO;
@@ -4169,9 +4221,10 @@ static ddp_result ddp__pipe_wait_all(ddp__pipe_messages *m, int wait_returns) {
     return ddp_error_restore(&first);
 }
 
-//== runner: one step =============================================================== >>impl-pipeline-step
-/* Runs this rank's list: ddp__pipe_run -> ddp__pipe_run_list -> ddp__pipe_action for each action, which
-   prepares slots, calls the callbacks and sends the results. The end of the list completes the update. */
+//== runner: callbacks =================================================== >>impl-pipeline-callbacks
+/* Calls the functions of the user: forward, input_grad, weight_grad, backward, loss and hooks, with the
+   tensors of an action. A failure poisons the group, so that no rank waits for this one. Called by the
+   next section. */
 
 /* Ends the step on all ranks after a failure on this one, or of a message that it waited for: poisons the
    group unless that has failed already. The current error contains the reason. what: "the callback of ". */
@@ -4231,7 +4284,7 @@ static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const 
     return ddp__pipe_callback_result(p, result, before, what, a);
 }
 
-/* Fills in and returns an array of tensors for a call, p->tensors[2 * way + side]. */
+/* Fills in and returns an array of tensors for a call, p->tensors[2 * backward + side]. */
 static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side,
                                            int backward, int microbatch) {
     ddp_tensor *out = p->tensors[2 * backward + side];
@@ -4316,6 +4369,19 @@ static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
     s->versions.newest++;
     return DDP_OK;
 }
+
+//== runner: one step ========================================================= >>impl-pipeline-step
+/* Runs this rank's list and completes the update: ddp_pipeline_step and ddp_pipeline_evaluate.
+
+     ddp__pipe_run
+       ddp__pipe_run_list
+         for each action of the list: ddp__pipe_action
+           prepare    wait for inputs from other ranks; acquire slots for results
+           compute    call the callbacks, with the weights of the micro-batch's version
+           finish     free slots; send results; accumulate gradients; after the last one reduce and update
+         ddp__pipe_wait_all            sends in flight
+         ddp__pipe_update              wait_grad, tied parameters, update
+         ddp__pipe_exchange_results    losses and times of all ranks */
 
 /* Waits for the inputs of an action, and acquires slots for its results. */
 static ddp_result ddp__pipe_prepare_action(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
