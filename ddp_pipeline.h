@@ -572,7 +572,7 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
     && !defined(DDP_PIPELINE_IMPLEMENTATION_INCLUDED)
 #define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
 
-//== structs ============================================================================== >>impl-structs
+//== structs ============================================================================ >>impl-structs
 /* Includes, limits and struct ddp_schedule. A schedule is one array with the lists of all ranks. */
 #include <float.h>
 #include <math.h>
@@ -615,7 +615,7 @@ static const char *const ddp__schedule_kind_names[] = {
 };
 // clang-format on
 
-//== action lists ================================================================== >>impl-schedule-lists
+//== action lists ================================================================ >>impl-schedule-lists
 /* Allocates, fills and frees schedules. The generators, the parser and lowering append actions rank by rank;
    ddp__schedule_finish then derives the stage and micro-batch counts. */
 
@@ -630,8 +630,8 @@ static void ddp__schedule_mfree(void *memory, void *user) {
 
 /* Allocates count elements of size_bytes each. Returns NULL with the error set if memory runs out. */
 static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t size_bytes) {
-    void *memory = count > SIZE_MAX / size_bytes ? NULL
-                                                 : s->alloc_fn(count ? count * size_bytes : 1, s->user);
+    void *memory = NULL;
+    if (count <= SIZE_MAX / size_bytes) memory = s->alloc_fn(count ? count * size_bytes : 1, s->user);
     if (!memory)
         ddp_fail(DDP_ERR_NO_MEMORY, "ddp_schedule: %zu entries of %zu bytes could not be allocated", count,
                  size_bytes);
@@ -785,7 +785,7 @@ static int ddp__action_position(const ddp_schedule *s, int index) {
     return index - s->first[ddp__action_rank(s, index)];
 }
 
-//== schedule kinds ================================================================ >>impl-schedule-kinds
+//== schedule kinds ============================================================== >>impl-schedule-kinds
 /* Generates the lists of every kind except AUTO, and checks ddp_schedule_desc. In this section p is the
    number of ranks, m of micro-batches and v of chunks per rank. */
 
@@ -1039,7 +1039,7 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
     return ddp__schedule_finish(out, s);
 }
 
-//== dependencies between actions ============================================ >>impl-schedule-graph
+//== dependencies between actions ================================================ >>impl-schedule-graph
 /* The dependency graph of a schedule: which action of another rank an action waits for. ddp__graph_open fills
    it, and the next two sections check it and run it. Simulation, lowering, drawing and the runner use it. */
 
@@ -1177,7 +1177,7 @@ static ddp_result ddp__graph_enter(ddp__schedule_graph *graph, int index) {
     return DDP_OK;
 }
 
-//== schedule checks ========================================================= >>impl-schedule-check
+//== schedule checks ============================================================= >>impl-schedule-check
 /* Checks of ddp_schedule_check: each list, each micro-batch on each stage, messages and sharding. Every error
    names rank, position and action. ddp__graph_check_lists calls them in the order of this section.
 
@@ -1370,7 +1370,7 @@ static ddp_result ddp__graph_check_lists(ddp__schedule_graph *graph) {
                                                     : DDP_OK;
 }
 
-//== execution and times =================================================== >>impl-schedule-execute
+//== execution and times ======================================================= >>impl-schedule-execute
 /* Runs all lists of a graph against each other, without callbacks. This proves that no rank waits forever,
    and gives the times of all actions. ddp__graph_open is the entry; ddp_schedule_check and
    ddp_schedule_simulate call it.
@@ -1633,7 +1633,7 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
     return DDP_OK;
 }
 
-//== cost-based schedules: one run ============================================ >>impl-schedule-auto
+//== cost-based schedules: one run ================================================ >>impl-schedule-auto
 /* AUTO runs a list scheduler many times with different rules, and keeps the schedule with the shortest
    span. This section is one run; the next one searches over rules and memory limits. Each run has two
    clocks. The plan's clock decides what a rank does next; its transfers may be longer or shorter than the
@@ -1680,17 +1680,17 @@ static ddp__auto_rules ddp__auto_rules_at(int index) {
 typedef struct ddp__auto_rank {
     double cost[3], transfer; /* durations of F, I, W, and of a transfer to a neighbour */
     double planned_transfer;
-    double activation, weight_activation,
-        max_memory;              /* memory from F to I, from I to W, and the larger one */
-    double work;                 /* duration of all of its actions */
-    double first_forward;        /* earliest begin of its first F, with the real transfers */
-    double round_trip;           /* from there to the earliest begin of its first I */
-    double first_backward;       /* earliest begin of its first I, with the planned transfers */
-    double idle_at, memory;      /* plan's clock: end of its last action; memory in use */
-    double real_begin, real_end; /* real clock: begin of its first action, end of its last one */
-    double waited;               /* plan's clock: idle time since its first F */
-    int next[3], last;           /* started actions of each kind; the kind that ran last, F or I */
-    int length;                  /* actions in its list */
+    double activation, weight_activation; /* memory from F to I, and from I to W */
+    double max_memory;                    /* the larger one */
+    double work;                          /* duration of all of its actions */
+    double first_forward;                 /* earliest begin of its first F, with the real transfers */
+    double round_trip;                    /* from there to the earliest begin of its first I */
+    double first_backward;                /* earliest begin of its first I, with the planned transfers */
+    double idle_at, memory;               /* plan's clock: end of its last action; memory in use */
+    double real_begin, real_end;          /* real clock: begin of its first action, end of its last one */
+    double waited;                        /* plan's clock: idle time since its first F */
+    int next[3], last;                    /* started actions of each kind; the kind that ran last, F or I */
+    int length;                           /* actions in its list */
 } ddp__auto_rank;
 
 /* End of an F or I, on both clocks. */
@@ -1753,9 +1753,9 @@ static int ddp__auto_start(ddp__auto *a, int rank, int kind, double at) {
         end->real = r->real_end;
         r->last = kind;
     }
-    r->memory += kind == 0   ? r->max_memory
-                 : kind == 1 ? r->weight_activation - r->max_memory
-                             : -r->weight_activation;
+    if (kind == 0) r->memory += r->max_memory;
+    if (kind == 1) r->memory += r->weight_activation - r->max_memory;
+    if (kind == 2) r->memory += -r->weight_activation;
     a->lists[(size_t)rank * 3 * (size_t)a->m + (size_t)r->length++] = (unsigned char)kind;
     if (waits) {
         double done = 0;
@@ -1871,7 +1871,7 @@ static double ddp__auto_run(ddp__auto *a, int rules) {
     return span < a->best_span ? span : HUGE_VAL;
 }
 
-//== cost-based schedules: search =========================================== >>impl-schedule-search
+//== cost-based schedules: search =============================================== >>impl-schedule-search
 /* Tries rules and memory limits, and the kinds ZB-H1 and ZB-H2. ddp_schedule_create calls
    ddp__schedule_generate_auto for DDP_SCHEDULE_AUTO. */
 
@@ -2062,7 +2062,7 @@ static ddp_result ddp__schedule_generate_auto(ddp_schedule **out, const ddp_sche
     return result;
 }
 
-//== CSV parser ==================================================================== >>impl-schedule-parse
+//== CSV parser ================================================================== >>impl-schedule-parse
 /* Reads the lists of a schedule from CSV text, one line per rank. The input comes from outside: every error
    names line, cell and text. ddp_schedule_check then judges the schedule itself. */
 
@@ -2222,7 +2222,7 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     return ddp__schedule_finish(out, s);
 }
 
-//== lowering ====================================================================== >>impl-schedule-lower
+//== lowering ==================================================================== >>impl-schedule-lower
 /* Creates a schedule from another one, with the actions that DDP_LOWER_... name: I and W merged to B, UNSHARD
    and RESHARD, REDUCE_GRAD, SEND and RECV. */
 
@@ -2404,7 +2404,7 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
     return result;
 }
 
-//== drawing: CSV and text ==================================================== >>impl-schedule-draw
+//== drawing: CSV and text ======================================================== >>impl-schedule-draw
 /* The formats CSV and text, and the data that all formats share. Each format is a function that prints a
    ddp__drawing to a ddp__schedule_output. ddp_schedule_draw runs it twice: the first pass only counts
    bytes. */
@@ -2565,7 +2565,7 @@ static const char *ddp__drawing_title(const ddp_schedule *s) {
     return s->kind == DDP_SCHEDULE_KIND_COUNT ? "schedule" : ddp_schedule_kind_name(s->kind);
 }
 
-//== drawing: SVG ============================================================== >>impl-schedule-svg
+//== drawing: SVG ================================================================== >>impl-schedule-svg
 /* The format SVG: one row per rank, a box per action, a time axis and a legend.
 
      rank 0  | F0 | F1 |    | B0 | B1 |         an overlapping pair:  +----+  upper half: first action
@@ -2835,7 +2835,7 @@ static void ddp__draw_svg(const ddp__drawing *drawing, ddp__schedule_output *out
     ddp__schedule_print(output, "</svg>\n");
 }
 
-//== drawing: trace, public calls ============================================ >>impl-schedule-trace
+//== drawing: trace, public calls ================================================ >>impl-schedule-trace
 /* The format TRACE (JSON for chrome://tracing and Perfetto), ddp_schedule_draw and ddp_schedule_write. */
 
 /* Declares a row of the trace. Rows are sorted by rank; `second` is the row of overlapped actions. */
@@ -2935,7 +2935,7 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
     return ddp_schedule_draw(schedule, format, NULL, NULL, out, size_bytes);
 }
 
-//== partitioning and profiling ================================================== >>impl-schedule-balance
+//== partitioning and profiling ================================================ >>impl-schedule-balance
 /* Divides layers into stages of equal cost, and measures the cost of layers. */
 
 /* Fills stages from the left with a cost of at most max_cost each, and leaves one layer for each later stage.
@@ -3004,7 +3004,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
                         "layers and 0 to 100000 rounds",
                         desc->layer_count, desc->rounds, desc->warmup_rounds);
     rounds = desc->rounds ? desc->rounds : 5;
-    warmup = desc->warmup_rounds < 0 ? 0 : desc->warmup_rounds ? desc->warmup_rounds : 1;
+    warmup = desc->warmup_rounds ? desc->warmup_rounds : 1;
+    if (warmup < 0) warmup = 0;
     seconds = (double *)malloc(3 * (size_t)rounds * sizeof *seconds);
     if (!seconds)
         return ddp_fail(DDP_ERR_NO_MEMORY,
@@ -3028,7 +3029,7 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     return result;
 }
 
-//== runner: structs ============================================================= >>impl-pipeline-structs
+//== runner: structs =========================================================== >>impl-pipeline-structs
 /* A pipeline consists of: the stages of this rank, each with partial gradient sums and weight versions; one
    link per edge, with the slots of its tensors; queues, which define the order of messages; and the
    measurements of the last step. ddp_pipeline_create allocates all of it, ddp_pipeline_destroy frees it. */
@@ -3053,7 +3054,7 @@ typedef struct ddp__pipe_offsets {
 /* Slots for one kind of tensor on this rank, one per micro-batch in flight.
 
               tensor            number of slots          acquired                     released
-       HERE   stays on a rank   most in use at once      before an action writes it   after its last reader
+       LOCAL  stays on a rank   most in use at once      before an action writes it   after its last reader
        OUT    is sent           ddp__pipe_out_slots      before an action writes it   when its send is done;
                                                                                       in place: offset back
        IN     is received       most in use + prefetch   when its receive is posted   after its last reader */
@@ -3062,7 +3063,7 @@ typedef struct ddp__pipe_pool {
     ddp_tensor tensor;
     size_t stride;   /* bytes from slot to slot */
     int count, used; /* slots; slots in use, only during ddp__pipe_count_list */
-    /* Free slots: HERE, IN, and OUT in place. */
+    /* Free slots: LOCAL, IN, and OUT in place. */
     int free_count, *free_slots;
     int *slot;             /* per micro-batch; -1 = none */
     unsigned char *memory; /* in place: the shared memory of the sender */
@@ -3265,7 +3266,7 @@ static int ddp__pipe_stage_has(const ddp__pipe_stage *s, ddp_action_kind kind) {
     return s->kinds >> kind & 1;
 }
 
-//== runner: argument checks ======================================================= >>impl-pipeline-check
+//== runner: argument checks ===================================================== >>impl-pipeline-check
 /* Checks ddp_pipeline_desc on this rank, and copies stages and edges. Every error names the field. */
 
 /* Returns 1 if weights change within a step. */
@@ -3480,7 +3481,7 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     return ddp__pipe_check_ties(p);
 }
 
-//== runner: gradients and weight versions =============================== >>impl-pipeline-gradients
+//== runner: gradients and weight versions =================================== >>impl-pipeline-gradients
 /* Accumulates the gradients of micro-batches pairwise by index, so that the result does not depend on the
    order in which they arrive. Adds the gradients of tied parameters. Copies older weights before an update,
    and lets callbacks use them. Called by ddp__pipe_finish_action and ddp__pipe_update. */
@@ -3704,7 +3705,7 @@ static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, in
     }
 }
 
-//== runner: links and queues ================================================ >>impl-pipeline-links
+//== runner: links and queues ==================================================== >>impl-pipeline-links
 /* Initializes the links and stages of this rank: kind and peer of each pool of slots, the number of OUT
    slots, and the queues that define the order of messages. The first part of ddp_pipeline_create; it
    allocates no tensors.
@@ -3892,7 +3893,7 @@ static ddp_result ddp__pipe_make_queues(ddp_pipeline *p) {
     return result;
 }
 
-//== runner: memory ========================================================= >>impl-pipeline-memory
+//== runner: memory ============================================================= >>impl-pipeline-memory
 /* Counts and allocates the memory of a step. ddp__pipe_count_list walks through this rank's list once,
    without callbacks and messages, and counts slots, partial sums and weight copies in use.
    ddp__pipe_alloc then allocates that many. */
@@ -4077,7 +4078,7 @@ static ddp_result ddp__pipe_alloc(ddp_pipeline *p, size_t *shared) {
     return ddp__pipe_alloc_device(p, sizeof *p->squares, (void **)&p->squares);
 }
 
-//== runner: slots and messages ================================================= >>impl-pipeline-messages
+//== runner: slots and messages =============================================== >>impl-pipeline-messages
 /* Sends and receives the tensors of a step. Receives are posted ahead of their use, in queue order, while
    slots are free. In place, only offsets are sent. Called by the next sections around each action:
 
@@ -4221,7 +4222,7 @@ static ddp_result ddp__pipe_wait_all(ddp__pipe_messages *m, int wait_returns) {
     return ddp_error_restore(&first);
 }
 
-//== runner: callbacks =================================================== >>impl-pipeline-callbacks
+//== runner: callbacks ======================================================= >>impl-pipeline-callbacks
 /* Calls the functions of the user: forward, input_grad, weight_grad, backward, loss and hooks, with the
    tensors of an action. A failure poisons the group, so that no rank waits for this one. Called by the
    next section. */
@@ -4370,7 +4371,7 @@ static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
     return DDP_OK;
 }
 
-//== runner: one step ========================================================= >>impl-pipeline-step
+//== runner: one step ============================================================= >>impl-pipeline-step
 /* Runs this rank's list and completes the update: ddp_pipeline_step and ddp_pipeline_evaluate.
 
      ddp__pipe_run
@@ -4592,7 +4593,7 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
     return DDP_OK;
 }
 
-//== runner: create and destroy =================================================== >>impl-pipeline-create
+//== runner: create and destroy ================================================= >>impl-pipeline-create
 /* ddp_pipeline_create works in two phases. Each rank first checks its desc and allocates its own memory. All
    ranks then compare their plans with ddp_agree, and create shared memory and tie groups together. */
 
@@ -4849,7 +4850,7 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
     ddp__pipe_free(pipeline);
 }
 
-//== runner: losses, times, gradient norms ======================================== >>impl-pipeline-report
+//== runner: losses, times, gradient norms ====================================== >>impl-pipeline-report
 /* Public calls that read the results of the last step. */
 
 /* Adds values in tree order: a range splits at the largest power of two below its length. */
@@ -5001,7 +5002,7 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     return ddp_device_check(p->group);
 }
 
-//== public ================================================================================ >>impl-public
+//== public ============================================================================== >>impl-public
 /* Public calls that create and read schedules. The other public calls are in the sections of their topics. */
 
 DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
@@ -5010,7 +5011,10 @@ DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
 }
 
 /* Maps a letter of a name for comparison: upper case to lower case, '_' to '-'. */
-static int ddp__name_letter(char c) { return c == '_' ? '-' : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c; }
+static int ddp__name_letter(char c) {
+    if (c == '_') return '-';
+    return c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c;
+}
 
 DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind) {
     if (!name || !kind) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: name or kind is NULL");

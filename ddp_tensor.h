@@ -604,7 +604,7 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 #define DDP_TENSOR_IMPLEMENTATION_INCLUDED
 #define DDP__TENSOR_BODIES /* this inclusion compiles the bodies */
 
-//== structs ================================================================================== >>impl-structs
+//== structs ============================================================================ >>impl-structs
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -625,7 +625,7 @@ extern "C" {
 #endif
 #define DDP__TENSOR_INVALID(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
-//== tensor memory ====================================================================== >>impl-tensor-memory
+//== tensor memory ================================================================ >>impl-tensor-memory
 /* ddp_tensor_create, _free, _view, _slice, _fill and _copy, and the checks of tensors that all calls share. A
    tensor is contiguous memory of the group's device. */
 
@@ -928,7 +928,7 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
     return ddp__tensor_output_end(group, out, &t, DDP_OK);
 }
 
-//== boxes =============================================================================== >>impl-tensor-boxes
+//== boxes ========================================================================= >>impl-tensor-boxes
 /* Strided copies: ddp_tensor_copy_box, ddp_tensor_transpose, and packing for collectives. */
 
 /* A strided copy. For every index below the extents, run_bytes bytes are copied
@@ -1158,7 +1158,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     return ddp__tensor_output_end(group, out, &t, ddp__tensor_strided_copy(group, &s, in->data, t.data));
 }
 
-//== tensors as text ====================================================================== >>impl-tensor-text
+//== tensors as text ================================================================ >>impl-tensor-text
 /* ddp_tensor_print: a summary of a tensor as text. */
 
 /* Appends text to a summary. ddp_tensor_print never writes more than its size. */
@@ -1253,7 +1253,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     return DDP_OK;
 }
 
-//== shards of each rank ================================================================ >>impl-tensor-layout
+//== shards of each rank ========================================================== >>impl-tensor-layout
 /* The box that a rank holds under a placement, or under a layout of several axes. Axes shard one after the
    other: each cuts the box that the axes before it have left. */
 
@@ -1374,7 +1374,7 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
     return DDP_OK;
 }
 
-//== redistribution: plan ================================================================= >>impl-tensor-plan
+//== redistribution: plan =========================================================== >>impl-tensor-plan
 /* Chooses how one group converts a tensor from one placement to another: one collective, with blocks that are
    packed before it and unpacked after it. ddp__tensor_transfer is this plan. ddp_tensor_redistribute runs it
    once. ddp_tensor_redistribute_mesh runs one for each step along an axis.
@@ -1593,7 +1593,7 @@ static ddp_result ddp__tensor_transfer_prepare(ddp__tensor_transfer *tr, const c
     return DDP_OK;
 }
 
-//== redistribution: execution ============================================================= >>impl-tensor-run
+//== redistribution: execution ======================================================= >>impl-tensor-run
 /* Runs a ddp__tensor_transfer: pack, collective, unpack; or only a copy. ddp_tensor_redistribute and
    ddp_tensor_shard. All ranks agree on the conversion before the first message, so an error of one rank is
    returned on all. */
@@ -1747,7 +1747,7 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
     return ddp__tensor_output_end(group, out, &t, ddp__tensor_transfer_local(&tr, whole, &t));
 }
 
-//== distribute and gather ================================================================ >>impl-tensor-root
+//== distribute and gather ========================================================== >>impl-tensor-root
 /* ddp_tensor_distribute sends the parts of root's full tensor to all ranks; ddp_tensor_gather is the inverse.
    Both use a ddp__tensor_transfer from REPLICATE (root's tensor) to the placement of the parts.
 
@@ -1904,7 +1904,7 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
     return result == DDP_OK ? ddp_device_check(group) : result;
 }
 
-//== redistribution over a mesh ========================================================= >>impl-tensor-mesh
+//== redistribution over a mesh ===================================================== >>impl-tensor-mesh
 /* ddp_tensor_redistribute_mesh: converts between two layouts by steps, each of which changes the placement
    along one axis and is a ddp__tensor_transfer in that axis' group. Example on 2 x 2 ranks, from (SHARD(0),
    SHARD(0)) to (REPLICATE, SHARD(0)), with row blocks 0 to 3:
@@ -2095,7 +2095,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     return result;
 }
 
-//== numeric helpers of kernels =============================================================== >>impl-tp-math
+//== numeric helpers of kernels ========================================================= >>impl-tp-math
 /* The exponential, random words and sums that the kernels below share, and the block sizes of products. */
 
 #define DDP__TP_LANES 16 /* partial sums of a reduction: enough that the compiler vectorises it */
@@ -2208,7 +2208,7 @@ static inline int64_t ddp__tp_min(int64_t a, int64_t b) { return a < b ? a : b; 
    DDP__REAL set. ddp__real(norm) is then ddp__tp_norm_f32 or ddp__tp_norm_f64. */
 #if defined(DDP__REAL)
 
-//== matrix product of one type ======================================================== >>impl-tp-gemm-kernel
+//== matrix product of one type ================================================== >>impl-tp-gemm-kernel
 /* C = A B or C += A B, after Goto and van de Geijn (2008). Blocks of A and B are packed in the order in which
    the innermost loop reads them. That loop keeps a tile of C in registers, MR rows by NR columns (two
    vectors). ddp_gemm_builtin calls ddp__real(gemm_run).
@@ -2346,7 +2346,7 @@ static __attribute__((noinline)) void ddp__real(gemm_run)(const ddp_gemm *g) {
     }
 }
 
-//== layer kernels of one type ============================================================= >>impl-tp-kernels
+//== layer kernels of one type ======================================================= >>impl-tp-kernels
 /* The functions of ddp_layer_kernels for host memory. The table ddp__host_layers lists them; the layers below
    call them through ddp_tp.kernels. */
 
@@ -2595,7 +2595,7 @@ static ddp_result ddp__real(norm_backward)(const ddp_norm_backward *op) {
 #undef DDP__REAL
 #undef ddp__real
 
-//== matrix products ========================================================================== >>impl-tp-gemm
+//== matrix products ==================================================================== >>impl-tp-gemm
 /* ddp_gemm_builtin and CBLAS: argument checks, and the tables of kernels for host memory. */
 
 #define DDP__GEMM_NEED(condition, ...)                                                \
@@ -2677,7 +2677,7 @@ static const ddp_layer_kernels ddp__host_layers[2] = {
     {DDP_VERSION, DDP__GEMM_DEFAULT, DDP_LAYER_KERNELS(DDP__TP_F64)},
 };
 
-//== tensor-parallel context =============================================================== >>impl-tp-context
+//== tensor-parallel context ========================================================= >>impl-tp-context
 /* struct ddp_tp: the workspace that layers share, checks of arguments, and the collectives with
    statistics that all layers call. ddp_tp_create and ddp_tp_destroy. */
 
@@ -2979,7 +2979,7 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
     tp->stats.workspace_bytes = tp->workspace_bytes;
 }
 
-//== linear layers: products ================================================================ >>impl-tp-linear
+//== linear layers: products ========================================================== >>impl-tp-linear
 /* The products of column-parallel and row-parallel linears, with the collectives before or after them.
    Called by forward and backward in the next section. W is (N, K); the ranks hold blocks of it:
 
@@ -3236,7 +3236,7 @@ static ddp_result ddp__tp_linear_multiply_features(const ddp_tp_linear *l, ddp__
     return ddp__tp_linear_join_features(l, tp->workspace, out, rows);
 }
 
-//== linear layers: forward and backward ============================================= >>impl-tp-linear-passes
+//== linear layers: forward and backward ======================================= >>impl-tp-linear-passes
 /* ddp_tp_linear_forward and ddp_tp_linear_backward: which products and collectives a column and a row linear
    run. The MLP calls ddp__tp_linear_forward and _backward directly.
 
@@ -3351,7 +3351,7 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
     return ddp__tp_linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
-//== linear layers: creation ========================================================= >>impl-tp-linear-create
+//== linear layers: creation =================================================== >>impl-tp-linear-create
 /* ddp_tp_linear_create: resolves the desc into the features of this rank and the size of the workspace,
    and compares it on all ranks. Boxes of weights and biases for checkpoints. The MLP calls
    ddp__tp_linear_init. */
@@ -3511,7 +3511,7 @@ DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, 
     return ddp__tp_linear_box(linear, "ddp_tp_linear_bias_box", part, 1, box);
 }
 
-//== MLP ======================================================================================= >>impl-tp-mlp
+//== MLP ================================================================================= >>impl-tp-mlp
 /* ddp_tp_mlp: a column linear, the activation, and a row linear. Between them nothing is sent: each rank has
    the hidden features that its weights produce.
        forward     x --column--> h (rows, hidden/t) --activation--> a --row--> y         saved = [h | a]
@@ -3646,7 +3646,7 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     return ddp__tp_linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
-//== embedding and cross-entropy ============================================================ >>impl-tp-vocab
+//== embedding and cross-entropy ======================================================= >>impl-tp-vocab
 /* Vocabulary-parallel layers, as in Megatron-LM. Rank r has the rows of the embedding table, and the columns
    of the logits, for words [first, first + count).
 
@@ -3843,7 +3843,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     return ddp__tp_poison_on_error(tp, ddp_device_check(tp->group));
 }
 
-//== norms ==================================================================================== >>impl-tp-norm
+//== norms ============================================================================== >>impl-tp-norm
 /* Layer norm and RMS norm of the last dimension. In sequence parallelism every rank normalises other rows, so
    the gradients of weight and bias are summed over the ranks. */
 
@@ -3945,7 +3945,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     return ddp__tp_poison_on_error(tp, ddp_device_check(tp->group));
 }
 
-//== random numbers ========================================================================= >>impl-tp-random
+//== random numbers =================================================================== >>impl-tp-random
 /* ddp_tp_dropout and ddp_tensor_init_normal. The random number of an element depends only on its position
    in the global tensor, not on the number of ranks. */
 
@@ -4049,7 +4049,7 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
     return DDP_OK;
 }
 
-//== public calls ============================================================================== >>impl-public
+//== public calls ======================================================================== >>impl-public
 
 #ifdef __cplusplus
 }
