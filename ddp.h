@@ -7670,6 +7670,8 @@ typedef struct ddp__tcp {
     ddp__buffer to_send;        /* a frame */
 } ddp__tcp;
 
+/* Sends all bytes, and waits for room in the socket buffer. Returns 0 if the connection or the deadline
+   ends. */
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
     for (size_t done = 0; done < size;) {
         ssize_t n = sendto(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT, NULL, 0);
@@ -7680,8 +7682,7 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
     return 1;
 }
 
-/* With the lock held: sends the failure to the other ranks, once. Called only by the user of the
-   connections. */
+/* With the lock held: sends the failure to the peers, once. While a call runs, only that call does this. */
 static void ddp__tcp_send_failure(ddp__tcp *t) {
     if (t->cause.result == DDP_OK || t->failure_sent) return;
     ddp__send_status_to_peers(&t->rendezvous, t->cause.result, t->cause.text, -1);
@@ -7692,18 +7693,18 @@ static void ddp__tcp_send_failure(ddp__tcp *t) {
    DDP_RANK_SILENT, or DDP_RANK_BEHIND if the group has failed already. Other ranks only wait for rank 0. */
 static ddp_result ddp__tcp_fail_timed_out(ddp_group *group, const ddp__tcp *t) {
     const ddp__peer *peer = t->rendezvous.peer;
-    int missing = t->cause.result == DDP_OK ? DDP_RANK_SILENT : DDP_RANK_BEHIND;
+    const int missing_state = t->cause.result == DDP_OK ? DDP_RANK_SILENT : DDP_RANK_BEHIND;
     if (ddp_rank(group))
         return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer",
                         ddp_group_timeout_ms(group), peer->name);
     for (int r = 0; r < ddp_world_size(group); r++)
-        t->rank_state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
+        t->rank_state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing_state);
     return ddp_call_timed_out(group, t->call, t->rank_state);
 }
 
-/* With the lock held: handles a frame of a peer that has failed, or that leaves. A cause from rank 0 replaces
-   the one that this rank has found. Rank 0 replaces the timeout of another rank by its own list of missing
-   ranks. */
+/* With the lock held: handles a STATUS frame of a peer that has failed, or that leaves the group. A cause
+   from rank 0 replaces the one that this rank has found. Rank 0 replaces the timeout of another rank by its
+   own list of missing ranks. */
 static void ddp__tcp_handle_status(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     ddp_result cause = (ddp_result)p->head.result;
     if (cause == DDP_OK) {
@@ -7740,13 +7741,14 @@ static ddp_result ddp__tcp_fail_connection(int rank, const ddp__peer *p, int err
                     rank, p->name, p->head.kind, (int)p->head.result, (unsigned long long)p->head.size);
 }
 
-/* With the lock held: reads the frames that have arrived. Returns the number of peers that have not sent
-   their data. */
+/* With the lock held: reads the frames that have arrived, and handles failures and lost connections. Returns
+   the number of peers whose data is missing. */
 static int ddp__tcp_read_frames(ddp_group *group, ddp__tcp *t) {
     int missing = 0, error = 0;
     for (int r = 0; r < t->rendezvous.peer_count; r++) {
         ddp__peer *p = &t->rendezvous.peer[r];
-        /* A correct peer sends at most its data, a failure and its leave before this rank reads again. */
+        /* A correct peer sends at most three frames before this rank answers: its data, a failure and that it
+           leaves. */
         for (int frames = 0; frames < 3 && p->fd >= 0; frames++) {
             error = ddp__peer_read_frame(group, p, &t->received[r], DDP__ALLOW_STATUS | DDP__ALLOW_DATA);
             if (error) break;
@@ -7769,29 +7771,33 @@ static int ddp__tcp_read_frames(ddp_group *group, ddp__tcp *t) {
     return missing;
 }
 
-/* Waits for the data of all peers. A rank that exceeds the timeout reports this to rank 0, then waits for
-   rank 0 to name the missing ranks. */
+/* Waits for the data of all peers. A rank other than 0 that exceeds the timeout reports this to rank 0, and
+   waits for the grace period: rank 0 names the missing ranks. */
 static ddp_result ddp__tcp_wait_for_data(ddp_group *group, ddp__tcp *t, double deadline) {
+    const int is_rank0 = ddp_rank(group) == 0;
     for (;;) {
         pthread_mutex_lock(&t->lock);
         int missing = ddp__tcp_read_frames(group, t);
-        for (int r = 0; r < t->rendezvous.peer_count; r++)
-            if (!t->rendezvous.peer[r].arrived && t->rendezvous.peer[r].fd < 0)
+        for (int r = 0; r < t->rendezvous.peer_count; r++) {
+            const ddp__peer *p = &t->rendezvous.peer[r];
+            if (!p->arrived && p->fd < 0)
                 ddp_error_save(&t->cause, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group",
-                                                   r, t->rendezvous.peer[r].name));
+                                                   r, p->name));
+        }
         ddp_error_save(&t->cause, ddp_group_check_lost(group));
         double now = ddp_now();
-        int overdue = missing && now > deadline;
-        if (overdue) ddp_error_save(&t->cause, ddp__tcp_fail_timed_out(group, t));
-        int failed = t->cause.result != DDP_OK && (missing || ddp_rank(group) == 0);
+        int is_overdue = missing && now > deadline;
+        if (is_overdue) ddp_error_save(&t->cause, ddp__tcp_fail_timed_out(group, t));
+        /* A rank that has the answer of rank 0 completes the call, even if the group has failed since. */
+        int has_failed = t->cause.result != DDP_OK && (missing || is_rank0);
         ddp__tcp_send_failure(t);
-        if (failed && overdue && ddp_rank(group) && t->cause.result == DDP_ERR_TIMEOUT
+        if (has_failed && is_overdue && !is_rank0 && t->cause.result == DDP_ERR_TIMEOUT
             && !t->failure_from_rank0) {
-            failed = now >= deadline + t->rendezvous.grace_period;
-            if (failed) ddp_group_mark_lost(group, 0, DDP_ERR_TIMEOUT, t->cause.text);
+            has_failed = now >= deadline + t->rendezvous.grace_period;
+            if (has_failed) ddp_group_mark_lost(group, 0, DDP_ERR_TIMEOUT, t->cause.text);
         }
         pthread_mutex_unlock(&t->lock);
-        if (failed) return DDP_ERR_POISONED;
+        if (has_failed) return DDP_ERR_POISONED;
         if (!missing) return DDP_OK;
         ddp__rendezvous_poll(&t->rendezvous);
     }
@@ -7809,39 +7815,39 @@ static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, con
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Receives and forwards failures, unless a running call does this. call: begins here, or NULL. ends: 1 = a
-   call ends here. */
-static ddp_result ddp__tcp_forward_failures(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
-    pthread_mutex_lock(&t->lock);
-    if (ends) t->call = NULL;
+/* With the lock held: receives and forwards failures, unless a running call does this. Returns the
+   failure. */
+static ddp_result ddp__tcp_forward_failures(ddp_group *group, ddp__tcp *t) {
     if (!t->call) {
         ddp__tcp_read_frames(group, t);
         ddp__tcp_send_failure(t);
     }
-    if (call) t->call = call;
-    ddp_result result = ddp_error_restore(&t->cause);
+    return ddp_error_restore(&t->cause);
+}
+
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    pthread_mutex_lock(&t->lock);
+    ddp_result result = ddp__tcp_forward_failures((ddp_group *)(uintptr_t)group, t);
     pthread_mutex_unlock(&t->lock);
     return result;
 }
 
-static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
-    return ddp__tcp_forward_failures((ddp_group *)(uintptr_t)group, (ddp__tcp *)state, NULL, 0);
-}
-
 //== the tcp backend: calls ================================================================= >>impl-tcp-calls
 
-/* Executes collectives over the connections to rank 0. Three ranks, an all_gather:
+/* Executes collectives over the connections to rank 0. A frame has a head (the packed call and the size),
+   then the data. Three ranks, an all_gather:
 
-       rank 1  -- DATA  call, size 1 | data 1 -->            rank 0  compares the heads of all ranks with
-       rank 2  -- DATA  call, size 2 | data 2 -->                    the one that its own call implies
+       rank 1  --- head | data 1 ------------------------->  rank 0   compares the heads with its own call
+       rank 2  --- head | data 2 ------------------------->  rank 0   builds the answer
 
-       rank 1  <-- DATA  call, size | data 0, data 1, data 2 --   rank 0  sends every rank the same
-       rank 2  <-- DATA  call, size | data 0, data 1, data 2 --           answer
+       rank 1  <-- head | data 0, data 1, data 2 ----------  rank 0   sends the same answer to all ranks
+       rank 2  <-- head | data 0, data 1, data 2 ----------  rank 0
 
-   Calls that add have the sum as the answer. Each rank copies its part of the answer to call->recv. A rank
-   can compute the head of every frame by itself. It checks each head before it uses any byte of the data. */
+   Calls that add have the sum as the answer. Each rank copies its part of the answer to call->recv. Every
+   rank can compute the head of every frame from its own call. It compares a head before it uses any data. */
 
-/* Returns the head of a rank's frame for a call. Every rank can compute it for every other rank. */
+/* Returns the head of a rank's frame for a call. */
 static ddp__frame ddp__tcp_request_head(const ddp_call *call, int rank, int world_size) {
     ddp__frame frame = {DDP__FRAME_MAGIC, DDP__FRAME_DATA, 0, 0, {0, 0}};
     size_t size = call->recv_counts ? SIZE_MAX : ddp_call_send_size(call, rank, world_size);
@@ -7864,8 +7870,7 @@ static ddp__frame ddp__tcp_answer_head(const ddp_call *call, int world_size) {
     return answer;
 }
 
-/* Compares the head of a peer's frame with the one that this rank's call implies, before any byte of the data
-   is used. */
+/* Compares the head of a peer's frame with the expected one. */
 static ddp_result ddp__tcp_check_head(const ddp_group *group, const ddp_call *call, int rank,
                                       const ddp__peer *p, const ddp__frame *expected) {
     const ddp__frame *frame = &p->data_head;
@@ -7878,33 +7883,40 @@ static ddp_result ddp__tcp_check_head(const ddp_group *group, const ddp_call *ca
                     (unsigned long long)expected->size);
 }
 
-/* On rank 0, when the data of all ranks has arrived: compares the calls and builds the answer. */
-static ddp_result ddp__tcp_build_answer(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
+/* On rank 0, when the data of all ranks has arrived: compares the calls, and writes the answer to
+   t->to_send. */
+static ddp_result ddp__tcp_build_answer(ddp_group *group, ddp__tcp *t, const ddp_call *call,
+                                        const ddp__frame *answer) {
     ddp__peer *peer = t->rendezvous.peer;
-    ddp__frame frame = ddp__tcp_answer_head(call, ddp_world_size(group));
-    size_t offset = sizeof frame;
-    int adds = ddp_call_adds(call), part_count = adds ? 1 : ddp_world_size(group);
-    for (int r = 0; r < ddp_world_size(group); r++) {
-        ddp__frame expected = ddp__tcp_request_head(call, r, ddp_world_size(group));
+    size_t offset = sizeof *answer;
+    int adds = ddp_call_adds(call), world_size = ddp_world_size(group);
+    for (int r = 0; r < world_size; r++) {
+        ddp__frame expected = ddp__tcp_request_head(call, r, world_size);
         DDP_TRY(ddp__tcp_check_head(group, call, r, &peer[r], &expected));
         t->sources[r] = t->received[r].bytes;
         peer[r].arrived = 0;
     }
-    if (adds && !frame.result) /* overwrites rank 0's data */
-        ddp_reduce_tree(t->received->bytes, t->sources, ddp_world_size(group),
-                        frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
-    DDP_TRY(ddp__buffer_reserve(group, &t->to_send, offset + frame.size));
-    memcpy(t->to_send.bytes, &frame, sizeof frame);
-    for (int r = 0; r < part_count && frame.size; offset += peer[r++].data_head.size)
-        if (peer[r].data_head.size)
-            memcpy(t->to_send.bytes + offset, t->received[r].bytes, peer[r].data_head.size);
+    DDP_TRY(ddp__buffer_reserve(group, &t->to_send, offset + answer->size));
+    memcpy(t->to_send.bytes, answer, sizeof *answer);
+    if (!answer->size) return DDP_OK;
+    if (adds) {
+        ddp_reduce_tree(t->to_send.bytes + offset, t->sources, world_size,
+                        answer->size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
+        return DDP_OK;
+    }
+    for (int r = 0; r < world_size; r++) {
+        size_t size = peer[r].data_head.size;
+        if (size) memcpy(t->to_send.bytes + offset, t->received[r].bytes, size);
+        offset += size;
+    }
     return DDP_OK;
 }
 
 /* Copies the part of this rank from the answer. */
 static void ddp__tcp_unpack_answer(const ddp_group *group, const ddp_call *call,
                                    const unsigned char *answer) {
-    for (int r = 0; r < (ddp_call_adds(call) ? 1 : ddp_world_size(group)); r++) {
+    int part_count = ddp_call_adds(call) ? 1 : ddp_world_size(group);
+    for (int r = 0; r < part_count; r++) {
         ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group));
         ddp_bytes to = ddp_call_receives(call, ddp_rank(group), r);
         if (to.size) memcpy((unsigned char *)call->recv + to.begin, answer + from.begin, to.size);
@@ -7912,49 +7924,79 @@ static void ddp__tcp_unpack_answer(const ddp_group *group, const ddp_call *call,
     }
 }
 
+/* On rank 0: waits for the data of all ranks, and sends the answer to the others. */
+static ddp_result ddp__tcp_exchange_on_rank0(ddp_group *group, ddp__tcp *t, const ddp_call *call,
+                                             const ddp__frame *answer, double deadline) {
+    const void *data = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
+    ddp__frame head = ddp__tcp_request_head(call, 0, ddp_world_size(group));
+    ddp__peer *peer = t->rendezvous.peer;
+    /* Rank 0 stores its own data with that of the others. */
+    DDP_TRY(ddp__buffer_reserve(group, &t->received[0], head.size));
+    if (head.size) memcpy(t->received[0].bytes, data, head.size);
+    peer[0].data_head = head;
+    peer[0].arrived = 1;
+    DDP_TRY(ddp__tcp_wait_for_data(group, t, deadline));
+    DDP_TRY(ddp__tcp_build_answer(group, t, call, answer));
+    for (int r = 1; r < t->rendezvous.peer_count; r++) {
+        /* After a failed send the connection is shut down, and the next call reports it. */
+        if (!ddp__send_all(peer[r].fd, t->to_send.bytes, sizeof *answer + answer->size, deadline))
+            shutdown(peer[r].fd, SHUT_RDWR);
+    }
+    return DDP_OK;
+}
+
+/* On the other ranks: sends the data to rank 0, and waits for the answer. */
+static ddp_result ddp__tcp_exchange_with_rank0(ddp_group *group, ddp__tcp *t, const ddp_call *call,
+                                               const ddp__frame *answer, double deadline) {
+    const void *data = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
+    ddp__frame head = ddp__tcp_request_head(call, ddp_rank(group), ddp_world_size(group));
+    size_t size = sizeof head + head.size;
+    ddp__peer *rank0 = t->rendezvous.peer;
+    DDP_TRY(ddp__buffer_reserve(group, &t->to_send, size));
+    memcpy(t->to_send.bytes, &head, sizeof head);
+    if (head.size) memcpy(t->to_send.bytes + sizeof head, data, head.size);
+    rank0->arrived = 0;
+    /* If this fails, the wait reports why. */
+    if (rank0->fd >= 0) ddp__send_all(rank0->fd, t->to_send.bytes, size, deadline);
+    DDP_TRY(ddp__tcp_wait_for_data(group, t, deadline));
+    return ddp__tcp_check_head(group, call, 0, rank0, answer);
+}
+
 /* Executes a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     double deadline = ddp_now() + ddp_group_timeout_ms(group) * 1e-3;
-    ddp__frame frame = ddp__tcp_request_head(call, ddp_rank(group), ddp_world_size(group));
-    ddp__peer *p = t->rendezvous.peer;
-    int is_rank0 = ddp_rank(group) == 0;
-    ddp__buffer *buffer = is_rank0 ? t->received
-                                   : &t->to_send; /* rank 0 stores its data with that of the others */
-    size_t head_bytes = is_rank0 ? 0 : sizeof frame;
-    DDP_TRY(ddp__buffer_reserve(group, buffer, head_bytes + frame.size));
-    memcpy(is_rank0 ? (unsigned char *)&p->data_head : buffer->bytes, &frame, sizeof frame);
-    if (frame.size)
-        memcpy(buffer->bytes + head_bytes, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send,
-               frame.size);
-    p->arrived = is_rank0;
-    /* if this fails, the wait reports why */
-    if (!is_rank0 && p->fd >= 0) ddp__send_all(p->fd, buffer->bytes, head_bytes + frame.size, deadline);
-    DDP_TRY(ddp__tcp_wait_for_data(group, t, deadline));
-    if (is_rank0) DDP_TRY(ddp__tcp_build_answer(group, t, call));
-    frame = ddp__tcp_answer_head(call, ddp_world_size(group));
-    if (!is_rank0) DDP_TRY(ddp__tcp_check_head(group, call, 0, p, &frame));
-    for (int r = 1; r < t->rendezvous.peer_count; r++)
-        /* After a failed send the connection is shut down, and the next call reports it. */
-        if (!ddp__send_all(p[r].fd, t->to_send.bytes, sizeof frame + frame.size, deadline))
-            shutdown(p[r].fd, SHUT_RDWR);
-    if (frame.result)
+    ddp__frame answer = ddp__tcp_answer_head(call, ddp_world_size(group));
+    const unsigned char *data;
+    if (ddp_rank(group) == 0) {
+        DDP_TRY(ddp__tcp_exchange_on_rank0(group, t, call, &answer, deadline));
+        data = t->to_send.bytes + sizeof answer;
+    } else {
+        DDP_TRY(ddp__tcp_exchange_with_rank0(group, t, call, &answer, deadline));
+        data = t->received->bytes;
+    }
+    if (answer.result)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "the tcp backend has at most 64 KiB per rank and no calls with counts; build with "
                         "DDP_USE_MPI, or use ddp_cuda.cuh for GPU memory");
-    ddp__tcp_unpack_answer(group, call, is_rank0 ? t->to_send.bytes + sizeof frame : t->received->bytes);
+    ddp__tcp_unpack_answer(group, call, data);
     return DDP_OK;
 }
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp_result result = ddp__tcp_forward_failures(group, t, call, 0) == DDP_OK
-                            ? ddp__tcp_exchange(group, t, call)
-                            : DDP_ERR_POISONED;
+    pthread_mutex_lock(&t->lock);
+    ddp_result result = ddp__tcp_forward_failures(group, t);
+    t->call = call;
+    pthread_mutex_unlock(&t->lock);
+    result = result == DDP_OK ? ddp__tcp_exchange(group, t, call) : DDP_ERR_POISONED;
     if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
         ddp__tcp_poison(group, t, result, ddp_last_error());
         result = DDP_ERR_POISONED;
     }
-    ddp__tcp_forward_failures(group, t, NULL, 1);
+    pthread_mutex_lock(&t->lock);
+    t->call = NULL;
+    ddp__tcp_forward_failures(group, t);
+    pthread_mutex_unlock(&t->lock);
     return result;
 }
 
@@ -7985,18 +8027,16 @@ static void ddp__tcp_set_socket_options(int fd, int timeout_ms) {
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
-/* Creates the state of a group before its ranks meet: a copy of venue, and the memory that they need until
-   they have met. A later split of the group and ddp_agree need no more memory.
-   Returns NULL without memory. In a split all ranks then agree on that. The ranks of a world (split 0)
-   cannot: they meet without the buffers that could not be allocated, and the first call fails on all of
+/* Allocates the state of a group before its ranks connect, and all memory that it needs for its own creation,
+   for a later split and for ddp_agree. rv: copied.
+   Returns NULL without memory. In a split all ranks then agree on that. The ranks of a world (is_split 0)
+   cannot: they connect without the buffers that could not be allocated, and the first call fails on all of
    them. */
-static ddp__tcp *ddp__tcp_alloc(ddp_group *group, const ddp__rendezvous *venue, int split) {
+static ddp__tcp *ddp__tcp_alloc(ddp_group *group, const ddp__rendezvous *rv, int is_split) {
     size_t w = (size_t)ddp_world_size(group);
-    size_t size = sizeof(ddp__tcp)
-                  + w
-                        * (sizeof(ddp__process_id) + sizeof(void *) + sizeof(ddp__buffer) + 1
-                           + DDP__ADDRESSES_MAX);
-    ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
+    size_t bytes_per_rank = sizeof(ddp__process_id) + sizeof(void *) + sizeof(ddp__buffer) + 1
+                            + DDP__ADDRESSES_MAX;
+    ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, sizeof *t + w * bytes_per_rank);
     if (!t) return NULL;
     pthread_mutex_init(&t->lock, NULL);
     t->process = (ddp__process_id *)(void *)(t + 1);
@@ -8004,23 +8044,28 @@ static ddp__tcp *ddp__tcp_alloc(ddp_group *group, const ddp__rendezvous *venue, 
     t->received = (ddp__buffer *)(void *)(t->sources + w);
     t->rank_state = (unsigned char *)(t->received + w);
     t->addresses = (char *)(t->rank_state + w);
-    t->rendezvous = *venue;
+    t->rendezvous = *rv;
     ddp_result result = ddp__rendezvous_alloc(&t->rendezvous, group);
     if (result == DDP_OK) result = ddp__buffer_reserve(group, &t->to_send, (w + 1) * DDP__ADDRESSES_MAX);
     for (int r = 0; r < t->rendezvous.peer_count && r < ddp_world_size(group) && result == DDP_OK; r++)
         result = ddp__buffer_reserve(group, &t->received[r], (ddp_rank(group) ? w : 1) * DDP__ADDRESSES_MAX);
-    if (result == DDP_OK || (!split && t->rendezvous.peer)) return t;
+    if (result == DDP_OK || (!is_split && t->rendezvous.peer)) return t;
     ddp__tcp_close(group, t);
     return NULL;
 }
 
-/* Connects the ranks. Each of them then sends its card to all others. */
+/* Connects the ranks, and gathers their process ids. */
 static ddp_result ddp__tcp_connect(ddp_group *group, ddp__tcp *t) {
-    ddp__process_id mine;
-    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1,   0,    0, mine, t->process,
-                           DDP__PROCESS_WORDS,  NULL,    NULL,       NULL, NULL, 0, 0,    DDP_IN_NO_CALL};
+    ddp__process_id self;
+    ddp_call call = DDP_ZERO;
     ddp__peer *p = t->rendezvous.peer;
-    ddp__process_id_self(mine);
+    call.kind = DDP_CALL_ALL_GATHER;
+    call.dtype = DDP_U64;
+    call.root = -1;
+    call.send = self;
+    call.recv = t->process;
+    call.count = DDP__PROCESS_WORDS;
+    ddp__process_id_self(self);
     DDP_TRY(ddp__connect_ranks(&t->rendezvous, NULL));
     for (int r = 0; r < t->rendezvous.peer_count; r++)
         ddp__tcp_set_socket_options(p[r].fd, ddp_group_timeout_ms(group));
@@ -8033,13 +8078,13 @@ static ddp_result ddp__tcp_connect(ddp_group *group, ddp__tcp *t) {
     return ddp_fail_in(ddp__tcp_status(group, t), "ddp_group_create", group, "%s", ddp_last_error());
 }
 
-/* Opens the group of t: its ranks meet. If all of them are on one machine, the group switches to shared
+/* Opens the group of t: connects its ranks. If all of them are on one machine, the group switches to shared
    memory and closes its connections. t: from ddp__tcp_alloc; NULL = no memory. */
 static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
     int world_size = ddp_world_size(group), local_count = 0, local_rank = 0;
-    /* Not from the gathered cards: rank 0 has sent this rank's card too, and may have changed it. */
+    /* Not t->process[rank]: that has come from rank 0, which may have changed it. */
     const uint64_t machine = ddp_machine_id();
-    ddp__process_id cards[DDP_MAX_LOCAL_RANKS];
+    ddp__process_id process[DDP_MAX_LOCAL_RANKS];
     if (!t) return DDP_ERR_NO_MEMORY;
     ddp_result result = ddp__tcp_connect(group, t);
     if (result != DDP_OK) {
@@ -8059,21 +8104,22 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
     ddp__rendezvous local = DDP_ZERO;
     snprintf(local.token, sizeof local.token, "tcp:%016llx",
              (unsigned long long)t->process[0][DDP__PROCESS_NONCE]);
-    memcpy(cards, t->process, (size_t)world_size * sizeof *cards);
-    local.process = (const ddp__process_id *)cards;
+    memcpy(process, t->process, (size_t)world_size * sizeof *process);
+    local.process = (const ddp__process_id *)process;
     ddp__tcp_close(group, t);
     return ddp__local_connect(group, &local, state);
 }
 
-/* The leader of each new group sends its addresses to all ranks of the parent and, unless local is 1, the
-   port at which it listens. leader: of this rank's new group, as a rank of the parent. venue: of this rank's
-   new group; NULL = it joins none. */
-static ddp_result ddp__tcp_exchange_addresses(ddp_group *parent, const ddp__tcp *t, ddp__rendezvous *venue,
-                                              int leader, int local) {
+/* Sends the address lists of the new groups to all ranks of the parent, and sets the address in rv. The
+   leader of a group is its rank 0. Unless is_local, it opens a listener first.
+   rv: of this rank's new group; NULL = it joins none. leader: of this rank's new group, as a rank of the
+   parent. */
+static ddp_result ddp__tcp_exchange_addresses(ddp_group *parent, const ddp__tcp *t, ddp__rendezvous *rv,
+                                              int leader, int is_local) {
     char own_list[DDP__ADDRESSES_MAX] = "", *list;
-    if (venue && leader == ddp_rank(parent)) {
-        int *listener = ddp__rendezvous_listener(venue);
-        if (!local) *listener = ddp__tcp_listen("", 0, 1);
+    if (rv && leader == ddp_rank(parent)) {
+        int *listener = ddp__rendezvous_listener(rv);
+        if (!is_local) *listener = ddp__tcp_listen("", 0, 1);
         ddp__addresses_write(*listener, own_list);
     }
     uint64_t size = strlen(own_list) + 1;
@@ -8084,79 +8130,82 @@ static ddp_result ddp__tcp_exchange_addresses(ddp_group *parent, const ddp__tcp 
                            "a rank sent an address of %llu bytes; use at most %zu", (unsigned long long)size,
                            sizeof own_list);
     DDP_TRY(ddp_all_gather(parent, own_list, t->addresses, size, DDP_U8, NULL));
-    if (!venue) return DDP_OK;
+    if (!rv) return DDP_OK;
     list = t->addresses + size * (uint64_t)leader;
     list[size - 1] = 0;
-    if (ddp__addresses_parse(venue, 0, list) && (local || venue->port)) return DDP_OK;
+    if (ddp__addresses_parse(rv, 0, list) && (is_local || rv->port)) return DDP_OK;
     return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen on any port",
                        leader);
 }
 
-/* Members on one machine connect there and use the local backend. Others connect to the new group's rank 0;
-   its addresses are sent over the parent. First all ranks agree that each has the memory for this, because a
-   rank without memory would not connect, and others would wait for it. */
+/* If the members are on one machine, the child connects in shared memory and uses the local backend.
+   Otherwise the members connect to the child's rank 0. Its addresses are sent over the parent. First all
+   ranks agree that each has the memory for this, because a rank without memory would not connect, and the
+   others would wait for it. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
                                  int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
-    int local = member_count <= DDP_MAX_LOCAL_RANKS;
-    ddp__tcp *made = NULL;
-    ddp__rendezvous local_rendezvous = DDP_ZERO, *venue = child ? &local_rendezvous : NULL;
+    int is_local = member_count <= DDP_MAX_LOCAL_RANKS;
+    ddp__tcp *child_tcp = NULL;
+    ddp__rendezvous start = DDP_ZERO, *rv = child ? &start : NULL;
     ddp_result result = member_count && !child ? DDP_ERR_NO_MEMORY : DDP_OK;
     *child_state = NULL;
     for (int i = 1; i < member_count; i++)
-        local &= t->process[members[i]][DDP__PROCESS_MACHINE] == t->process[members[0]][DDP__PROCESS_MACHINE];
-    if (child && local) {
-        local_rendezvous.process = (const ddp__process_id *)t->process;
-        local_rendezvous.process_index = members;
-        result = ddp__rendezvous_alloc(&local_rendezvous, child);
+        is_local &= t->process[members[i]][DDP__PROCESS_MACHINE]
+                    == t->process[members[0]][DDP__PROCESS_MACHINE];
+    if (child && is_local) {
+        start.process = (const ddp__process_id *)t->process;
+        start.process_index = members;
+        result = ddp__rendezvous_alloc(&start, child);
     } else if (child) {
-        local_rendezvous.port_count = 1;
-        local_rendezvous.has_secret = t->rendezvous.has_secret;
-        memcpy(local_rendezvous.key, t->rendezvous.key, sizeof local_rendezvous.key);
-        made = ddp__tcp_alloc(child, &local_rendezvous, 1);
-        if (made)
-            venue = &made->rendezvous;
+        start.port_count = 1;
+        start.has_secret = t->rendezvous.has_secret;
+        memcpy(start.key, t->rendezvous.key, sizeof start.key);
+        child_tcp = ddp__tcp_alloc(child, &start, 1);
+        if (child_tcp)
+            rv = &child_tcp->rendezvous;
         else
             result = DDP_ERR_NO_MEMORY;
     }
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
     if (result == DDP_OK)
-        result = ddp__tcp_exchange_addresses(parent, t, venue, child ? members[0] : -1, local);
-    if (result == DDP_OK && made) return ddp__tcp_open(child, made, child_state);
-    if (result == DDP_OK && child) return ddp__local_connect(child, &local_rendezvous, child_state);
-    if (made) ddp__tcp_close(child, made);
-    ddp__rendezvous_close(&local_rendezvous);
+        result = ddp__tcp_exchange_addresses(parent, t, rv, child ? members[0] : -1, is_local);
+    if (result == DDP_OK && child_tcp) return ddp__tcp_open(child, child_tcp, child_state);
+    if (result == DDP_OK && child) return ddp__local_connect(child, &start, child_state);
+    if (child_tcp) ddp__tcp_close(child, child_tcp);
+    ddp__rendezvous_close(&start);
     return result;
 }
 
 static const ddp_backend ddp__backend_tcp = {
     "tcp",
-    NULL,
+    NULL, /* open */
     ddp__tcp_run,
-    NULL,
-    NULL,
-    NULL,
+    NULL, /* p2p_start */
+    NULL, /* p2p_poll */
+    NULL, /* p2p_sleep */
     ddp__tcp_split,
-    NULL,
-    NULL,
+    NULL, /* alloc */
+    NULL, /* free */
     ddp__tcp_status,
     ddp__tcp_poison,
     ddp__tcp_close,
-    0,
+    0, /* enqueues */
     DDP_ORDER_TREE,
-    NULL,
-    NULL,
-    NULL,
-    NULL,
-    NULL,
+    NULL, /* p2p_batch */
+    NULL, /* peer */
+    NULL, /* signal */
+    NULL, /* wait_signal */
+    NULL, /* p2p_wake */
 };
 
 //== groups: creation =========================================================================== >>impl-group
 
-/* Creates groups. ddp_group_create resolves the desc and the identity, chooses the backend and the
-   rendezvous, and opens the group. ddp_launch and the backends open groups inside a world with the other
+/* Creates groups. ddp_group_create resolves the desc and the identity of this rank, chooses the backend and
+   the rendezvous, and opens the group. ddp_launch and the backends open groups inside a world with the other
    functions. */
 
+/* Copies a desc, with defaults for the fields that are 0. desc may be NULL. */
 static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
     ddp_group_desc none = DDP_ZERO;
     *out = desc ? *desc : none;
@@ -8184,6 +8233,7 @@ static void ddp__allocation_free(ddp_group *group, ddp__allocation *a) {
     ddp_host_free(group, a);
 }
 
+/* Frees a group, except for the state of its backend. */
 static void ddp__group_delete(ddp_group *group) {
     while (group->allocations) {
         ddp__allocation *a = group->allocations;
@@ -8251,15 +8301,15 @@ static ddp_result ddp__group_alloc(ddp_group **out, const ddp_group_desc *desc, 
     return result;
 }
 
-/* Creates a group with the state of its backend. backend NULL: tcp, and the ranks meet at rv. Ranks of the
-   local backend use the world or the heap of id, or meet by rv->token. */
+/* Creates a group with the state of its backend. backend NULL: the tcp backend, with the rendezvous rv. The
+   local backend uses the world or the heap of id, otherwise a rendezvous by rv->token. */
 static ddp_result ddp__group_open(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
                                   const ddp__identity *id, ddp__rendezvous *rv) {
     ddp_group *group = NULL;
     ddp_result result = ddp__group_alloc(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank,
                                          id->world_size, NULL);
-    /* Participates without a group, so that other ranks do not wait for this one. */
     if (result != DDP_OK && id->world && backend == &ddp__backend_local) {
+        /* Takes part without a group, so that the other ranks do not wait for this one. */
         ddp_saved_error first = {DDP_OK, ""};
         ddp_error_save(&first, result);
         ddp__local_duplicate(NULL, id->world);
@@ -8273,9 +8323,10 @@ static ddp_result ddp__group_open(ddp_group **out, const ddp_group_desc *desc, c
         if (backend->open) result = backend->open(group, &group->state);
     } else if (id->world) {
         result = ddp__local_duplicate(group, id->world);
+    } else if (id->heap) {
+        result = ddp__local_open_world(group, id->heap, &group->state);
     } else {
-        result = id->heap ? ddp__local_open_world(group, id->heap, &group->state)
-                          : ddp__local_connect(group, rv, &group->state);
+        result = ddp__local_connect(group, rv, &group->state);
     }
     if (result == DDP_OK)
         *out = group;
@@ -8329,12 +8380,28 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
 static const char *const ddp__scheme_prefixes[DDP__SCHEME_COUNT] = {"self://", "env://", "mpi://", "tcp://",
                                                                     "file://"};
 
-/* Chooses the backend and the rendezvous of a world, and creates it. */
+/* Returns 1 if MASTER_ADDR may be another machine: it is no loopback address, and the number of ranks on this
+   machine is unknown. */
+static int ddp__master_may_be_remote(const ddp_group_desc *desc, const ddp__identity *id) {
+    const char *host = ddp__env_text("MASTER_ADDR");
+    if (!*host || !*ddp__env_text("MASTER_PORT") || ddp__is_loopback(host)) return 0;
+    if (*ddp__env_text("LOCAL_WORLD_SIZE")) return 0;
+    return desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0;
+}
+
+/* Chooses the backend and the rendezvous of a world, and creates it:
+
+     self://                                   self
+     desc.backend                              that backend
+     inside a ddp_launch                       local, with the heap of the launch
+     one rank                                  self
+     mpi://, or started by mpirun              mpi, if the build has it
+     all ranks on this machine (env://)        local, after a rendezvous over an abstract socket
+     otherwise, and tcp:// and file://         tcp, after a rendezvous over TCP */
 static ddp_result ddp__create_world(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id,
                                     int scheme) {
-    const char *host = ddp__env_text("MASTER_ADDR");
-    int is_url = scheme >= DDP__SCHEME_TCP, mpi = scheme == DDP__SCHEME_MPI,
-        is_self = scheme == DDP__SCHEME_SELF;
+    int is_url = scheme >= DDP__SCHEME_TCP, is_mpi = scheme == DDP__SCHEME_MPI;
+    int is_self = scheme == DDP__SCHEME_SELF;
     ddp__rendezvous rv = DDP_ZERO;
     snprintf(rv.token, sizeof rv.token, "%s", id->token);
     DDP__CREATE_CHECK(!is_self || id->world_size <= 1,
@@ -8345,26 +8412,22 @@ static ddp_result ddp__create_world(ddp_group **out, const ddp_group_desc *desc,
                       "that sets its variables",
                       desc->init_method);
     if (!is_self && desc->backend) return ddp__group_open(out, desc, desc->backend, id, NULL);
-    if (!mpi && id->heap) return ddp__group_open(out, desc, &ddp__backend_local, id, NULL);
-    if (!mpi && id->world_size == 1) return ddp__group_open(out, desc, &ddp__backend_self, id, NULL);
+    if (!is_mpi && id->heap) return ddp__group_open(out, desc, &ddp__backend_local, id, NULL);
+    if (!is_mpi && id->world_size == 1) return ddp__group_open(out, desc, &ddp__backend_self, id, NULL);
 #if defined(DDP_USE_MPI)
-    mpi |= !is_url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0);
-    if (mpi) {
+    is_mpi |= !is_url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0);
+    if (is_mpi) {
         ddp_group_desc d = *desc;
         d.rank = id->rank;
         d.world_size = id->size_variable || desc->world_size > 0 ? id->world_size : 0;
         return ddp_group_create_mpi(out, &d);
     }
 #endif
-    if (mpi)
+    if (is_mpi)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
             "ddp_group_create: init_method \"mpi://\" needs the mpi backend; build with DDP_USE_MPI");
-    /* MASTER_ADDR names a machine, and the number of ranks on this machine is unknown. */
-    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host)
-                    && !*ddp__env_text("LOCAL_WORLD_SIZE")
-                    && (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
-    if (!is_url && id->local_world_size == id->world_size && !elsewhere)
+    if (!is_url && id->local_world_size == id->world_size && !ddp__master_may_be_remote(desc, id))
         return ddp__group_open(out, desc, &ddp__backend_local, id, &rv);
     rv.port_count = 1;
     DDP_TRY(is_url ? ddp__rendezvous_from_url(&rv, id, desc) : ddp__rendezvous_from_env(&rv, id));
@@ -8395,27 +8458,32 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
 
 //== groups: agreement and split ================================================================ >>impl-agree
 
-/* ddp_agree makes all ranks return the same result. It gathers the result of every rank, and a hash of the
-   arguments that must be the same. ddp_group_split makes groups of the ranks with the same color. */
+/* ddp_agree makes all ranks return the same result. Every rank contributes its own result, and a hash of the
+   arguments that must be the same:
 
-/* Returns the first rank that failed, or that has another hash than rank 0; -1 = none. Ranks that failed
-   because of another one come last. */
-static int ddp__agree_first_failure(const ddp_group *group, int *mismatch) {
+       all_gather    result and hash of every rank, into group->agree_entries
+       none failed, all hashes are the same        DDP_OK on all ranks
+       rank f has failed, or has another hash      broadcast of its text from rank f; all ranks fail with it
+       its hash differs                            before that a broadcast of the text of rank 0, to compare
+
+   ddp_group_split makes groups of the ranks with the same color. */
+
+/* Returns the first rank that failed by itself, else the first that failed because of another one, else the
+   first that has another hash than rank 0 (*is_mismatch = 1), else -1. */
+static int ddp__agree_first_failure(const ddp_group *group, int *is_mismatch) {
+    const ddp__agree_entry *entry = group->agree_entries;
     int poisoned = -1, different = -1;
-    for (int r = group->world_size - 1; r >= 0; r--) {
-        ddp_result result = (ddp_result)group->agree_entries[r].result;
-        if (result == DDP_ERR_POISONED) poisoned = r;
-        if (group->agree_entries[r].hash != group->agree_entries[0].hash) different = r;
+    for (int r = 0; r < group->world_size; r++) {
+        if (entry[r].result != DDP_OK && entry[r].result != DDP_ERR_POISONED) return r;
+        if (entry[r].result == DDP_ERR_POISONED && poisoned < 0) poisoned = r;
+        if (entry[r].hash != entry[0].hash && different < 0) different = r;
     }
-    for (int r = 0; r < group->world_size; r++)
-        if (group->agree_entries[r].result != DDP_OK && group->agree_entries[r].result != DDP_ERR_POISONED)
-            return r;
-    *mismatch = poisoned < 0 && different >= 0;
+    *is_mismatch = poisoned < 0 && different >= 0;
     return poisoned >= 0 ? poisoned : different;
 }
 
-/* Returns the part in which description a differs from b: the first "name=value" with another value, or all
-   of a. */
+/* Returns the part of description a that differs from b: the first "name=value" with another value, or all of
+   a. */
 static const char *ddp__first_difference(const char *a, const char *b, int *length) {
     size_t word = 0, end;
     for (size_t i = 0; a[i] && a[i] == b[i]; i++)
@@ -8426,21 +8494,33 @@ static const char *ddp__first_difference(const char *a, const char *b, int *leng
     return has_name ? a + word : a;
 }
 
-/* Fails with the difference between the descriptions of rank 0 and rank `other`. */
-static ddp_result ddp__agree_fail_mismatch(ddp_group *group, const char *who, const char *zero, int other,
-                                           const char *others) {
-    int lengths[2];
-    const char *a = ddp__first_difference(zero, others, &lengths[0]);
-    const char *b = ddp__first_difference(others, zero, &lengths[1]);
+static ddp_result ddp__agree_broadcast(ddp_group *group, char text[DDP__TEXT_MAX], int root) {
+    return ddp_host_collective(group, DDP_CALL_BROADCAST, text, text, DDP__TEXT_MAX, DDP_U8, DDP_OP_SUM,
+                               root);
+}
+
+/* Fails with the difference between the descriptions of rank 0 and rank `other`. description: of this
+   rank. */
+static ddp_result ddp__agree_fail_mismatch(ddp_group *group, const char *who, int other,
+                                           const char *description) {
+    char text[2][DDP__TEXT_MAX];
+    int length[2];
+    for (int i = 0; i < 2; i++) {
+        snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, description);
+        DDP_TRY(ddp__agree_broadcast(group, text[i], i ? other : 0));
+    }
+    const char *difference0 = ddp__first_difference(text[0], text[1], &length[0]);
+    const char *difference1 = ddp__first_difference(text[1], text[0], &length[1]);
     return ddp_fail_in(DDP_ERR_MISMATCH, who, group,
-                       "ranks differ: rank 0 %.*s, rank %d %.*s; give every rank the same", lengths[0], a,
-                       other, lengths[1], b);
+                       "ranks differ: rank 0 %.*s, rank %d %.*s; give every rank the same", length[0],
+                       difference0, other, length[1], difference1);
 }
 
 /* Returns the part of an error line that every rank of this group can show after its own prefix (rank, call,
-   group). Cuts off the prefix of another rank's call. The name of another group stays: the cause names ranks
-   of that group. *inner: 1 = the line is from a group of the same name and another size, which a backend
-   keeps inside this group. Its rank numbers differ and are cut off as well. */
+   group): "no memory" of "rank 1/2 ddp_fsdp_load group=dp: no memory". Of a line of another group the group's
+   name stays, because the line names ranks of that group.
+   *is_inner: 1 = the line is from a group of the same name and another size, which a backend keeps inside
+   this group. Its rank numbers are cut off as well. */
 static const char *ddp__strip_error_prefix(const ddp_group *group, const char *who, const char *line,
                                            int *is_inner) {
     char group_field[48];
@@ -8448,12 +8528,12 @@ static const char *ddp__strip_error_prefix(const ddp_group *group, const char *w
     snprintf(group_field, sizeof group_field, "group=%s", group->name);
     (void)sscanf(line, "rank %*d/%d %n", &size, &length);
     line += length;
-    const char *end = strstr(line, ": "), *place = strstr(line, group_field);
-    const char *after = place ? place + strlen(group_field) : "";
+    const char *prefix_end = strstr(line, ": "), *field = strstr(line, group_field);
+    const char *after = field ? field + strlen(group_field) : "";
     *is_inner = size != group->world_size && *after == ':';
-    if (length && place && end > place && strchr(": ", *after)) {
-        if (*is_inner) (void)sscanf(end + 2, "rank %*d: %n", &skipped);
-        return end + 2 + skipped;
+    if (length && field && prefix_end > field && strchr(": ", *after)) {
+        if (*is_inner) (void)sscanf(prefix_end + 2, "rank %*d: %n", &skipped);
+        return prefix_end + 2 + skipped;
     }
     if (strncmp(line, who, strlen(who)) != 0) return line;
     size_t gap = strspn(line + strlen(who), ": ");
@@ -8463,37 +8543,30 @@ static const char *ddp__strip_error_prefix(const ddp_group *group, const char *w
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what) {
     who = ddp_public_call_name(who);
-    char own_text[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX];
-    ddp__agree_entry vote = {mine, 0, hash};
-    int failed_rank, mismatch = 0, is_inner = 0, name_length = 0;
-    snprintf(own_text, sizeof own_text, "%s", mine == DDP_OK ? "" : ddp_last_error());
-    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->agree_entries,
-                                            sizeof vote, DDP_U8, DDP_OP_SUM, -1);
+    char own_text[DDP__TEXT_MAX] = "", text[DDP__TEXT_MAX];
+    ddp__agree_entry entry = {mine, 0, hash};
+    int is_mismatch = 0, is_inner = 0, name_length = 0;
+    if (mine != DDP_OK) snprintf(own_text, sizeof own_text, "%s", ddp_last_error());
+    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &entry, group->agree_entries,
+                                            sizeof entry, DDP_U8, DDP_OP_SUM, -1);
     if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own_text);
-    /* The line names a call that the user did not make. */
+    /* The error line names the all_gather, a call that the user did not make. */
     if (result != DDP_OK)
         return ddp_fail_in(result, who, group, "%s",
                            ddp__strip_error_prefix(group, who, ddp_last_error(), &is_inner));
-    failed_rank = ddp__agree_first_failure(group, &mismatch);
+    int failed_rank = ddp__agree_first_failure(group, &is_mismatch);
     if (failed_rank < 0) return DDP_OK;
-    /* Broadcasts the text of the first rank that failed or differs; for a mismatch first that of rank 0. */
-    for (int i = !mismatch; i < 2; i++) {
-        if (mismatch)
-            snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
-        else
-            memcpy(text[i], own_text, sizeof own_text);
-        DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8,
-                                    DDP_OP_SUM, i ? failed_rank : 0));
-    }
-    if (mismatch) return ddp__agree_fail_mismatch(group, who, text[0], failed_rank, text[1]);
-    mine = (ddp_result)group->agree_entries[failed_rank].result;
-    const char *cause = ddp__strip_error_prefix(group, who, text[1], &is_inner);
+    if (is_mismatch) return ddp__agree_fail_mismatch(group, who, failed_rank, what);
+    memcpy(text, own_text, sizeof own_text);
+    DDP_TRY(ddp__agree_broadcast(group, text, failed_rank));
+    result = (ddp_result)group->agree_entries[failed_rank].result;
+    const char *cause = ddp__strip_error_prefix(group, who, text, &is_inner);
     if (failed_rank == group->rank && strstr(own_text, who) && !is_inner)
-        return ddp_fail(mine, "%s", own_text);
+        return ddp_fail(result, "%s", own_text);
     /* An earlier ddp_agree of this group may have named the rank already. */
     (void)sscanf(cause, "rank %*d: %n", &name_length);
-    if (name_length) return ddp_fail_in(mine, who, group, "%s", cause);
-    return ddp_fail_in(mine, who, group, "rank %d: %s", failed_rank, cause);
+    if (name_length) return ddp_fail_in(result, who, group, "%s", cause);
+    return ddp_fail_in(result, who, group, "rank %d: %s", failed_rank, cause);
 }
 
 DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
@@ -8526,8 +8599,8 @@ DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result m
 }
 
 /* Lists the members of this rank's color, ordered by key, then rank. Returns their number. table: color and
-   key of each rank. *me: this rank's position. */
-static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *me) {
+   key of each rank. *new_rank: this rank's index among the members. */
+static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *new_rank) {
     int count = 0;
     for (int r = 0; r < world_size; r++) {
         int at = count;
@@ -8537,7 +8610,8 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
         members[at] = r;
         count++;
     }
-    for (*me = 0; members[*me] != rank;) ++*me;
+    *new_rank = 0;
+    while (members[*new_rank] != rank) ++*new_rank;
     return count;
 }
 
@@ -8548,16 +8622,16 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     if (!group->backend->split)
         return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend cannot split a group",
                                ddp_public_call_name("ddp_group_split"), group->backend->name);
-    int32_t mine[2] = {color < 0 ? -1 : color, key};
+    int32_t own[2] = {color < 0 ? -1 : color, key};
     int32_t *table = (int32_t *)(void *)group->agree_entries;
-    int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
+    int *members = (int *)(table + 2 * group->world_size), count = 0, new_rank = 0;
     ddp_group *child = NULL;
-    ddp_result opened = DDP_OK;
-    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM,
+    ddp_result child_result = DDP_OK;
+    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, own, table, 2, DDP_I32, DDP_OP_SUM,
                                             -1);
     if (result == DDP_OK && color >= 0) {
-        count = ddp__split_members(table, group->world_size, group->rank, members, &me);
-        opened = ddp__group_alloc(&child, &group->desc, group->backend, me, count, group);
+        count = ddp__split_members(table, group->world_size, group->rank, members, &new_rank);
+        child_result = ddp__group_alloc(&child, &group->desc, group->backend, new_rank, count, group);
         if (child) {
             snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
             ddp__lost_share(child, group, members);
@@ -8565,24 +8639,24 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
             members = (int *)memcpy(child->agree_entries, members, (size_t)count * sizeof *members);
         }
     }
-    /* A rank without memory still participates, so that other ranks do not wait for it. */
+    /* A rank without memory for the child takes part, too, so that the other ranks do not wait for it. */
     if (result == DDP_OK) {
         void *state = NULL;
         result = group->backend->split(group, group->state, child, members, count, &state);
         if (child) child->state = state;
-        if (result == DDP_OK) result = opened;
+        if (result == DDP_OK) result = child_result;
         result = ddp_agree(group, __func__, result, 0, "");
     }
     if (result == DDP_OK) {
         *out = child;
     } else if (child) {
-        ddp_saved_error first = {DDP_OK, ""};
-        ddp_error_save(&first, result);
+        ddp_saved_error saved = {DDP_OK, ""};
+        ddp_error_save(&saved, result);
         if (child->state)
             ddp_group_destroy(child);
         else
             ddp__group_delete(child);
-        ddp_error_restore(&first);
+        ddp_error_restore(&saved);
     }
     return result;
 }
@@ -8654,9 +8728,9 @@ typedef struct ddp__wait_signal_arguments {
 } ddp__wait_signal_arguments;
 
 static ddp_result ddp__wait_signal_task(ddp_group *group, void *argument) {
-    const ddp__wait_signal_arguments *goal = (const ddp__wait_signal_arguments *)argument;
-    ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)goal->target, DDP_U8);
-    ddp_result result = group->backend->wait_signal(group, group->state, goal->word, goal->target);
+    const ddp__wait_signal_arguments *wait = (const ddp__wait_signal_arguments *)argument;
+    ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)wait->target, DDP_U8);
+    ddp_result result = group->backend->wait_signal(group, group->state, wait->word, wait->target);
     call.tag = DDP__TAG_WAIT_SIGNAL;
     call.flags = DDP_CALL_HOST_MEMORY;
     call.seq = group->seq; /* of the last collective before it */
@@ -8664,45 +8738,47 @@ static ddp_result ddp__wait_signal_task(ddp_group *group, void *argument) {
 }
 
 DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, uint64_t target) {
-    ddp__wait_signal_arguments goal = {word, target};
-    return group->world_size > 1 ? ddp_group_enqueue(group, ddp__wait_signal_task, &goal, NULL) : DDP_OK;
+    ddp__wait_signal_arguments wait = {word, target};
+    return group->world_size > 1 ? ddp_group_enqueue(group, ddp__wait_signal_task, &wait, NULL) : DDP_OK;
 }
 
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
+
 /* text: a cause, or an error line of this rank. An error line becomes a cause: "rank 1/2 ddp_fsdp_load
    group=dp seq=3: no memory" becomes "cause: rank 1 in ddp_fsdp_load: no memory". A cause inside an error
    line stays as it is. In a forked process the call does nothing, because the failure is not the rank's. */
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) {
-    char line[DDP__TEXT_MAX], who[64], name[32] = "", of_group[48] = "";
-    const char *cause_begin = strstr(text, DDP__CAUSE), *rest = NULL;
-    int rank, size, at = 0;
+    char line[DDP__TEXT_MAX], call[64], name[32] = "", of_group[48] = "";
+    const char *known_cause = strstr(text, DDP__CAUSE), *message = NULL;
+    int rank, size, call_end = 0;
     if (ddp_group_is_forked(group)) return;
-    if (!cause_begin && sscanf(text, "rank %d/%d %63[a-z0-9_]%n", &rank, &size, who, &at) == 3)
-        rest = strstr(text + at, ": ");
-    if (rest) {
-        const char *in = strstr(text + at, " group=");
-        if (in && in < rest) sscanf(in, " group=%31[^ :]", name);
+    if (!known_cause && sscanf(text, "rank %d/%d %63[a-z0-9_]%n", &rank, &size, call, &call_end) == 3)
+        message = strstr(text + call_end, ": ");
+    if (message) {
+        const char *group_field = strstr(text + call_end, " group=");
+        if (group_field && group_field < message) sscanf(group_field, " group=%31[^ :]", name);
         if (name[0] && strcmp(name, group->name) != 0)
             snprintf(of_group, sizeof of_group, " of group=%s", name);
-        snprintf(line, sizeof line, DDP__CAUSE "rank %d%s in %s: %.360s", rank, of_group, who, rest + 2);
+        snprintf(line, sizeof line, DDP__CAUSE "rank %d%s in %s: %.360s", rank, of_group, call, message + 2);
+        text = line;
     }
-    group->backend->poison(group, group->state, cause, cause_begin ? cause_begin : rest ? line : text);
+    group->backend->poison(group, group->state, cause, known_cause ? known_cause : text);
 }
 
 DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
-    static const char begin[] = DDP__CAUSE "rank ";
+    static const char prefix[] = DDP__CAUSE "rank ";
     char text[DDP__TEXT_MAX], line[DDP__TEXT_MAX];
     ddp_result cause = ddp_group_cause(group);
     if (cause == DDP_OK) return;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    const char *in = strncmp(text, begin, strlen(begin)) == 0 ? strstr(text, " in ddp_") : NULL;
+    const char *in_call = strncmp(text, prefix, strlen(prefix)) == 0 ? strstr(text, " in ddp_") : NULL;
     /* A group before this one may have passed the cause on already. */
     if (strstr(text, " of group="))
         snprintf(line, sizeof line, "%s", text);
-    else if (in)
-        snprintf(line, sizeof line, "%s%d of group=%s%.400s", begin, atoi(text + strlen(begin)), group->name,
-                 in);
+    else if (in_call)
+        snprintf(line, sizeof line, "%s%d of group=%s%.400s", prefix, atoi(text + strlen(prefix)),
+                 group->name, in_call);
     else
         snprintf(line, sizeof line, DDP__CAUSE "group=%s: %.400s", group->name, text);
     ddp_group_poison(to, cause, line);
