@@ -908,16 +908,17 @@ struct ddp_optimizer {
     double *trust_rates; /* on the device: lr times the trust ratio of each pair of squares */
 };
 
+/* By ddp_optimizer_kind. */
 static const char *const ddp__optimizer_state_names[][2] = {
     {"exp_avg", "exp_avg_sq"},
     {"momentum_buffer", NULL},
     {"exp_avg", "exp_avg_sq"},
     {"momentum_buffer", NULL},
-}; /* by kind */
+};
 
 #define DDP__OPTIMIZER_CHECK(condition, ...) DDP_CHECK("ddp_optimizer_create", group, condition, __VA_ARGS__)
 
-/* Of a field where 0 = the default and -1 = 0. */
+/* The value of a field in which 0 means the default and -1 means 0. */
 static float ddp__optimizer_default(float value, float default_value) {
     if (value == 0) return default_value;
     return value == -1 ? 0 : value;
@@ -1100,8 +1101,7 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
 #define DDP__HOST_PIECE ((size_t)1 << 20)
 #endif
 
-/* Factors are computed in double where that is exact, and rounded to dtype as often as arithmetic in dtype
-   would. */
+/* Factors are computed in double. They are rounded to dtype wherever arithmetic in dtype would round. */
 static double ddp__round_to_dtype(ddp_dtype dtype, double x) {
     return dtype == DDP_F32 ? (double)(float)x : x;
 }
@@ -1110,8 +1110,8 @@ static int ddp__optimizer_is_stepped(const ddp_optimizer *o, int i) {
     return o->params[i].first_use == i && o->params[i].count > 0;
 }
 
-/* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows
-   add exactly. Then rates. */
+/* Computes trust_rates, from the sums of squares of all values and gradients (LAMB: updates) that have a
+   trust ratio. The sums are exact, so adding them over shard_group gives the same bits for any sharding. */
 static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     o->device->fill_zero(o->squares, bytes);
@@ -1195,7 +1195,7 @@ static ddp_update ddp__optimizer_update(const ddp_optimizer *o, const ddp__optim
         u.one_minus_beta1 = ddp__round_to_dtype(dtype, 1.0 - (double)d->dampening);
     }
     if (!last || !ddp__optimizer_has_trust(d)) return u;
-    /* by the trust ratio, which the device has computed; the gradients are scaled already */
+    /* the device has lr times the trust ratio; the gradients are multiplied by grad_scale already */
     u.scale = step->lr;
     u.rate = 1;
     if (p->square_index >= 0) u.scale_at = o->trust_rates + p->square_index / 2;
@@ -1363,8 +1363,7 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
    ddp_fsdp_step on shards. All ranks of all groups agree whether any gradient is not finite: if one is, every
    rank skips the step and the scale shrinks. */
 
-#define DDP__SCALER_BLOCK \
-    ((size_t)4096) /* elements; they are scaled and tested while they are in the cache */
+#define DDP__SCALER_BLOCK ((size_t)4096) /* elements that fit into the cache */
 
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc) {
     ddp_scaler_desc d = DDP_ZERO;
@@ -5531,7 +5530,8 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_res
 }
 
 //== FSDP: creation, memory =========================================================== >>impl-create-memory
-/* Agreement 2 of ddp_fsdp_create: allocates all memory. */
+/* Agreement 2 of ddp_fsdp_create: allocates all memory of units, shards, reductions, clipping and offload. A
+   rank continues after a failure, since other ranks wait for it in collective allocations. */
 
 /* Memory for the partial sums of a unit, and for its final sums. */
 static void ddp__unit_alloc_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
@@ -6040,7 +6040,7 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     ddp__fsdp_hash_call(fsdp, 0, unit);
     ddp_result result = fsdp->no_grad ? DDP_OK : ddp__unshard_order_record(fsdp, unit);
     if (result == DDP_OK) result = ddp__reshard_idle_units(fsdp, target);
-    /* its full parameters, and those of units that it shares parameters with */
+    /* first the units that own parameters which this unit shares (keeps_full_params), then the unit itself */
     for (ddp__fsdp_shard *s = fsdp->keeps_full_params ? target->shards : target->end;
          s <= target->end && result == DDP_OK; s++) {
         ddp__fsdp_unit *needed = s < target->end ? s->source->unit : target;
