@@ -3254,7 +3254,13 @@ static ddp__pipe_stage *ddp__pipe_next_stage(const ddp_pipeline *p, const ddp__p
 }
 
 /* Returns the pool of a stage's input (side 0) or output (side 1) number k, for values (backward 0) or
-   gradients (backward 1). NULL after the last one. */
+   gradients (backward 1). NULL after the last one.
+
+                             reads                    writes
+       F      (backward 0)   inputs' values  (0, 0)   outputs' values (1, 0)
+       I, B   (backward 1)   outputs' grads  (1, 1)   inputs' grads   (0, 1)
+
+   So an action reads the pools (backward, backward) and writes the pools (!backward, backward). */
 static ddp__pipe_pool *ddp__pipe_stage_pool(const ddp__pipe_stage *s, int side, int backward, int k) {
     return k < s->link_count[side] ? &s->links[side][k]->pools[backward] : NULL;
 }

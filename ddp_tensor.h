@@ -755,9 +755,19 @@ static ddp_result ddp__tensor_output_end(ddp_group *group, ddp_tensor *out, ddp_
     return result;
 }
 
-/* Writes value as one element of dtype. Errors: DDP_ERR_INVALID when an integer dtype cannot represent it. */
+/* One element of any dtype. */
+typedef union ddp__tensor_element {
+    int8_t i8;
+    uint8_t u8;
+    int32_t i32;
+    int64_t i64;
+    uint64_t u64;
+    unsigned char bytes[8];
+} ddp__tensor_element;
+
+/* Sets an element of dtype to value. Errors: DDP_ERR_INVALID when an integer dtype cannot represent it. */
 static ddp_result ddp__tensor_encode_value(const char *who, const ddp_group *group, ddp_dtype dtype,
-                                           double value, unsigned char bits[8]) {
+                                           double value, ddp__tensor_element *out) {
     static const struct {
         double min, end;
     } range[] = {
@@ -767,55 +777,35 @@ static ddp_result ddp__tensor_encode_value(const char *who, const ddp_group *gro
         {-9223372036854775808.0, 9223372036854775808.0},
         {0, 18446744073709551616.0},
     }; /* from DDP_I8 */
-    int8_t i8;
-    uint8_t u8;
-    int32_t i32;
-    int64_t i64;
-    uint64_t u64;
     if (dtype >= DDP_I8
         && !(value >= range[dtype - DDP_I8].min && value < range[dtype - DDP_I8].end
              && trunc(value) == value))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is not a value of %s", value,
                            ddp_dtype_name(dtype));
     switch (dtype) {
-    case DDP_I8:
-        i8 = (int8_t)value;
-        memcpy(bits, &i8, 1);
-        break;
-    case DDP_U8:
-        u8 = (uint8_t)value;
-        memcpy(bits, &u8, 1);
-        break;
-    case DDP_I32:
-        i32 = (int32_t)value;
-        memcpy(bits, &i32, 4);
-        break;
-    case DDP_I64:
-        i64 = (int64_t)value;
-        memcpy(bits, &i64, 8);
-        break;
-    case DDP_U64:
-        u64 = (uint64_t)value;
-        memcpy(bits, &u64, 8);
-        break;
-    default: ddp_device_cpu()->cast(bits, dtype, &value, DDP_F64, 1);
+    case DDP_I8: out->i8 = (int8_t)value; break;
+    case DDP_U8: out->u8 = (uint8_t)value; break;
+    case DDP_I32: out->i32 = (int32_t)value; break;
+    case DDP_I64: out->i64 = (int64_t)value; break;
+    case DDP_U64: out->u64 = (uint64_t)value; break;
+    default: ddp_device_cpu()->cast(out, dtype, &value, DDP_F64, 1);
     }
     return DDP_OK;
 }
 
 /* Writes one block of values, then copies what is written already, in pieces that stay in the cache:
        [block]  [block|block]  [block|block|block|block]  ... */
-static void ddp__tensor_fill_encoded(ddp_group *group, const ddp_tensor *t, const unsigned char bits[8]) {
+static void ddp__tensor_fill_encoded(ddp_group *group, const ddp_tensor *t, const unsigned char element[8]) {
     const ddp_device *device = ddp__tensor_device(group);
     size_t size = ddp_dtype_size(t->dtype), bytes = (size_t)ddp__tensor_bytes(t), written = 0, n;
     unsigned char block[4096], *data = (unsigned char *)t->data;
     int zero = 1;
-    for (size_t i = 0; i < size; i++) zero &= bits[i] == 0;
+    for (size_t i = 0; i < size; i++) zero &= element[i] == 0;
     if (zero) {
         if (bytes) device->fill_zero(data, bytes);
         return;
     }
-    for (size_t i = 0; i < sizeof block; i += size) memcpy(block + i, bits, size);
+    for (size_t i = 0; i < sizeof block; i += size) memcpy(block + i, element, size);
     for (; written < bytes; written += n) {
         n = written ? written : sizeof block;
         if (n > bytes - written) n = bytes - written;
@@ -899,11 +889,11 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
 }
 
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value) {
-    unsigned char bits[8];
+    ddp__tensor_element element;
     DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
-    DDP_TRY(ddp__tensor_encode_value(__func__, group, tensor->dtype, value, bits));
+    DDP_TRY(ddp__tensor_encode_value(__func__, group, tensor->dtype, value, &element));
     DDP_TRY(ddp_device_begin(group));
-    ddp__tensor_fill_encoded(group, tensor, bits);
+    ddp__tensor_fill_encoded(group, tensor, element.bytes);
     return ddp_device_check(group);
 }
 
@@ -1173,29 +1163,15 @@ static void ddp__tensor_append(char summary[2048], const char *format, ...) {
 }
 
 static void ddp__tensor_append_value(char summary[2048], ddp_dtype dtype, const unsigned char *bits) {
-    int8_t i8;
-    int32_t i32;
-    int64_t i64;
-    uint64_t u64;
+    ddp__tensor_element element;
     double value;
+    memcpy(&element, bits, ddp_dtype_size(dtype));
     switch (dtype) {
-    case DDP_I8:
-        memcpy(&i8, bits, 1);
-        ddp__tensor_append(summary, " %11d", i8);
-        break;
-    case DDP_U8: ddp__tensor_append(summary, " %11d", bits[0]); break;
-    case DDP_I32:
-        memcpy(&i32, bits, 4);
-        ddp__tensor_append(summary, " %11ld", (long)i32);
-        break;
-    case DDP_I64:
-        memcpy(&i64, bits, 8);
-        ddp__tensor_append(summary, " %11lld", (long long)i64);
-        break;
-    case DDP_U64:
-        memcpy(&u64, bits, 8);
-        ddp__tensor_append(summary, " %11llu", (unsigned long long)u64);
-        break;
+    case DDP_I8: ddp__tensor_append(summary, " %11d", element.i8); break;
+    case DDP_U8: ddp__tensor_append(summary, " %11d", element.u8); break;
+    case DDP_I32: ddp__tensor_append(summary, " %11ld", (long)element.i32); break;
+    case DDP_I64: ddp__tensor_append(summary, " %11lld", (long long)element.i64); break;
+    case DDP_U64: ddp__tensor_append(summary, " %11llu", (unsigned long long)element.u64); break;
     default:
         ddp_device_cpu()->cast(&value, DDP_F64, bits, dtype, 1);
         ddp__tensor_append(summary, " %11.5g", value);
@@ -1925,26 +1901,26 @@ typedef struct ddp__tensor_mesh_plan {
     } step[8 * DDP_MAX_NDIM];
 } ddp__tensor_mesh_plan;
 
-static void ddp__tensor_mesh_plan_append(ddp__tensor_mesh_plan *r, int axis, ddp_placement to) {
-    r->step[r->count].axis = axis;
-    r->step[r->count].from = r->current[axis];
-    r->step[r->count++].to = r->current[axis] = to;
+static void ddp__tensor_mesh_plan_append(ddp__tensor_mesh_plan *mesh, int axis, ddp_placement to) {
+    mesh->step[mesh->count].axis = axis;
+    mesh->step[mesh->count].from = mesh->current[axis];
+    mesh->step[mesh->count++].to = mesh->current[axis] = to;
 }
 
 /* Appends the conversion of one axis. Inner axes that shard the old or the new dimension of this axis are
    gathered first, innermost first: their pieces depend on this axis' piece. */
-static void ddp__tensor_mesh_plan_convert(ddp__tensor_mesh_plan *r, int axis, ddp_placement to) {
-    ddp_placement from = r->current[axis];
-    for (int i = r->layout->axis_count - 1; i > axis; i--)
-        if (r->current[i] > 0 && (r->current[i] == from || r->current[i] == to))
-            ddp__tensor_mesh_plan_append(r, i, DDP_REPLICATE);
-    ddp__tensor_mesh_plan_append(r, axis, to);
+static void ddp__tensor_mesh_plan_convert(ddp__tensor_mesh_plan *mesh, int axis, ddp_placement to) {
+    ddp_placement from = mesh->current[axis];
+    for (int i = mesh->layout->axis_count - 1; i > axis; i--)
+        if (mesh->current[i] > 0 && (mesh->current[i] == from || mesh->current[i] == to))
+            ddp__tensor_mesh_plan_append(mesh, i, DDP_REPLICATE);
+    ddp__tensor_mesh_plan_append(mesh, axis, to);
 }
 
 /* 1 = an outer axis has a later step that would have to gather what this axis shards now. */
-static int ddp__tensor_mesh_shard_too_early(const ddp__tensor_mesh_plan *r, int axis, ddp_placement to) {
+static int ddp__tensor_mesh_shard_too_early(const ddp__tensor_mesh_plan *mesh, int axis, ddp_placement to) {
     for (int i = 0; i < axis; i++)
-        if (r->current[i] != r->to[i] && (r->current[i] == to || r->to[i] == to)) return 1;
+        if (mesh->current[i] != mesh->to[i] && (mesh->current[i] == to || mesh->to[i] == to)) return 1;
     return 0;
 }
 
@@ -1955,32 +1931,33 @@ static int ddp__tensor_mesh_shard_too_early(const ddp__tensor_mesh_plan *r, int 
         again when its turn comes
    At most 48 steps for 8 axes: each gather undoes one sharding, and an axis is sharded at most three
    times. */
-static void ddp__tensor_mesh_plan_make(ddp__tensor_mesh_plan *r, const ddp_tensor_layout *from,
+static void ddp__tensor_mesh_plan_make(ddp__tensor_mesh_plan *mesh, const ddp_tensor_layout *from,
                                        const ddp_tensor_layout *to) {
     int n = from->axis_count;
-    memset(r, 0, sizeof *r);
-    r->layout = from;
+    memset(mesh, 0, sizeof *mesh);
+    mesh->layout = from;
     for (int i = 0; i < n; i++)
         if (ddp_world_size(from->axes[i]) > 1) {
-            r->current[i] = from->placement[i];
-            r->to[i] = to->placement[i];
+            mesh->current[i] = from->placement[i];
+            mesh->to[i] = to->placement[i];
         }
     for (int i = 0; i < n; i++) {
         int inside = 0;
-        for (int j = i + 1; j < n; j++) inside |= r->current[j] == r->to[i];
-        if (r->current[i] == DDP_REPLICATE && r->to[i] > 0 && !inside
-            && !ddp__tensor_mesh_shard_too_early(r, i, r->to[i]))
-            ddp__tensor_mesh_plan_append(r, i, r->to[i]);
+        for (int j = i + 1; j < n; j++) inside |= mesh->current[j] == mesh->to[i];
+        if (mesh->current[i] == DDP_REPLICATE && mesh->to[i] > 0 && !inside
+            && !ddp__tensor_mesh_shard_too_early(mesh, i, mesh->to[i]))
+            ddp__tensor_mesh_plan_append(mesh, i, mesh->to[i]);
     }
     for (int i = n - 1; i >= 0; i--)
-        if (r->current[i] == DDP_PARTIAL && r->to[i] != DDP_PARTIAL)
+        if (mesh->current[i] == DDP_PARTIAL && mesh->to[i] != DDP_PARTIAL)
             ddp__tensor_mesh_plan_convert(
-                r, i,
-                r->to[i] > 0 && ddp__tensor_mesh_shard_too_early(r, i, r->to[i]) ? DDP_REPLICATE : r->to[i]);
+                mesh, i,
+                mesh->to[i] > 0 && ddp__tensor_mesh_shard_too_early(mesh, i, mesh->to[i]) ? DDP_REPLICATE
+                                                                                          : mesh->to[i]);
     for (int i = 0; i < n; i++)
-        if (r->current[i] != r->to[i]) ddp__tensor_mesh_plan_convert(r, i, r->to[i]);
+        if (mesh->current[i] != mesh->to[i]) ddp__tensor_mesh_plan_convert(mesh, i, mesh->to[i]);
     for (int i = 0; i < n; i++)
-        r->current[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
+        mesh->current[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
 }
 
 static ddp_result ddp__tensor_check_layouts(const char *who, const ddp_tensor_layout *from,
@@ -2008,24 +1985,24 @@ static ddp_result ddp__tensor_check_layouts(const char *who, const ddp_tensor_la
 
 /* Runs one step from tensor `current` to tensor `next`, whose shape it sets. runs 0: only adds the step
    to *plan. result: this rank's error before this step; the ranks of the axis agree on it. */
-static ddp_result ddp__tensor_mesh_step(ddp__tensor_mesh_plan *r, const char *who, int step,
+static ddp_result ddp__tensor_mesh_step(ddp__tensor_mesh_plan *mesh, const char *who, int step,
                                         const ddp_tensor *current, ddp_tensor *next, int runs,
                                         ddp_tensor_plan *plan, size_t *max_sent, ddp_result result) {
-    int axis = r->step[step].axis;
-    ddp_group *group = r->layout->axes[axis], *first = r->layout->axes[0];
+    int axis = mesh->step[step].axis;
+    ddp_group *group = mesh->layout->axes[axis], *first = mesh->layout->axes[0];
     ddp__tensor_transfer tr;
     ddp_tensor_box axis_box, box;
-    ddp__tensor_layout_shard(r->layout, r->current, axis, &axis_box);
-    r->current[axis] = r->step[step].to;
-    ddp__tensor_layout_shard(r->layout, r->current, -1, &box);
+    ddp__tensor_layout_shard(mesh->layout, mesh->current, axis, &axis_box);
+    mesh->current[axis] = mesh->step[step].to;
+    ddp__tensor_layout_shard(mesh->layout, mesh->current, -1, &box);
     memcpy(next->shape, box.shape, sizeof next->shape);
-    ddp__tensor_transfer_init(&tr, who, group, r->step[step].from, r->step[step].to);
+    ddp__tensor_transfer_init(&tr, who, group, mesh->step[step].from, mesh->step[step].to);
     if (result == DDP_OK)
         result = ddp__tensor_transfer_prepare(&tr, who, group, current, tr.from, tr.to, next, axis_box.shape,
                                               runs);
     if (result == DDP_OK) {
         size_t bytes = tr.plan.workspace_bytes + (step ? (size_t)ddp__tensor_bytes(current) : 0)
-                       + (step + 1 < r->count ? (size_t)ddp__tensor_bytes(next) : 0);
+                       + (step + 1 < mesh->count ? (size_t)ddp__tensor_bytes(next) : 0);
         plan->sent_bytes += tr.plan.sent_bytes;
         if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
         if (tr.plan.sent_bytes > *max_sent || strcmp(plan->collective, "none") == 0)
@@ -2066,27 +2043,27 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
                                                ddp_tensor_plan *plan) {
     DDP_PUBLIC_CALL(ddp_tensor_redistribute_mesh);
     ddp_tensor_plan total_plan = {"none", 0, 0};
-    ddp__tensor_mesh_plan r;
+    ddp__tensor_mesh_plan mesh;
     ddp_tensor current = DDP_ZERO, next, t = DDP_ZERO;
     size_t max_sent = 0;
     DDP_TRY(ddp__tensor_check_layouts(__func__, from, to));
     ddp_group *group = ddp__tensor_layout_group(from);
     ddp_result result = ddp__tensor_mesh_prepare(__func__, in, from, to, out, &t);
     if (result != DDP_OK && !out) return result;
-    ddp__tensor_mesh_plan_make(&r, from, to);
+    ddp__tensor_mesh_plan_make(&mesh, from, to);
     if (result == DDP_OK) current = *in;
-    for (int i = 0; i < r.count; i++, current = next) {
+    for (int i = 0; i < mesh.count; i++, current = next) {
         next = current;
-        next.data = i + 1 == r.count ? t.data : NULL;
-        result = ddp__tensor_mesh_step(&r, __func__, i, &current, &next, out != NULL, &total_plan, &max_sent,
-                                       result);
+        next.data = i + 1 == mesh.count ? t.data : NULL;
+        result = ddp__tensor_mesh_step(&mesh, __func__, i, &current, &next, out != NULL, &total_plan,
+                                       &max_sent, result);
         if (result != DDP_OK && next.data != t.data) {
             ddp__tensor_device(group)->free(group, next.data);
             next.data = NULL;
         }
         if (current.data != (in ? in->data : NULL)) ddp__tensor_device(group)->free(group, current.data);
     }
-    if (result == DDP_OK && r.count == 0 && ddp__tensor_bytes(in) && (!out || t.data != in->data)) {
+    if (result == DDP_OK && mesh.count == 0 && ddp__tensor_bytes(in) && (!out || t.data != in->data)) {
         total_plan.collective = "copy";
         if (out) ddp__tensor_device(group)->copy(t.data, in->data, (size_t)ddp__tensor_bytes(in));
     }
