@@ -2658,10 +2658,6 @@ static const ddp_layer_kernels ddp__host_layers[2] = {
 /* struct ddp_tp: the workspace that layers share, checks of arguments, and the collectives with
    statistics that all layers call. ddp_tp_create and ddp_tp_destroy. */
 
-#define DDP__TP_NEED(tp, call, condition, ...)                                                 \
-    do {                                                                                       \
-        if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, call, (tp)->group, __VA_ARGS__); \
-    } while (0)
 #define DDP__TP_MAX_CHUNKS 64 /* chunk_count at most */
 #define DDP__TP_MAX_PENDING 4 /* pending collectives of one layer, at most */
 
@@ -2751,10 +2747,10 @@ static int64_t ddp__tp_local_rows(const ddp_tp *tp, int64_t rows) {
 }
 
 static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t rows) {
-    DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows, "rows=%lld; use 0 to max_rows=%lld",
-                 (long long)rows, (long long)tp->desc.max_rows);
-    DDP__TP_NEED(
-        tp, call, !ddp__tp_shards_rows(tp) || rows % tp->world_size == 0,
+    DDP_CHECK(call, tp->group, rows >= 0 && rows <= tp->desc.max_rows, "rows=%lld; use 0 to max_rows=%lld",
+              (long long)rows, (long long)tp->desc.max_rows);
+    DDP_CHECK(
+        call, tp->group, !ddp__tp_shards_rows(tp) || rows % tp->world_size == 0,
         "rows=%lld is not a multiple of %d ranks, which sequence_parallel needs; use %lld, the next multiple",
         (long long)rows, tp->world_size, (long long)((rows / tp->world_size + 1) * tp->world_size));
     return DDP_OK;
@@ -3297,9 +3293,10 @@ static ddp_result ddp__tp_linear_backward(ddp_tp_linear *l, const void *weight, 
 static ddp_result ddp__tp_linear_check(const ddp_tp_linear *l, const char *call, const void *weight,
                                        const void *x, int64_t rows, const char *y_name, const void *y) {
     DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
-    DDP__TP_NEED(l->tp, call, weight || !l->local_in || !l->local_out, "%s", "weight is NULL");
-    DDP__TP_NEED(l->tp, call, x || !rows || (!l->local_in && !l->desc.scatter_input), "%s", "x is NULL");
-    DDP__TP_NEED(l->tp, call, y || !rows || (!l->local_out && !l->desc.gather_output), "%s is NULL", y_name);
+    DDP_CHECK(call, l->tp->group, weight || !l->local_in || !l->local_out, "%s", "weight is NULL");
+    DDP_CHECK(call, l->tp->group, x || !rows || (!l->local_in && !l->desc.scatter_input), "%s", "x is NULL");
+    DDP_CHECK(call, l->tp->group, y || !rows || (!l->local_out && !l->desc.gather_output), "%s is NULL",
+              y_name);
     return DDP_OK;
 }
 
@@ -3308,8 +3305,8 @@ DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weigh
     DDP_PUBLIC_CALL(ddp_tp_linear_forward);
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
     DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "y", y));
-    DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->local_out,
-                 "bias is %s, but no_bias=%d", bias ? "given" : "NULL", linear->desc.no_bias);
+    DDP_CHECK(__func__, linear->tp->group, !bias == !!linear->desc.no_bias || !linear->local_out,
+              "bias is %s, but no_bias=%d", bias ? "given" : "NULL", linear->desc.no_bias);
     return ddp__tp_linear_forward(linear, weight, bias, x, rows, y);
 }
 
@@ -3320,11 +3317,12 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
     const ddp__tp_linear_grads grads = {weight_grad || bias_grad, weight_grad, bias_grad};
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
     DDP_TRY(ddp__tp_linear_check(linear, __func__, weight, x, rows, "dy", dy));
-    DDP__TP_NEED(linear->tp, __func__,
-                 !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->local_out,
-                 "bias_grad is %s, but no_bias=%d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
-    DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->local_in || !linear->local_out,
-                 "%s", "bias_grad is given, but weight_grad is NULL; pass both, or neither");
+    DDP_CHECK(__func__, linear->tp->group,
+              !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->local_out,
+              "bias_grad is %s, but no_bias=%d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
+    DDP_CHECK(__func__, linear->tp->group,
+              weight_grad || !bias_grad || !linear->local_in || !linear->local_out, "%s",
+              "bias_grad is given, but weight_grad is NULL; pass both, or neither");
     return ddp__tp_linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
@@ -3345,62 +3343,58 @@ static ddp_result ddp__tp_linear_resolve_heads(ddp_tp_linear *l, const char *cal
     ddp_tp_linear_desc *d = &l->desc;
     int64_t ranks = tp->world_size;
     if (d->kv_heads == 0) d->kv_heads = d->heads;
-    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN,
-                 "heads=%d, but split is DDP_TP_ROW; set heads=0, or use DDP_TP_COLUMN", d->heads);
-    DDP__TP_NEED(tp, call, d->heads > 0 && d->kv_heads > 0, "heads=%d kv_heads=%d; use positive numbers",
-                 d->heads, d->kv_heads);
-    DDP__TP_NEED(tp, call, d->heads % ranks == 0,
-                 "heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->heads,
-                 (long long)ranks, (long long)ddp__tp_nearest_multiple(d->heads, ranks));
-    DDP__TP_NEED(tp, call, d->kv_heads % ranks == 0,
-                 "kv_heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->kv_heads,
-                 (long long)ranks, (long long)ddp__tp_nearest_multiple(d->kv_heads, ranks));
-    DDP__TP_NEED(tp, call, d->heads % d->kv_heads == 0, "heads=%d is not a multiple of kv_heads=%d", d->heads,
-                 d->kv_heads);
-    DDP__TP_NEED(tp, call, d->head_size != 0 || d->in_features % d->heads == 0,
-                 "in_features=%lld is not a multiple of heads=%d; set head_size, or use %lld features",
-                 (long long)d->in_features, d->heads,
-                 (long long)ddp__tp_nearest_multiple(d->in_features, d->heads));
+    DDP_CHECK(call, tp->group, d->split == DDP_TP_COLUMN,
+              "heads=%d, but split is DDP_TP_ROW; set heads=0, or use DDP_TP_COLUMN", d->heads);
+    DDP_CHECK(call, tp->group, d->heads > 0 && d->kv_heads > 0, "heads=%d kv_heads=%d; use positive numbers",
+              d->heads, d->kv_heads);
+    DDP_CHECK(call, tp->group, d->heads % ranks == 0,
+              "heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->heads,
+              (long long)ranks, (long long)ddp__tp_nearest_multiple(d->heads, ranks));
+    DDP_CHECK(call, tp->group, d->kv_heads % ranks == 0,
+              "kv_heads=%d is not a multiple of %lld ranks; use %lld, the nearest multiple", d->kv_heads,
+              (long long)ranks, (long long)ddp__tp_nearest_multiple(d->kv_heads, ranks));
+    DDP_CHECK(call, tp->group, d->heads % d->kv_heads == 0, "heads=%d is not a multiple of kv_heads=%d",
+              d->heads, d->kv_heads);
+    DDP_CHECK(call, tp->group, d->head_size != 0 || d->in_features % d->heads == 0,
+              "in_features=%lld is not a multiple of heads=%d; set head_size, or use %lld features",
+              (long long)d->in_features, d->heads,
+              (long long)ddp__tp_nearest_multiple(d->in_features, d->heads));
     if (d->head_size == 0) d->head_size = d->in_features / d->heads;
-    DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24, "head_size=%lld; use 1 to 16777216",
-                 (long long)d->head_size);
+    DDP_CHECK(call, tp->group, d->head_size > 0 && d->head_size <= 1 << 24,
+              "head_size=%lld; use 1 to 16777216", (long long)d->head_size);
     l->part_count = 3;
     l->part[0] = d->heads * d->head_size;
     l->part[1] = l->part[2] = d->kv_heads * d->head_size;
     if (d->out_features == 0) d->out_features = l->part[0] + 2 * l->part[1];
-    DDP__TP_NEED(
-        tp, call, d->out_features == l->part[0] + 2 * l->part[1],
-        "out_features=%lld, but heads=%d and kv_heads=%d of head_size=%lld need %lld; use that, or 0",
-        (long long)d->out_features, d->heads, d->kv_heads, (long long)d->head_size,
-        (long long)(l->part[0] + 2 * l->part[1]));
+    DDP_CHECK(call, tp->group, d->out_features == l->part[0] + 2 * l->part[1],
+              "out_features=%lld, but heads=%d and kv_heads=%d of head_size=%lld need %lld; use that, or 0",
+              (long long)d->out_features, d->heads, d->kv_heads, (long long)d->head_size,
+              (long long)(l->part[0] + 2 * l->part[1]));
     return DDP_OK;
 }
 
 static ddp_result ddp__tp_linear_resolve(ddp_tp_linear *l, const char *call) {
     ddp_tp *tp = l->tp;
     ddp_tp_linear_desc *d = &l->desc;
-    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN || d->split == DDP_TP_ROW,
-                 "split=%d is not a ddp_tp_split; use DDP_TP_COLUMN or DDP_TP_ROW", (int)d->split);
-    DDP__TP_NEED(tp, call, d->in_features > 0 && d->in_features <= INT64_C(1) << 48,
-                 "in_features=%lld; use the number of columns of the global weight",
-                 (long long)d->in_features);
-    DDP__TP_NEED(tp, call, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0),
-                 "kv_heads=%d head_size=%lld with heads=0; set heads too", d->kv_heads,
-                 (long long)d->head_size);
+    DDP_CHECK(call, tp->group, d->split == DDP_TP_COLUMN || d->split == DDP_TP_ROW,
+              "split=%d is not a ddp_tp_split; use DDP_TP_COLUMN or DDP_TP_ROW", (int)d->split);
+    DDP_CHECK(call, tp->group, d->in_features > 0 && d->in_features <= INT64_C(1) << 48,
+              "in_features=%lld; use the number of columns of the global weight", (long long)d->in_features);
+    DDP_CHECK(call, tp->group, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0),
+              "kv_heads=%d head_size=%lld with heads=0; set heads too", d->kv_heads, (long long)d->head_size);
     if (d->heads != 0) DDP_TRY(ddp__tp_linear_resolve_heads(l, call));
-    DDP__TP_NEED(tp, call, d->out_features > 0 && d->out_features <= INT64_C(1) << 60,
-                 "out_features=%lld; use the number of rows of the global weight",
-                 (long long)d->out_features);
-    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->out_features, d->in_features, 2 * tp->size) != SIZE_MAX,
-                 "a weight of %lld x %lld does not fit in memory", (long long)d->out_features,
-                 (long long)d->in_features);
-    DDP__TP_NEED(tp, call, !d->gather_output || d->split == DDP_TP_COLUMN,
-                 "gather_output=%d, but split is DDP_TP_ROW; set gather_output=0", d->gather_output);
-    DDP__TP_NEED(tp, call, !d->scatter_input || d->split == DDP_TP_ROW,
-                 "scatter_input=%d, but split is DDP_TP_COLUMN; set scatter_input=0", d->scatter_input);
-    DDP__TP_NEED(tp, call, !tp->desc.sequence_parallel || (!d->gather_output && !d->scatter_input),
-                 "%s=1 cannot be combined with sequence_parallel=1, which shards rows",
-                 d->gather_output ? "gather_output" : "scatter_input");
+    DDP_CHECK(call, tp->group, d->out_features > 0 && d->out_features <= INT64_C(1) << 60,
+              "out_features=%lld; use the number of rows of the global weight", (long long)d->out_features);
+    DDP_CHECK(call, tp->group, ddp__tp_bytes(d->out_features, d->in_features, 2 * tp->size) != SIZE_MAX,
+              "a weight of %lld x %lld does not fit in memory", (long long)d->out_features,
+              (long long)d->in_features);
+    DDP_CHECK(call, tp->group, !d->gather_output || d->split == DDP_TP_COLUMN,
+              "gather_output=%d, but split is DDP_TP_ROW; set gather_output=0", d->gather_output);
+    DDP_CHECK(call, tp->group, !d->scatter_input || d->split == DDP_TP_ROW,
+              "scatter_input=%d, but split is DDP_TP_COLUMN; set scatter_input=0", d->scatter_input);
+    DDP_CHECK(call, tp->group, !tp->desc.sequence_parallel || (!d->gather_output && !d->scatter_input),
+              "%s=1 cannot be combined with sequence_parallel=1, which shards rows",
+              d->gather_output ? "gather_output" : "scatter_input");
     if (l->part_count) return DDP_OK;
     l->part_count = 1;
     l->part[0] = ddp__tp_linear_sharded_features(l);
@@ -3468,10 +3462,10 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) {
 static ddp_result ddp__tp_linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim,
                                      ddp_tensor_box *box) {
     if (!l || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, l ? "box" : "linear");
-    DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count,
-                 "part=%d of a linear with %d parts; use 0 to parts - 1", part, l->part_count);
-    DDP__TP_NEED(l->tp, call, ndim == 2 || !l->desc.no_bias, "%s",
-                 "the linear was created with no_bias=1 and has no bias");
+    DDP_CHECK(call, l->tp->group, part >= 0 && part < l->part_count,
+              "part=%d of a linear with %d parts; use 0 to parts - 1", part, l->part_count);
+    DDP_CHECK(call, l->tp->group, ndim == 2 || !l->desc.no_bias, "%s",
+              "the linear was created with no_bias=1 and has no bias");
     int cut = l->desc.split == DDP_TP_ROW;
     memset(box, 0, sizeof *box);
     box->ndim = ndim;
@@ -3507,14 +3501,14 @@ static int ddp__tp_mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation ==
 static ddp_result ddp__tp_mlp_init(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
-    DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46,
-                 "channels=%lld hidden=%lld; use positive numbers", (long long)d->channels,
-                 (long long)d->hidden);
-    DDP__TP_NEED(
-        tp, call,
-        d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU || d->activation == DDP_TP_SILU_GATED,
-        "activation=%d is not a ddp_tp_activation; use DDP_TP_GELU, DDP_TP_RELU or DDP_TP_SILU_GATED",
-        (int)d->activation);
+    DDP_CHECK(call, tp->group, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46,
+              "channels=%lld hidden=%lld; use positive numbers", (long long)d->channels,
+              (long long)d->hidden);
+    DDP_CHECK(call, tp->group,
+              d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU
+                  || d->activation == DDP_TP_SILU_GATED,
+              "activation=%d is not a ddp_tp_activation; use DDP_TP_GELU, DDP_TP_RELU or DDP_TP_SILU_GATED",
+              (int)d->activation);
     m->column.tp = m->row.tp = tp;
     m->column.desc.split = DDP_TP_COLUMN;
     m->column.desc.in_features = m->row.desc.out_features = d->channels;
@@ -3572,7 +3566,7 @@ static ddp_result ddp__tp_mlp_check(const ddp_tp_mlp *m, const char *call, const
                                     const void *x, const void *saved, int64_t rows, const char *y_name,
                                     const void *y) {
     const ddp_tp *tp = m->column.tp;
-    DDP__TP_NEED(tp, call, weights, "%s", "weights is NULL");
+    DDP_CHECK(call, tp->group, weights, "%s", "weights is NULL");
     DDP_TRY(ddp__tp_linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
     return ddp__tp_linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
 }
@@ -3585,11 +3579,11 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
     ddp_tp *tp = mlp->column.tp;
     DDP_TRY(ddp__tp_mlp_check(mlp, __func__, weights, x, saved, rows, "y", y));
-    DDP__TP_NEED(tp, __func__,
-                 (!weights[1] == !!mlp->desc.no_bias || !mlp->column.local_out)
-                     && !weights[3] == !!mlp->desc.no_bias,
-                 "biases are %s and %s, but no_bias=%d", weights[1] ? "given" : "NULL",
-                 weights[3] ? "given" : "NULL", mlp->desc.no_bias);
+    DDP_CHECK(__func__, tp->group,
+              (!weights[1] == !!mlp->desc.no_bias || !mlp->column.local_out)
+                  && !weights[3] == !!mlp->desc.no_bias,
+              "biases are %s and %s, but no_bias=%d", weights[1] ? "given" : "NULL",
+              weights[3] ? "given" : "NULL", mlp->desc.no_bias);
     void *act = ddp__tp_at(tp, saved, rows * mlp->column.local_out);
     DDP_TRY(ddp__tp_linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
     DDP_TRY(ddp__tp_poison_on_error(
@@ -3608,10 +3602,10 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     for (int i = 0; i < 2 && grads; i++) {
         const ddp__tp_linear_grads given = {1, grads[2 * i], grads[2 * i + 1]};
         to[i] = given;
-        DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.local_in,
-                     "grads[%d] is %s and grads[%d] is %s, but no_bias=%d", 2 * i,
-                     given.weight ? "given" : "NULL", 2 * i + 1, given.bias ? "given" : "NULL",
-                     mlp->desc.no_bias);
+        DDP_CHECK(
+            __func__, tp->group, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.local_in,
+            "grads[%d] is %s and grads[%d] is %s, but no_bias=%d", 2 * i, given.weight ? "given" : "NULL",
+            2 * i + 1, given.bias ? "given" : "NULL", mlp->desc.no_bias);
     }
     void *d_act = tp->workspace + mlp->grad_offset;
     void *d_in = ddp__tp_mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.local_in) : d_act;
@@ -3644,16 +3638,16 @@ static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *cal
                                             const ddp_tp_embedding_desc *desc) {
     const ddp_tp *tp = e->tp;
     ddp_tp_embedding_desc *d = &e->desc;
-    DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
+    DDP_CHECK(call, tp->group, desc, "%s", "desc is NULL");
     *d = *desc;
     if (d->padded_vocab == 0) d->padded_vocab = d->vocab;
-    DDP__TP_NEED(tp, call, d->vocab > 0 && d->channels > 0, "vocab=%lld, channels=%lld; use positive numbers",
-                 (long long)d->vocab, (long long)d->channels);
-    DDP__TP_NEED(tp, call, d->padded_vocab >= d->vocab, "padded_vocab=%lld is less than vocab=%lld",
-                 (long long)d->padded_vocab, (long long)d->vocab);
-    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->padded_vocab, d->channels, tp->size) != SIZE_MAX,
-                 "%lld rows of %lld channels do not fit in memory", (long long)d->padded_vocab,
-                 (long long)d->channels);
+    DDP_CHECK(call, tp->group, d->vocab > 0 && d->channels > 0,
+              "vocab=%lld, channels=%lld; use positive numbers", (long long)d->vocab, (long long)d->channels);
+    DDP_CHECK(call, tp->group, d->padded_vocab >= d->vocab, "padded_vocab=%lld is less than vocab=%lld",
+              (long long)d->padded_vocab, (long long)d->vocab);
+    DDP_CHECK(call, tp->group, ddp__tp_bytes(d->padded_vocab, d->channels, tp->size) != SIZE_MAX,
+              "%lld rows of %lld channels do not fit in memory", (long long)d->padded_vocab,
+              (long long)d->channels);
     e->count = ddp__tensor_shard_range(d->padded_vocab, tp->rank, tp->world_size, &e->first);
     return DDP_OK;
 }
@@ -3699,11 +3693,11 @@ static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, con
                                           const int32_t *tokens, int64_t rows) {
     const ddp_tp *tp = embedding->tp;
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
-    DDP__TP_NEED(tp, call, tokens || rows == 0, "%s", "tokens is NULL");
+    DDP_CHECK(call, tp->group, tokens || rows == 0, "%s", "tokens is NULL");
     for (int64_t i = 0; i < rows; i++)
-        DDP__TP_NEED(tp, call, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab,
-                     "tokens[%lld]=%d; use 0 to %lld", (long long)i, (int)tokens[i],
-                     (long long)embedding->desc.vocab - 1);
+        DDP_CHECK(call, tp->group, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab,
+                  "tokens[%lld]=%d; use 0 to %lld", (long long)i, (int)tokens[i],
+                  (long long)embedding->desc.vocab - 1);
     return DDP_OK;
 }
 
@@ -3722,7 +3716,7 @@ DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const vo
                            ddp__tp_shards_rows(tp) ? tp->workspace : y};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
-    DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
+    DDP_CHECK(__func__, tp->group, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
     DDP_TRY(ddp_device_begin(tp->group));
     DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->lookup(&op)));
     if (ddp__tp_shards_rows(tp))
@@ -3743,8 +3737,8 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
                            ddp__tp_shards_rows(tp) ? tp->workspace : dy,
                            weight_grad};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
-    DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL",
-                 dy || rows == 0 ? "weight_grad" : "dy");
+    DDP_CHECK(__func__, tp->group, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL",
+              dy || rows == 0 ? "weight_grad" : "dy");
     DDP_TRY(ddp_device_begin(tp->group));
     if (ddp__tp_shards_rows(tp) && rows)
         DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), NULL));
@@ -3759,23 +3753,23 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
 static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc,
                                      const int32_t *targets, int64_t rows, int64_t *counted_rows) {
     int64_t ignore = desc->ignore_index ? desc->ignore_index : -100;
-    DDP__TP_NEED(tp, call, desc->vocab > 0, "vocab=%lld; use a positive number", (long long)desc->vocab);
-    DDP__TP_NEED(tp, call, desc->padded_vocab == 0 || desc->padded_vocab >= desc->vocab,
-                 "padded_vocab=%lld is less than vocab=%lld", (long long)desc->padded_vocab,
-                 (long long)desc->vocab);
-    DDP__TP_NEED(tp, call, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY, "z_loss=%g; use 0 or more",
-                 desc->z_loss);
-    DDP__TP_NEED(tp, call, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY,
-                 "scale=%g; use a finite number", desc->scale);
+    DDP_CHECK(call, tp->group, desc->vocab > 0, "vocab=%lld; use a positive number", (long long)desc->vocab);
+    DDP_CHECK(call, tp->group, desc->padded_vocab == 0 || desc->padded_vocab >= desc->vocab,
+              "padded_vocab=%lld is less than vocab=%lld", (long long)desc->padded_vocab,
+              (long long)desc->vocab);
+    DDP_CHECK(call, tp->group, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY,
+              "z_loss=%g; use 0 or more", desc->z_loss);
+    DDP_CHECK(call, tp->group, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY,
+              "scale=%g; use a finite number", desc->scale);
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
-    DDP__TP_NEED(tp, call, targets || rows == 0, "%s", "targets is NULL");
+    DDP_CHECK(call, tp->group, targets || rows == 0, "%s", "targets is NULL");
     *counted_rows = 0;
     for (int64_t i = 0; i < rows; i++) {
         if (targets[i] == ignore) continue;
         ++*counted_rows;
-        DDP__TP_NEED(tp, call, targets[i] >= 0 && targets[i] < desc->vocab,
-                     "targets[%lld]=%d; use 0 to %lld, or ignore_index=%lld", (long long)i, (int)targets[i],
-                     (long long)desc->vocab - 1, (long long)ignore);
+        DDP_CHECK(call, tp->group, targets[i] >= 0 && targets[i] < desc->vocab,
+                  "targets[%lld]=%d; use 0 to %lld, or ignore_index=%lld", (long long)i, (int)targets[i],
+                  (long long)desc->vocab - 1, (long long)ignore);
     }
     return DDP_OK;
 }
@@ -3805,7 +3799,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     op.sums = tp->workspace + (size_t)rows * tp->size; /* (2, rows) */
     op.dlogits = dlogits;
     op.losses = losses;
-    DDP__TP_NEED(tp, __func__, logits || rows == 0 || op.columns == 0, "%s", "logits is NULL");
+    DDP_CHECK(__func__, tp->group, logits || rows == 0 || op.columns == 0, "%s", "logits is NULL");
     if (mean) *mean = 0;
     if (rows == 0) return DDP_OK;
     DDP_TRY(ddp_device_begin(tp->group));
@@ -3831,12 +3825,12 @@ struct ddp_tp_layer_norm {
 
 static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const char *call, const ddp_tp_layer_norm_desc *desc,
                                        ddp_tp_layer_norm_desc *d) {
-    DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
+    DDP_CHECK(call, tp->group, desc, "%s", "desc is NULL");
     *d = *desc;
     d->rms = d->rms != 0;
-    DDP__TP_NEED(tp, call, d->channels > 0 && ddp__tp_bytes(2, d->channels, tp->size) != SIZE_MAX,
-                 "channels=%lld; use the number of elements of a row", (long long)d->channels);
-    DDP__TP_NEED(tp, call, d->eps >= 0 && d->eps < (double)INFINITY, "eps=%g; use 0 or more", d->eps);
+    DDP_CHECK(call, tp->group, d->channels > 0 && ddp__tp_bytes(2, d->channels, tp->size) != SIZE_MAX,
+              "channels=%lld; use the number of elements of a row", (long long)d->channels);
+    DDP_CHECK(call, tp->group, d->eps >= 0 && d->eps < (double)INFINITY, "eps=%g; use 0 or more", d->eps);
     if (d->eps == 0) d->eps = 1e-5;
     return DDP_OK;
 }
@@ -3867,11 +3861,11 @@ static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *
                                      const void *x, int64_t rows, const void *stats) {
     const ddp_tp *tp = norm->tp;
     int64_t max_rows = ddp__tp_local_rows(tp, tp->desc.max_rows);
-    DDP__TP_NEED(tp, call, rows >= 0 && rows <= max_rows,
-                 "rows=%lld; use 0 to %lld on this rank, as max_rows allows", (long long)rows,
-                 (long long)max_rows);
-    DDP__TP_NEED(tp, call, weight, "%s", "weight is NULL");
-    DDP__TP_NEED(tp, call, (x && stats) || rows == 0, "%s is NULL", x ? "stats" : "x");
+    DDP_CHECK(call, tp->group, rows >= 0 && rows <= max_rows,
+              "rows=%lld; use 0 to %lld on this rank, as max_rows allows", (long long)rows,
+              (long long)max_rows);
+    DDP_CHECK(call, tp->group, weight, "%s", "weight is NULL");
+    DDP_CHECK(call, tp->group, (x && stats) || rows == 0, "%s is NULL", x ? "stats" : "x");
     return DDP_OK;
 }
 
@@ -3879,9 +3873,9 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
                                             const void *x, int64_t rows, void *stats, void *y) {
     if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
-    DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
-    DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s",
-                 norm->desc.rms ? "bias is given, but RMSNorm has none; pass NULL" : "bias is NULL");
+    DDP_CHECK(__func__, norm->tp->group, y || rows == 0, "%s", "y is NULL");
+    DDP_CHECK(__func__, norm->tp->group, !norm->desc.rms == !!bias, "%s",
+              norm->desc.rms ? "bias is given, but RMSNorm has none; pass NULL" : "bias is NULL");
     const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats,
                          y};
     DDP_TRY(ddp_device_begin(norm->tp->group));
@@ -3901,10 +3895,10 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     const ddp_norm_backward op = {
         rows, n, norm->desc.rms, x, weight, stats, dy, dx, weight_grad ? tp->workspace : NULL};
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
-    DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
-    DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
-                 norm->desc.rms ? "bias_grad is given, but RMSNorm has no bias; pass NULL"
-                                : "one of weight_grad and bias_grad is NULL; pass both, or neither");
+    DDP_CHECK(__func__, tp->group, dy || rows == 0, "%s", "dy is NULL");
+    DDP_CHECK(__func__, tp->group, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
+              norm->desc.rms ? "bias_grad is given, but RMSNorm has no bias; pass NULL"
+                             : "one of weight_grad and bias_grad is NULL; pass both, or neither");
     DDP_TRY(ddp_device_begin(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
     DDP_TRY(ddp__tp_poison_on_error(tp, tp->kernels->norm_backward(&op)));
@@ -3930,23 +3924,23 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
                                  int64_t columns, void *y) {
     int64_t end;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_dropout: %s is NULL", tp ? "desc" : "tp");
-    DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g; use 0 or more and below 1",
-                 desc->rate);
-    DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld; use 0 or more",
-                 (long long)rows, (long long)columns);
-    DDP__TP_NEED(tp, __func__, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
+    DDP_CHECK(__func__, tp->group, desc->rate >= 0 && desc->rate < 1, "rate=%g; use 0 or more and below 1",
+              desc->rate);
+    DDP_CHECK(__func__, tp->group, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld; use 0 or more",
+              (long long)rows, (long long)columns);
+    DDP_CHECK(__func__, tp->group, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
     const int64_t width = desc->columns ? desc->columns : columns;
-    DDP__TP_NEED(
-        tp, __func__,
-        desc->first_row >= 0 && desc->first_column >= 0 && columns <= width
-            && desc->first_column <= width - columns,
-        "%lld columns from first_column=%lld, first_row=%lld are outside an activation of %lld columns",
-        (long long)columns, (long long)desc->first_column, (long long)desc->first_row, (long long)width);
-    DDP__TP_NEED(tp, __func__,
-                 !__builtin_add_overflow(desc->first_row, rows, &end)
-                     && !__builtin_mul_overflow(end, width, &end),
-                 "%lld rows from first_row=%lld of %lld columns have more than 2^63 elements",
-                 (long long)rows, (long long)desc->first_row, (long long)width);
+    DDP_CHECK(__func__, tp->group,
+              desc->first_row >= 0 && desc->first_column >= 0 && columns <= width
+                  && desc->first_column <= width - columns,
+              "%lld columns from first_column=%lld, first_row=%lld are outside an activation of %lld columns",
+              (long long)columns, (long long)desc->first_column, (long long)desc->first_row,
+              (long long)width);
+    DDP_CHECK(__func__, tp->group,
+              !__builtin_add_overflow(desc->first_row, rows, &end)
+                  && !__builtin_mul_overflow(end, width, &end),
+              "%lld rows from first_row=%lld of %lld columns have more than 2^63 elements", (long long)rows,
+              (long long)desc->first_row, (long long)width);
     const int64_t first = desc->first_row * width + desc->first_column; /* fits, as checked above */
     ddp_dropout op = {
         rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0), 1 / (1 - desc->rate),
