@@ -2851,7 +2851,7 @@ static ddp_result ddp__tp_wait_all(ddp_tp *tp, ddp__tp_pending *pending, ddp_res
 static ddp_result ddp__tp_resolve_desc(ddp_group *group, const ddp_tp_desc *desc, ddp_tp_desc *d) {
     const char *call = "ddp_tp_create";
     const ddp_layer_kernels *kernels = ddp_group_device(group)->layers;
-    if (!desc) return ddp_fail_in(DDP_ERR_INVALID, call, group, "%s", "desc is NULL");
+    if (!desc) return ddp_fail_in(DDP_ERR_INVALID, call, group, "desc is NULL");
     *d = *desc;
     if (d->dtype == DDP_DTYPE_DEFAULT) d->dtype = DDP_F32;
     if (d->chunk_count == 0) d->chunk_count = 1;
@@ -3293,8 +3293,8 @@ static ddp_result ddp__tp_linear_backward(ddp_tp_linear *l, const void *weight, 
 static ddp_result ddp__tp_linear_check(const ddp_tp_linear *l, const char *call, const void *weight,
                                        const void *x, int64_t rows, const char *y_name, const void *y) {
     DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
-    DDP_CHECK(call, l->tp->group, weight || !l->local_in || !l->local_out, "%s", "weight is NULL");
-    DDP_CHECK(call, l->tp->group, x || !rows || (!l->local_in && !l->desc.scatter_input), "%s", "x is NULL");
+    DDP_CHECK(call, l->tp->group, weight || !l->local_in || !l->local_out, "weight is NULL");
+    DDP_CHECK(call, l->tp->group, x || !rows || (!l->local_in && !l->desc.scatter_input), "x is NULL");
     DDP_CHECK(call, l->tp->group, y || !rows || (!l->local_out && !l->desc.gather_output), "%s is NULL",
               y_name);
     return DDP_OK;
@@ -3321,7 +3321,7 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
               !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->local_out,
               "bias_grad is %s, but no_bias=%d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
     DDP_CHECK(__func__, linear->tp->group,
-              weight_grad || !bias_grad || !linear->local_in || !linear->local_out, "%s",
+              weight_grad || !bias_grad || !linear->local_in || !linear->local_out,
               "bias_grad is given, but weight_grad is NULL; pass both, or neither");
     return ddp__tp_linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
@@ -3433,7 +3433,7 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     layer.tp = tp;
     if (desc) layer.desc = *desc;
     if (!desc)
-        result = ddp_fail_in(DDP_ERR_INVALID, __func__, tp->group, "%s", "desc is NULL");
+        result = ddp_fail_in(DDP_ERR_INVALID, __func__, tp->group, "desc is NULL");
     else
         result = ddp__tp_linear_init(&layer, __func__, &bytes);
     snprintf(fields, sizeof fields,
@@ -3464,7 +3464,7 @@ static ddp_result ddp__tp_linear_box(const ddp_tp_linear *l, const char *call, i
     if (!l || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, l ? "box" : "linear");
     DDP_CHECK(call, l->tp->group, part >= 0 && part < l->part_count,
               "part=%d of a linear with %d parts; use 0 to parts - 1", part, l->part_count);
-    DDP_CHECK(call, l->tp->group, ndim == 2 || !l->desc.no_bias, "%s",
+    DDP_CHECK(call, l->tp->group, ndim == 2 || !l->desc.no_bias,
               "the linear was created with no_bias=1 and has no bias");
     int cut = l->desc.split == DDP_TP_ROW;
     memset(box, 0, sizeof *box);
@@ -3538,7 +3538,7 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     if (desc) layer.desc = *desc;
     if (!desc)
-        result = ddp_fail_in(DDP_ERR_INVALID, __func__, tp->group, "%s", "desc is NULL");
+        result = ddp_fail_in(DDP_ERR_INVALID, __func__, tp->group, "desc is NULL");
     else
         result = ddp__tp_mlp_init(&layer, tp, __func__, &bytes);
     snprintf(fields, sizeof fields, "channels=%lld hidden=%lld activation=%d no_bias=%d",
@@ -3566,7 +3566,7 @@ static ddp_result ddp__tp_mlp_check(const ddp_tp_mlp *m, const char *call, const
                                     const void *x, const void *saved, int64_t rows, const char *y_name,
                                     const void *y) {
     const ddp_tp *tp = m->column.tp;
-    DDP_CHECK(call, tp->group, weights, "%s", "weights is NULL");
+    DDP_CHECK(call, tp->group, weights, "weights is NULL");
     DDP_TRY(ddp__tp_linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
     return ddp__tp_linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
 }
@@ -3638,7 +3638,7 @@ static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *cal
                                             const ddp_tp_embedding_desc *desc) {
     const ddp_tp *tp = e->tp;
     ddp_tp_embedding_desc *d = &e->desc;
-    DDP_CHECK(call, tp->group, desc, "%s", "desc is NULL");
+    DDP_CHECK(call, tp->group, desc, "desc is NULL");
     *d = *desc;
     if (d->padded_vocab == 0) d->padded_vocab = d->vocab;
     DDP_CHECK(call, tp->group, d->vocab > 0 && d->channels > 0,
@@ -3693,7 +3693,7 @@ static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, con
                                           const int32_t *tokens, int64_t rows) {
     const ddp_tp *tp = embedding->tp;
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
-    DDP_CHECK(call, tp->group, tokens || rows == 0, "%s", "tokens is NULL");
+    DDP_CHECK(call, tp->group, tokens || rows == 0, "tokens is NULL");
     for (int64_t i = 0; i < rows; i++)
         DDP_CHECK(call, tp->group, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab,
                   "tokens[%lld]=%d; use 0 to %lld", (long long)i, (int)tokens[i],
@@ -3762,7 +3762,7 @@ static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const d
     DDP_CHECK(call, tp->group, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY,
               "scale=%g; use a finite number", desc->scale);
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
-    DDP_CHECK(call, tp->group, targets || rows == 0, "%s", "targets is NULL");
+    DDP_CHECK(call, tp->group, targets || rows == 0, "targets is NULL");
     *counted_rows = 0;
     for (int64_t i = 0; i < rows; i++) {
         if (targets[i] == ignore) continue;
@@ -3799,7 +3799,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     op.sums = tp->workspace + (size_t)rows * tp->size; /* (2, rows) */
     op.dlogits = dlogits;
     op.losses = losses;
-    DDP_CHECK(__func__, tp->group, logits || rows == 0 || op.columns == 0, "%s", "logits is NULL");
+    DDP_CHECK(__func__, tp->group, logits || rows == 0 || op.columns == 0, "logits is NULL");
     if (mean) *mean = 0;
     if (rows == 0) return DDP_OK;
     DDP_TRY(ddp_device_begin(tp->group));
@@ -3825,7 +3825,7 @@ struct ddp_tp_layer_norm {
 
 static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const char *call, const ddp_tp_layer_norm_desc *desc,
                                        ddp_tp_layer_norm_desc *d) {
-    DDP_CHECK(call, tp->group, desc, "%s", "desc is NULL");
+    DDP_CHECK(call, tp->group, desc, "desc is NULL");
     *d = *desc;
     d->rms = d->rms != 0;
     DDP_CHECK(call, tp->group, d->channels > 0 && ddp__tp_bytes(2, d->channels, tp->size) != SIZE_MAX,
@@ -3864,7 +3864,7 @@ static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *
     DDP_CHECK(call, tp->group, rows >= 0 && rows <= max_rows,
               "rows=%lld; use 0 to %lld on this rank, as max_rows allows", (long long)rows,
               (long long)max_rows);
-    DDP_CHECK(call, tp->group, weight, "%s", "weight is NULL");
+    DDP_CHECK(call, tp->group, weight, "weight is NULL");
     DDP_CHECK(call, tp->group, (x && stats) || rows == 0, "%s is NULL", x ? "stats" : "x");
     return DDP_OK;
 }
@@ -3873,7 +3873,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
                                             const void *x, int64_t rows, void *stats, void *y) {
     if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
-    DDP_CHECK(__func__, norm->tp->group, y || rows == 0, "%s", "y is NULL");
+    DDP_CHECK(__func__, norm->tp->group, y || rows == 0, "y is NULL");
     DDP_CHECK(__func__, norm->tp->group, !norm->desc.rms == !!bias, "%s",
               norm->desc.rms ? "bias is given, but RMSNorm has none; pass NULL" : "bias is NULL");
     const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats,
@@ -3895,7 +3895,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     const ddp_norm_backward op = {
         rows, n, norm->desc.rms, x, weight, stats, dy, dx, weight_grad ? tp->workspace : NULL};
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
-    DDP_CHECK(__func__, tp->group, dy || rows == 0, "%s", "dy is NULL");
+    DDP_CHECK(__func__, tp->group, dy || rows == 0, "dy is NULL");
     DDP_CHECK(__func__, tp->group, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
               norm->desc.rms ? "bias_grad is given, but RMSNorm has no bias; pass NULL"
                              : "one of weight_grad and bias_grad is NULL; pass both, or neither");
