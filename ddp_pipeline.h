@@ -3596,53 +3596,77 @@ static void ddp__pipe_zero_gradients(const ddp_pipeline *p, const ddp__pipe_stag
             p->device->fill_zero(s->desc.params[i]->grad.data, s->sums.gradients[i].bytes);
 }
 
-/* Returns the gradient of one use of a tied parameter. The stage is on this rank. */
-static ddp_result ddp__pipe_tied_grad(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
-    ddp__pipe_stage *s = &p->stages[stage];
-    *grad = ddp_param_grad(s->desc.params[param]);
-    if (s->desc.get_sharded_grad) DDP_TRY(s->desc.get_sharded_grad(stage, param, grad, s->desc.user));
-    return ddp_device_begin(p->group);
+/* The two uses of a tied parameter: their ranks, and the gradients of those on this rank. */
+typedef struct ddp__pipe_tie_grads {
+    int rank[2];
+    ddp_tensor grad[2]; /* data NULL = on another rank */
+    size_t count[2];
+} ddp__pipe_tie_grads;
+
+static ddp_result ddp__pipe_get_tie_grads(ddp_pipeline *p, int tie, ddp__pipe_tie_grads *t) {
+    const int stage[2] = {p->desc.ties[tie].first_stage, p->desc.ties[tie].second_stage};
+    const int param[2] = {p->desc.ties[tie].first_param, p->desc.ties[tie].second_param};
+    memset(t, 0, sizeof *t);
+    for (int k = 0; k < 2; k++) {
+        const ddp_pipeline_stage *s = &p->stages[stage[k]].desc;
+        t->rank[k] = p->schedule->stage_rank[stage[k]];
+        if (t->rank[k] != p->rank) continue;
+        t->grad[k] = ddp_param_grad(s->params[param[k]]);
+        if (s->get_sharded_grad) DDP_TRY(s->get_sharded_grad(stage[k], param[k], &t->grad[k], s->user));
+        DDP_TRY(ddp_device_begin(p->group));
+        t->count[k] = t->grad[k].data ? (size_t)ddp_tensor_count(&t->grad[k]) : 0;
+    }
+    if (t->rank[0] == t->rank[1] && (t->count[0] != t->count[1] || t->grad[0].dtype != t->grad[1].dtype))
+        return ddp_fail(DDP_ERR_INVALID,
+                        "ties[%d]: get_sharded_grad returns %zu elements of %s and %zu of %s; return the "
+                        "same for both",
+                        tie, t->count[0], ddp_dtype_name(t->grad[0].dtype), t->count[1],
+                        ddp_dtype_name(t->grad[1].dtype));
+    return DDP_OK;
+}
+
+/* Returns 1 if a later tie adds to the first use of this one. */
+static int ddp__pipe_tie_continues(const ddp_pipeline *p, int tie) {
+    const ddp_pipeline_tie *t = &p->desc.ties[tie];
+    for (int k = tie + 1; k < p->desc.tie_count; k++)
+        if (p->desc.ties[k].first_stage == t->first_stage && p->desc.ties[k].first_param == t->first_param)
+            return 1;
+    return 0;
 }
 
 /* Replaces both gradients of each tied parameter by their sum, first use + second use. All sums are computed
-   first. Then the uses that still have a partial sum receive the final one. A sum over two ranks has the same
-   bits in either order. */
+   first. Then the uses that still have a partial sum receive the final one. A parameter with the uses a, b
+   and c, and the ties (a, b) and (a, c), b and c on other ranks than a:
+
+                         a        b      c
+       sum of (a, b)     a+b      a+b    c          all-reduce
+       sum of (a, c)     a+b+c    a+b    a+b+c      all-reduce
+       copy to b         a+b+c    a+b+c  a+b+c      broadcast
+
+   A sum over two ranks has the same bits in either order. Of two uses on one rank, only the first has the
+   sum after the first loop. */
 static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
-    for (int i = 0; i < 2 * p->desc.tie_count; i++) {
-        int tie = i % p->desc.tie_count;
-        int second_pass = i >= p->desc.tie_count;
-        int used_again = 0;
-        const ddp_pipeline_tie *t = &p->desc.ties[tie];
-        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]};
-        int my_use = rank[0] != p->rank;
+    ddp__pipe_tie_grads t;
+    for (int tie = 0; tie < p->desc.tie_count; tie++) {
         ddp_group *pair_group = p->tie_groups[tie];
-        ddp_tensor grad[2], *my_grad = &grad[my_use];
-        size_t count[2];
-        for (int k = tie + 1; k < p->desc.tie_count; k++)
-            used_again |= p->desc.ties[k].first_stage == t->first_stage
-                          && p->desc.ties[k].first_param == t->first_param;
-        if (rank[my_use] != p->rank || (pair_group && second_pass && !used_again)) continue;
-        memset(grad, 0, sizeof grad);
-        if (rank[0] == p->rank) DDP_TRY(ddp__pipe_tied_grad(p, t->first_stage, t->first_param, &grad[0]));
-        if (rank[1] == p->rank) DDP_TRY(ddp__pipe_tied_grad(p, t->second_stage, t->second_param, &grad[1]));
-        for (int k = 0; k < 2; k++) count[k] = grad[k].data ? (size_t)ddp_tensor_count(&grad[k]) : 0;
+        DDP_TRY(ddp__pipe_get_tie_grads(p, tie, &t));
         if (pair_group) {
-            if (second_pass)
-                DDP_TRY(ddp_broadcast(pair_group, my_grad->data, count[my_use], my_grad->dtype,
-                                      rank[0] > rank[1], NULL));
-            else
-                DDP_TRY(ddp_all_reduce(pair_group, my_grad->data, my_grad->data, count[my_use],
-                                       my_grad->dtype, DDP_OP_SUM, NULL));
-        } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
-            return ddp_fail(DDP_ERR_INVALID,
-                            "ties[%d]: get_sharded_grad returns %zu elements of %s and %zu of %s; return the "
-                            "same for both",
-                            tie, count[0], ddp_dtype_name(grad[0].dtype), count[1],
-                            ddp_dtype_name(grad[1].dtype));
-        } else if (second_pass)
-            p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
-        else
-            p->device->add(grad[0].data, grad[0].data, grad[1].data, count[0], grad[0].dtype);
+            const int own = t.rank[0] != p->rank;
+            DDP_TRY(ddp_all_reduce(pair_group, t.grad[own].data, t.grad[own].data, t.count[own],
+                                   t.grad[own].dtype, DDP_OP_SUM, NULL));
+        } else if (t.rank[0] == p->rank)
+            p->device->add(t.grad[0].data, t.grad[0].data, t.grad[1].data, t.count[0], t.grad[0].dtype);
+    }
+    for (int tie = 0; tie < p->desc.tie_count; tie++) {
+        ddp_group *pair_group = p->tie_groups[tie];
+        if (pair_group && !ddp__pipe_tie_continues(p, tie)) continue;
+        DDP_TRY(ddp__pipe_get_tie_grads(p, tie, &t));
+        if (pair_group) {
+            const int own = t.rank[0] != p->rank;
+            DDP_TRY(ddp_broadcast(pair_group, t.grad[own].data, t.count[own], t.grad[own].dtype,
+                                  t.rank[0] > t.rank[1], NULL));
+        } else if (t.rank[0] == p->rank)
+            p->device->copy(t.grad[1].data, t.grad[0].data, t.count[1] * ddp_dtype_size(t.grad[1].dtype));
     }
     return DDP_OK;
 }
