@@ -1269,11 +1269,30 @@ static int ddp__graph_message_partner(const ddp__schedule_graph *graph, int inde
     return graph->table[partner][ddp__graph_action_cell(graph, a)];
 }
 
-/* Checks that two ranks send and receive their messages in the same order: the message before a SEND is the
-   one before its RECV. Fills previous_recv. last: room for one index per rank. */
+/* Checks a RECV: the message that its SEND follows is the one that it follows itself. previous: the RECV
+   before it from the same peer, or -1. */
+static ddp_result ddp__graph_check_receive_order(const ddp__schedule_graph *graph, int index, int peer,
+                                                 int previous) {
+    const ddp_schedule *s = graph->s;
+    int expected = graph->previous_recv[ddp__graph_message_partner(graph, index)];
+    if (expected == previous) return DDP_OK;
+    if (expected < 0)
+        return ddp__schedule_fail_at(
+            s, index, "rank %d sends this message first, but this rank receives another one before it", peer);
+    return ddp__schedule_fail_at(s, index,
+                                 "messages from rank %d arrive in the order of their sends: %s "
+                                 "must be received just before",
+                                 peer, ddp__action_label(&s->actions[expected]).text);
+}
+
+/* Checks that two ranks send and receive their messages in the same order, and fills previous_recv. The first
+   pass goes over all SENDs, the second over all RECVs. last: room for one index per rank, the latest message
+   to or from it.
+
+       rank 0   SEND x   SEND y      previous_recv of SEND y = RECV x
+       rank 1   RECV x   RECV y      RECV y must follow RECV x          */
 static ddp_result ddp__graph_check_messages(ddp__schedule_graph *graph, int *last) {
     const ddp_schedule *s = graph->s;
-    /* The first pass records which message each SEND follows. The second one compares it for the RECVs. */
     for (int sends = 1; sends >= 0; sends--)
         for (int rank = 0; rank < s->rank_count; rank++) {
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
@@ -1281,26 +1300,12 @@ static ddp_result ddp__graph_check_messages(ddp__schedule_graph *graph, int *las
                     last[s->stage_rank[ddp__action_peer_stage(&s->actions[i])]] = -1;
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
                 const ddp_action *a = &s->actions[i];
-                int peer, partner, before;
+                int peer;
                 if (!ddp__action_communicates(a->kind) || ddp__action_sends(a->kind) != sends) continue;
                 peer = s->stage_rank[ddp__action_peer_stage(a)];
-                partner = ddp__graph_message_partner(graph, i);
-                if (sends)
-                    graph->previous_recv[i] = last[peer] < 0 ? -1
-                                                             : ddp__graph_message_partner(graph, last[peer]);
-                else if (graph->previous_recv[partner] != last[peer]) {
-                    before = graph->previous_recv[partner];
-                    if (before < 0)
-                        return ddp__schedule_fail_at(
-                            s, i,
-                            "rank %d sends this message first, but this rank receives another one before it",
-                            peer);
-                    return ddp__schedule_fail_at(
-                        s, i,
-                        "messages from rank %d arrive in the order of their sends: %s "
-                        "must be received just before",
-                        peer, ddp__action_label(&s->actions[before]).text);
-                }
+                if (!sends) DDP_TRY(ddp__graph_check_receive_order(graph, i, peer, last[peer]));
+                if (sends && last[peer] >= 0)
+                    graph->previous_recv[i] = ddp__graph_message_partner(graph, last[peer]);
                 last[peer] = i;
             }
         }
@@ -1449,11 +1454,13 @@ static void ddp__graph_set_times(ddp__schedule_graph *graph, int index, double f
         }
         return;
     }
-    t[0].begin = t[1].begin = ddp__graph_arrival(graph, index + 1, ddp__graph_arrival(graph, index, free_at));
-    t[0].end = t[1].end = t[0].begin
-                          + (overlapped_cost > 0
-                                 ? overlapped_cost
-                                 : ddp__action_cost(graph->costs, a) + ddp__action_cost(graph->costs, a + 1));
+    double begin = ddp__graph_arrival(graph, index + 1, ddp__graph_arrival(graph, index, free_at));
+    double cost = overlapped_cost;
+    if (!(cost > 0)) cost = ddp__action_cost(graph->costs, a) + ddp__action_cost(graph->costs, a + 1);
+    for (int k = 0; k < 2; k++) {
+        t[k].begin = begin;
+        t[k].end = begin + cost;
+    }
 }
 
 /* Runs every list as far as possible: a rank runs until it has to wait, then the ranks that waited for it
@@ -2223,8 +2230,13 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
 }
 
 //== lowering ==================================================================== >>impl-schedule-lower
-/* Creates a schedule from another one, with the actions that DDP_LOWER_... name: I and W merged to B, UNSHARD
-   and RESHARD, REDUCE_GRAD, SEND and RECV. */
+/* ddp_schedule_lower: creates a schedule from another one, with the actions that a runtime executes.
+
+     list of a rank       F0            F1   I0 W0                  I1 W1
+     DDP_LOWER_MERGE      F0            F1   B0                     B1
+     DDP_LOWER_SHARD      UNSHARD F0    F1   B0                     B1                RESHARD
+     DDP_LOWER_REDUCE     UNSHARD F0    F1   B0                     B1 REDUCE_GRAD    RESHARD
+     DDP_LOWER_COMM       ... F0 SEND_F0    F1 SEND_F1    RECV_B0 B0    RECV_B1 B1 ...           */
 
 /* Returns 1 if actions i and i + 1 are I and W of one micro-batch. The list ends before `end`. */
 static int ddp__schedule_lower_merges(const ddp_schedule *s, int i, int end) {
@@ -2240,8 +2252,7 @@ static ddp_result ddp__schedule_lower_lists(ddp_schedule **out, const ddp__sched
                                             unsigned parts) {
     const ddp_schedule *s = graph->s;
     ddp_schedule *to = ddp__schedule_new_like(s);
-    int *first = graph->previous_recv,
-        *last = first + s->stage_count;     /* per stage: its first and last action */
+    int *first = graph->previous_recv, *last = first + s->stage_count; /* per stage: first and last action */
     int *accumulated = graph->waiting_rank; /* per stage: W and B appended until now */
     if (!to) return DDP_ERR_NO_MEMORY;
     for (int stage = 0; stage < s->stage_count; stage++) {
