@@ -1355,7 +1355,7 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
    packed before it and unpacked after it. ddp__tensor_transfer is this plan. ddp_tensor_redistribute runs it
    once. ddp_tensor_redistribute_mesh runs one for each step along an axis.
 
-   2 ranks, a 2 x 4 tensor. Rank 0 has a b, rank 1 has c d:
+   2 ranks, a 2 x 4 tensor with the rows a b c d and e f g h. [a b / e f] are two rows of a part:
 
      SHARD(1) -> REPLICATE    rank 0  [a b / e f]   all-gather   [a b e f | c d g h]   unpack   [a b c d]
      all-gather               rank 1  [c d / g h]                                               [e f g h]
@@ -1727,9 +1727,10 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
 /* ddp_tensor_distribute sends the parts of root's full tensor to all ranks; ddp_tensor_gather is the inverse.
    Both use a ddp__tensor_transfer from REPLICATE (root's tensor) to the placement of the parts.
 
-     SHARD       distribute: scatter      gather: gather, of blocks of equal size
-     REPLICATE   distribute: broadcast    gather: root copies its own part
-     PARTIAL     distribute: root copies, others zero     gather: reduce */
+     placement   distribute                            gather
+     SHARD       ddp_scatter, blocks of equal size     ddp_gather, blocks of equal size
+     REPLICATE   ddp_broadcast                         root copies its own part
+     PARTIAL     root copies, the others write zeros   ddp_reduce */
 
 /* Scatters or gathers equal blocks of padded_entries entries along the sharded dimension. A short part is
    padded in workspace. Root packs or unpacks its full tensor there. */
