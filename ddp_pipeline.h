@@ -1410,7 +1410,7 @@ static int ddp__graph_blocker(const ddp__schedule_graph *graph, int index) {
 }
 
 /* Returns the costs of a stage with defaults filled in. */
-static ddp_stage_cost ddp__stage_cost(const ddp_stage_cost *costs, int stage) {
+static ddp_stage_cost ddp__schedule_stage_cost(const ddp_stage_cost *costs, int stage) {
     static const ddp_stage_cost unit = {1, 1, 1, 0, 0, 1, 0.5};
     ddp_stage_cost cost = costs ? costs[stage] : unit;
     if (!(cost.activation > 0)) cost.activation = 1;
@@ -1422,7 +1422,7 @@ static ddp_stage_cost ddp__stage_cost(const ddp_stage_cost *costs, int stage) {
 static double ddp__action_cost(const ddp_stage_cost *costs, const ddp_action *a) {
     ddp_stage_cost cost;
     if (!ddp__action_computes(a->kind)) return 0;
-    cost = ddp__stage_cost(costs, a->stage);
+    cost = ddp__schedule_stage_cost(costs, a->stage);
     if (a->kind == DDP_ACTION_FORWARD) return cost.forward;
     if (a->kind == DDP_ACTION_INPUT_GRAD) return cost.input_grad;
     return a->kind == DDP_ACTION_WEIGHT_GRAD ? cost.weight_grad : cost.input_grad + cost.weight_grad;
@@ -1590,7 +1590,7 @@ static ddp_rank_report ddp__schedule_report_rank(const ddp_schedule *s, int rank
         begun = 1;
         if (i == s->first[rank] || !a[-1].overlaps || times[i].begin >= times[i - 1].end)
             r.busy += times[i].end - times[i].begin;
-        cost = ddp__stage_cost(costs, a->stage);
+        cost = ddp__schedule_stage_cost(costs, a->stage);
         if (a->kind == DDP_ACTION_FORWARD) {
             in_flight++;
             memory += cost.activation;
@@ -1990,7 +1990,7 @@ static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
     double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
         ddp__auto_rank *r = &a->ranks[rank];
-        ddp_stage_cost cost = ddp__stage_cost(costs, rank);
+        ddp_stage_cost cost = ddp__schedule_stage_cost(costs, rank);
         r->cost[0] = cost.forward;
         r->cost[1] = cost.input_grad;
         r->cost[2] = cost.weight_grad;
@@ -2428,11 +2428,11 @@ typedef struct ddp__schedule_output {
 
 static __attribute__((format(printf, 2, 3))) void ddp__schedule_print(ddp__schedule_output *output,
                                                                       const char *format, ...) {
-    size_t left = output->used < output->capacity ? output->capacity - output->used : 0;
+    size_t available = output->used < output->capacity ? output->capacity - output->used : 0;
     va_list args;
     int length;
     va_start(args, format);
-    length = vsnprintf(left ? output->out + output->used : NULL, left, format, args);
+    length = vsnprintf(available ? output->out + output->used : NULL, available, format, args);
     va_end(args);
     if (length > 0) output->used += (size_t)length;
 }
@@ -2753,20 +2753,20 @@ static void ddp__svg_row_time(const ddp__drawing *drawing, ddp__svg_row *row, in
 /* Chooses the colour of each pixel. Time that a pixel does not show is carried to the next one. Up to each
    pixel, the number of busy pixels differs from the busy time by at most half a pixel. */
 static void ddp__svg_row_fill(ddp__svg_row *row) {
-    double owed[DDP__DRAWING_COLORS] = {0}, busy_owed = 0;
+    double remainder[DDP__DRAWING_COLORS] = {0}, busy_remainder = 0;
     for (int x = 0; x < DDP__SVG_COLUMNS; x++) {
         double busy = 0;
-        int most = 2;
+        int largest = 2;
         for (int k = 2; k < DDP__DRAWING_COLORS; k++) busy += (double)row->time[x][k];
         for (int k = 2; k < DDP__DRAWING_COLORS; k++) {
-            owed[k] += busy > 1 ? (double)row->time[x][k] / busy : (double)row->time[x][k];
-            if (owed[k] > owed[most]) most = k;
+            remainder[k] += busy > 1 ? (double)row->time[x][k] / busy : (double)row->time[x][k];
+            if (remainder[k] > remainder[largest]) largest = k;
         }
-        busy_owed += busy > 1 ? 1 : busy;
-        if (busy_owed < 0.5) continue;
-        busy_owed--;
-        owed[most]--;
-        row->fill[x] = (signed char)most;
+        busy_remainder += busy > 1 ? 1 : busy;
+        if (busy_remainder < 0.5) continue;
+        busy_remainder--;
+        remainder[largest]--;
+        row->fill[x] = (signed char)largest;
     }
 }
 
@@ -5052,7 +5052,7 @@ DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
 }
 
 /* Maps a letter of a name for comparison: upper case to lower case, '_' to '-'. */
-static int ddp__name_letter(char c) {
+static int ddp__schedule_name_letter(char c) {
     if (c == '_') return '-';
     return c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c;
 }
@@ -5062,7 +5062,7 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
     for (int k = 0; k < DDP_SCHEDULE_KIND_COUNT; k++) {
         const char *known = ddp__schedule_kind_names[k];
         size_t i = 0;
-        while (name[i] && ddp__name_letter(name[i]) == ddp__name_letter(known[i])) i++;
+        while (name[i] && ddp__schedule_name_letter(name[i]) == ddp__schedule_name_letter(known[i])) i++;
         if (!name[i] && !known[i]) {
             *kind = (ddp_schedule_kind)k;
             return DDP_OK;
