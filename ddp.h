@@ -34,15 +34,16 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error
     >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact
-    >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
-    >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-issue  >>impl-hmac
-    >>impl-identity  >>impl-rendezvous  >>impl-frames  >>impl-secret  >>impl-address
-    >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp  >>impl-tcp-calls
-    >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
-    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-cores
-    >>impl-launch  >>impl-buckets  >>impl-bucket-reduce  >>impl-schema  >>impl-reducer-create
-    >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler-random  >>impl-sampler-ranks
-    >>impl-sampler-window  >>impl-sampler  >>impl-loader  >>impl-loader-calls  >>impl-public
+    >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local-memory  >>impl-transfer
+    >>impl-local  >>impl-local-run  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-calls
+    >>impl-queue  >>impl-issue  >>impl-hmac  >>impl-identity  >>impl-rendezvous  >>impl-frames
+    >>impl-secret  >>impl-address  >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp
+    >>impl-tcp-calls  >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state
+    >>impl-mpi  >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh
+    >>impl-cores  >>impl-launch  >>impl-buckets  >>impl-bucket-reduce  >>impl-schema
+    >>impl-reducer-create  >>impl-reducer  >>impl-accumulator  >>impl-join
+    >>impl-sampler-random  >>impl-sampler-ranks  >>impl-sampler-window  >>impl-sampler
+    >>impl-loader  >>impl-loader-calls  >>impl-public
 
 CONCEPTS
     Rank       One worker of a group: a process, a thread or an MPI rank. Ranks of a group are numbered from 0
@@ -3492,9 +3493,9 @@ typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
 /* Methods of a large call. The first three are for private data, and a ddp_tuner chooses among them:
-     CACHED  through slots that stay in cache        TAKE  directly from the buffers of the peers
-     PAST    through slots with streaming stores     PUSH  directly into the buffers of the peers
-     READ    by process_vm_readv */
+     STAGED     through slots that stay in cache        DIRECT   from the buffers of the peers
+     STREAMED   through slots with streaming stores     PUSH     into the buffers of the peers
+     READ       by process_vm_readv */
 enum {
     DDP__METHOD_STAGED,
     DDP__METHOD_STREAMED,
@@ -3529,7 +3530,7 @@ typedef struct ddp__local {
     struct ddp__local *parent; /* its group memory, and that of its parents, is group memory here too */
     ddp__region *regions;
     uint64_t round;
-    ddp_tuner route[DDP__TUNER_KINDS][16];
+    ddp_tuner tuner[DDP__TUNER_KINDS][16];
     uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* the peers' counts at the last read */
     pthread_mutex_t p2p_lock;
     ddp__request *requests, *free_requests; /* pending sends and receives in issue order; unused ones */
@@ -3876,44 +3877,26 @@ static void ddp__publish_round(ddp__local *l, int what, uint64_t round) {
     ddp__wake_peers(l);
 }
 
-//== the local backend: collectives ============================================================= >>impl-local
+//== the local backend: memory of peers ================================================= >>impl-local-memory
+/* Addresses that are valid on all ranks of the machine, and access to the buffers of peers. A buffer is in:
 
-/* A collective uses one of three methods. All ranks choose the same one from the announcements of all ranks:
-
-   small    The sender's payload contains the data when its announcement arrives. Every rank reads all
-            payloads. One wait.
-   direct   The buffers of all ranks are group memory, or ranks are threads. Rank r reduces part r of all
-            buffers and stores the sum in all of them. Two waits.
-   staged   Private memory moves through slots, chunk by chunk. A rank fills its slot, reduces part r of all
-            slots, stores the sum in the slots that it has read, and drains its own slot. (The last writer of
-            a line determines the cost of the next write.) Chunk k+1 is filled before the wait for chunk k.
-            Large moves and reduce-scatters may bypass the caches, see ddp__method_propose.
-
-   A staged all-reduce with W=2, one round:
-       rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
-       rank 1   send [b0|b1] --b0--> slot1 [b0|  ]            recv [ slot1 ->|a1+b1]
-                rank 0 stores a0 + slot1.b0 in recv and slot1
-                rank 1 stores slot0.a1 + b1 in recv and slot0 */
-
-#if !defined(DDP__LARGE_BYTES)
-/* From this size on, a rank's share leaves the caches before its next use. Tests make it small. */
-#define DDP__LARGE_BYTES ((size_t)4 << 20)
-#endif
-/* From this size on, a tuner chooses the method for private data. */
-#define DDP__TUNED_BYTES (DDP__LARGE_BYTES / 4)
+     group memory      every process has mapped it: an offset of the heap, translated on each rank
+     thread's memory   ranks are threads of one process: the pointer itself
+     private memory    of another process: only process_vm_readv can read it, and the system may refuse */
 
 /* Returns the group memory, of this group or a parent, that contains an offset of the heap or, with here, an
    address in this process. NULL = none. */
 static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, int here) {
-    const ddp__region *found = NULL;
+    const ddp__region *region = NULL;
     pthread_mutex_t *lock = &l->heap->lock;
     pthread_mutex_lock(lock);
-    for (; l && !found; l = l->parent)
-        for (found = l->regions;
-             found && place - (here ? (uintptr_t)found->base : found->offset) >= found->total;)
-            found = found->next;
+    for (; l && !region; l = l->parent)
+        for (region = l->regions; region; region = region->next) {
+            uint64_t start = here ? (uintptr_t)region->base : region->offset;
+            if (place - start < region->total) break;
+        }
     pthread_mutex_unlock(lock);
-    return found;
+    return region;
 }
 
 /* Returns the pointer, in this process, to a buffer of a peer that is not private. */
@@ -3952,8 +3935,8 @@ static int ddp__can_read(ddp__local *l, int r) {
     uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
     int can = ddp__load(&l->can_read[r]);
     if (can || !probe) return can;
-    can = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word ? 1
-                                                                                                      : -1;
+    int reads = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word);
+    can = reads && word == l->line[r].probe_word ? 1 : -1;
     if (can < 0 && !ddp__load(&l->refused)) ddp__store(&l->refused, 1);
     ddp__store(&l->can_read[r], can);
     return can;
@@ -3995,6 +3978,310 @@ static void ddp__peer_access_wait(const ddp__local *l) {
         while (r != l->rank && __atomic_load_n(&l->line[r].reaching, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
+/* Copies from a peer's buffer, group memory or private. A failed read poisons the group. */
+static int ddp__read_peer(ddp__local *l, int peer, void *dst, uint64_t address, size_t size) {
+    char text[DDP__TEXT_MAX];
+    if (!(address & DDP__PRIVATE)) {
+        memcpy(dst, ddp__peer_pointer(l, address), size);
+        return 1;
+    }
+    if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
+    int error = errno; /* the launcher may need a moment to record how the peer ended */
+    for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
+        if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST)
+            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
+    if (error == ESRCH)
+        DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d (pid %d) no longer exists", l->number[peer],
+                    ddp__pid_of(l, peer));
+    else
+        DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank],
+                    l->number[peer], strerror(error));
+    return 0;
+}
+
+//== the local backend: the data of a call =================================================== >>impl-transfer
+/* Describes one collective from the view of this rank: the bytes for and from each peer, their division into
+   rounds, and the two steps that all methods of >>impl-local share: packing a round for the peers, and
+   reducing or copying the data of the peers. */
+
+#if !defined(DDP__LARGE_BYTES)
+/* From this size on, a rank's share leaves the caches before its next use. Tests make it small. */
+#define DDP__LARGE_BYTES ((size_t)4 << 20)
+#endif
+/* From this size on, a tuner chooses the method for private data. */
+#define DDP__TUNED_BYTES (DDP__LARGE_BYTES / 4)
+
+/* Sizes are in bytes. */
+typedef struct ddp__transfer {
+    const ddp_call *call;
+    int shape;     /* DDP__ADDS and so on, from ddp__call_shapes */
+    int same_data; /* 1 = all peers receive the same bytes */
+    /* 1 = an all_reduce or reduce of more than a small message: rank r reduces share r of each chunk for all
+       ranks that receive the result. */
+    int shared;
+    const unsigned char *send;
+    unsigned char *recv;
+    size_t element_bytes;
+    size_t block_bytes;   /* count elements */
+    size_t max_range;     /* the largest range between two ranks, over all pairs */
+    size_t rounds;        /* number of rounds */
+    size_t round_bytes;   /* room for one range in a round */
+    size_t chunk;         /* shared: bytes of a round in a slot */
+    size_t first_share;   /* shared: a rank's share in round 0, whose chunk may be shorter */
+    int method;           /* DDP__METHOD_* */
+    size_t rounds_packed; /* rounds that are in this rank's slots already */
+    ddp_tuner *tuner;     /* learns the time of the proposed method; or NULL */
+} ddp__transfer;
+
+DDP__FORCED_INLINE ddp__transfer ddp__transfer_of(const ddp_call *call) {
+    ddp__transfer t;
+    memset(&t, 0, sizeof t);
+    t.call = call;
+    t.shape = ddp__call_shapes[call->kind].shape;
+    t.same_data = !(t.shape & DDP__SPLITS);
+    t.send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
+    t.recv = (unsigned char *)call->recv;
+    t.element_bytes = ddp_dtype_size(call->dtype);
+    t.block_bytes = call->count * t.element_bytes;
+    t.max_range = t.block_bytes;
+    t.round_bytes = t.block_bytes;
+    t.method = DDP__METHOD_STAGED;
+    return t;
+}
+
+/* Returns 1 if a rank receives the result of an all_reduce or reduce. */
+static int ddp__receives(const ddp_call *call, int rank) {
+    return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root;
+}
+
+/* A rank's share of size bytes, in whole cache lines. The last ranks may have less or nothing. */
+static size_t ddp__share_bytes(size_t size, int world_size) {
+    return ((size + (size_t)world_size - 1) / (size_t)world_size + DDP__ALIGN - 1) / DDP__ALIGN * DDP__ALIGN;
+}
+
+static ddp_bytes ddp__share_range(size_t size, size_t share, int rank) {
+    size_t begin = share * (size_t)rank < size ? share * (size_t)rank : size;
+    ddp_bytes range = {begin, size - begin < share ? size - begin : share};
+    return range;
+}
+
+/* Returns the bytes of a chunk of a shared call.
+   On AMD medium sizes overlap, and chunks of 256 to 768 KiB are equally fast.
+   On other CPUs the data of two rounds should fit the second-level cache, but chunks that fit the first-level
+   cache are slow to read from another core. Chunks of 96 and 256 KiB take 10% more than chunks of 128 KiB,
+   and 256 KiB of data in chunks of 64 KiB take 30% more. */
+static size_t ddp__chunk_bytes(const ddp__local *l, size_t block_bytes) {
+    size_t lines = (size_t)l->world_size * DDP__ALIGN; /* shares of whole cache lines */
+    size_t max_chunk = DDP__CHUNK / lines * lines;
+    if (!l->amd) return DDP__CHUNK / 4;
+    size_t chunk = block_bytes <= 4 * 65536 ? 65536 : ddp_round_up(block_bytes / 4, lines);
+    return chunk < max_chunk ? chunk : max_chunk;
+}
+
+/* Divides a call into rounds through slots. */
+static void ddp__transfer_set_rounds(const ddp__local *l, ddp__transfer *t) {
+    size_t w = (size_t)l->world_size;
+    if (t->shared) {
+        t->chunk = ddp__chunk_bytes(l, t->block_bytes);
+        t->rounds = (t->block_bytes + t->chunk - 1) / t->chunk;
+        t->round_bytes = ddp__share_bytes(t->chunk, l->world_size);
+        t->first_share = ddp__share_bytes(t->block_bytes - (t->rounds - 1) * t->chunk, l->world_size);
+    } else {
+        t->round_bytes = t->same_data ? DDP__CHUNK : DDP__CHUNK / w / DDP__ALIGN * DDP__ALIGN;
+        t->rounds = (t->max_range + t->round_bytes - 1) / t->round_bytes;
+    }
+}
+
+/* The bytes of `send` that `rank` sends to a peer, which may be the rank itself. */
+DDP__FORCED_INLINE ddp_bytes ddp__send_range(int rank, const ddp__transfer *t, int peer) {
+    const ddp_call *call = t->call;
+    ddp_bytes range = {t->same_data ? 0 : (size_t)peer * t->block_bytes, t->block_bytes};
+    if (t->shape & DDP__FROM_ROOT && rank != call->root) range.size = 0;
+    if (t->shape & DDP__TO_ROOT && peer != call->root) range.size = 0;
+    if (!call->recv_counts) return range;
+    range.begin = t->same_data ? 0 : call->send_offsets[peer] * t->element_bytes;
+    range.size = (t->same_data ? call->recv_counts[rank] : call->send_counts[peer]) * t->element_bytes;
+    return range;
+}
+
+/* The bytes of `recv` that `rank` receives from a peer, which may be the rank itself. */
+DDP__FORCED_INLINE ddp_bytes ddp__recv_range(int rank, const ddp__transfer *t, int peer) {
+    const ddp_call *call = t->call;
+    const int joins = t->shape & DDP__JOINS;
+    ddp_bytes range = {joins ? (size_t)peer * t->block_bytes : 0, t->block_bytes};
+    if (t->shape & DDP__FROM_ROOT && peer != call->root) range.size = 0;
+    if (t->shape & DDP__TO_ROOT && rank != call->root) range.size = 0;
+    if (!call->recv_counts) return range;
+    range.begin = joins ? call->recv_offsets[peer] * t->element_bytes : 0;
+    range.size = call->recv_counts[peer] * t->element_bytes;
+    return range;
+}
+
+/* Returns the part of a range, or of a rank's share, that round k transfers. Shared chunks go in reverse
+   order, because the owner wrote the end of a buffer last and has it in its cache: 64 MiB take 10% less.
+
+       not shared   |- round 0 -|- round 1 -|- 2 -|      shared   |- round 2 -|- round 1 -|- 0 -|   */
+DDP__FORCED_INLINE ddp_bytes ddp__round_range(const ddp__transfer *t, ddp_bytes range, size_t k, int rank) {
+    size_t at = k * t->round_bytes;
+    if (t->shared) {
+        at = (t->rounds - 1 - k) * t->chunk;
+        range = k ? ddp__share_range(t->chunk, t->round_bytes, rank)
+                  : ddp__share_range(t->block_bytes - at, t->first_share, rank);
+    } else if (range.size <= at) {
+        range.size = 0;
+    } else {
+        range.size = range.size - at < t->round_bytes ? range.size - at : t->round_bytes;
+    }
+    range.begin += at;
+    return range;
+}
+
+/* The offset, in a payload or slot, of the data for rank `to`. */
+DDP__FORCED_INLINE size_t ddp__slot_offset(const ddp__transfer *t, int to) {
+    return t->same_data ? 0 : (size_t)to * t->round_bytes;
+}
+
+/* Copies the data that a rank sends to itself. Reductions read it as one of their sources instead. */
+DDP__FORCED_INLINE void ddp__copy_own_range(int rank, const ddp__transfer *t) {
+    if (t->shape & DDP__ADDS) return;
+    ddp_bytes from = ddp__send_range(rank, t, rank), to = ddp__recv_range(rank, t, rank);
+    if (from.size && to.size && t->recv + to.begin != t->send + from.begin)
+        memcpy(t->recv + to.begin, t->send + from.begin, to.size);
+}
+
+/* Copies round k from send into this rank's payload or slot. */
+DDP__FORCED_INLINE void ddp__pack_round(const ddp__local *l, const ddp__transfer *t, unsigned char *out,
+                                        size_t k, int streaming) {
+    for (int p = 0; p < l->world_size; p++) {
+        if (p == l->rank) continue;
+        ddp_bytes from = ddp__round_range(t, ddp__send_range(l->rank, t, p), k, p);
+        if (!from.size) continue;
+        (streaming ? ddp__copy_stream : ddp__copy_across)(out + ddp__slot_offset(t, p), t->send + from.begin,
+                                                          from.size);
+        if (t->same_data) break;
+    }
+    if (streaming) ddp__stream_end();
+}
+
+/* Reduces round k. sources[p]: this rank's share of the data of peer p. This rank is a source, too, and
+   receives the result if the call says so. In a shared call results[p] receives it, too, for each other rank
+   that receives the result. */
+DDP__FORCED_INLINE void ddp__reduce_round(const ddp__local *l, const ddp__transfer *t, void **sources,
+                                          void *const *results, size_t k, int hint) {
+    const ddp_call *call = t->call;
+    void *outs[DDP_MAX_LOCAL_RANKS];
+    int out_count = 0;
+    ddp_bytes to = ddp__round_range(t, ddp__recv_range(l->rank, t, l->rank), k, l->rank);
+    ddp_bytes from = ddp__round_range(t, ddp__send_range(l->rank, t, l->rank), k, l->rank);
+    size_t count = to.size >> __builtin_ctzll(t->element_bytes); /* a division takes 5 ns */
+    if (!count) return;
+    if (!t->shared || ddp__receives(call, l->rank)) outs[out_count++] = t->recv + to.begin;
+    for (int r = 0; r < l->world_size && t->shared; r++)
+        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = results[r];
+    sources[l->rank] = (void *)(uintptr_t)(t->send + from.begin); /* ddp__reduce_tree only reads it */
+    ddp__reduce_tree(outs, out_count, (const void *const *)sources, l->world_size, count, call->dtype,
+                     call->op, call->divisor, hint);
+}
+
+/* For data with one reader, on AMD: the reader writes a byte into every line that it has read, and so owns
+   the line. The sender's next write into it then takes 1 to 2.5 ns instead of 7 to 28 ns. 1 KiB takes half
+   the time, a staged all-gather between distant cores a third. On Intel the next write takes the same time,
+   and the byte costs 10%. */
+static void ddp__own_lines(unsigned char *data, size_t size) {
+    for (size_t i = 0; i < size && size > sizeof((ddp__post *)0)->data; i += 64)
+        *(volatile unsigned char *)(data + i) = 0;
+}
+
+/* Reduces or copies round k into recv. sources[p]: the data of peer p for this rank, in payloads or slots. */
+DDP__FORCED_INLINE void ddp__unpack_round(const ddp__local *l, const ddp__transfer *t, void **sources,
+                                          size_t k, int hint) {
+    int adds = t->shape & DDP__ADDS;
+    int streaming = hint == DDP__HINT_STREAM;
+    int one_reader = !t->shared && (!t->same_data || l->world_size == 2);
+    int own_lines = l->amd && !streaming && one_reader;
+    if (adds) ddp__reduce_round(l, t, sources, sources, k, hint);
+    for (int p = 0; p < l->world_size && (!adds || own_lines); p++) {
+        ddp_bytes to = ddp__round_range(t, ddp__recv_range(l->rank, t, p), k, p);
+        if (p == l->rank || !to.size) continue;
+        if (!adds) (streaming ? ddp__copy_stream : ddp__copy_across)(t->recv + to.begin, sources[p], to.size);
+        if (own_lines) ddp__own_lines((unsigned char *)sources[p], to.size);
+    }
+    if (streaming) ddp__stream_end();
+}
+
+/* --- the counts of _v calls --- */
+
+/* Per peer: elements to send, their offset in send, and elements to receive. Each rank stores its counts in
+   its payload. */
+typedef struct ddp__counts {
+    uint64_t send[DDP_MAX_LOCAL_RANKS], send_offset[DDP_MAX_LOCAL_RANKS], recv[DDP_MAX_LOCAL_RANKS];
+} ddp__counts;
+
+static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) {
+    return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq);
+}
+
+/* Stores this rank's counts in its payload, before the announcement. */
+static void ddp__counts_publish(const ddp__local *l, ddp__transfer *t) {
+    const ddp_call *call = t->call;
+    ddp__counts *counts = ddp__counts_of(l, l->rank, call);
+    t->max_range = 0;
+    for (int p = 0; p < l->world_size; p++) {
+        size_t recv_bytes = call->recv_counts[p] * t->element_bytes;
+        if (recv_bytes > t->max_range) t->max_range = recv_bytes;
+        counts->send[p] = call->send_counts ? call->send_counts[p] : call->recv_counts[l->rank];
+        counts->send_offset[p] = call->send_offsets ? call->send_offsets[p] : 0;
+        counts->recv[p] = call->recv_counts[p];
+    }
+}
+
+/* Compares the counts that all ranks have announced, and computes the number of rounds. Returns 0 after a
+   mismatch; the failure names the ranks that disagree. */
+static int ddp__counts_compare(ddp__local *l, ddp__transfer *t) {
+    for (int from = 0; from < l->world_size; from++)
+        for (int to = 0; to < l->world_size; to++) {
+            unsigned long long sent = ddp__counts_of(l, from, t->call)->send[to];
+            unsigned long long expected = ddp__counts_of(l, to, t->call)->recv[from];
+            if (sent * t->element_bytes > t->max_range) t->max_range = (size_t)sent * t->element_bytes;
+            if (sent == expected) continue;
+            if (t->same_data)
+                DDP__POISON(l, DDP_ERR_MISMATCH,
+                            "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from,
+                            sent, from, expected, to);
+            else
+                DDP__POISON(l, DDP_ERR_MISMATCH,
+                            "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu",
+                            from, sent, to, expected);
+            return 0;
+        }
+    ddp__transfer_set_rounds(l, t);
+    return 1;
+}
+
+//== the local backend: collectives ============================================================= >>impl-local
+/* Executes a collective by one of three methods. All ranks choose the same one, >>impl-local-run.
+
+   small    The sender's payload contains the data when its announcement arrives. Every rank reads all
+            payloads. One wait.
+   direct   Ranks access the buffers of their peers. Rank r reduces share r of all buffers and stores the sum
+            in all of them. Two waits.
+   staged   Private memory goes through slots in shared memory, chunk by chunk.
+
+   A direct all-reduce with W=2; rank 0 has the share 0, rank 1 the share 1:
+       rank 0   a0 + b0 --> recv0[0], recv1[0]           rank 1   a1 + b1 --> recv0[1], recv1[1]
+
+   A staged all-reduce with W=2, one round. (The last writer of a line determines the cost of the next write.)
+       rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
+       rank 1   send [b0|b1] --b0--> slot1 [b0|  ]            recv [ slot1 ->|a1+b1]
+                rank 0 stores a0 + slot1.b0 in recv and slot1
+                rank 1 stores slot0.a1 + b1 in recv and slot0
+
+   Three rounds are in flight, one per slot, so that round k+1 is packed before the wait for round k:
+       step     0        1         2         3         4
+       pack     round 0  round 1   round 2   round 3
+       reduce            round 0   round 1   round 2   round 3     (or copy to recv)
+       drain                       round 0   round 1   round 2     (all_reduce and reduce) */
+
 /* Announces the call and waits until all ranks have announced the same. */
 static ddp_result ddp__post_call(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send,
                                  uint64_t recv) {
@@ -4018,453 +4305,214 @@ static ddp_result ddp__post_call(ddp_group *group, ddp__local *l, const ddp_call
     return DDP_OK;
 }
 
-/* Copies from a peer's buffer, group memory or private. A failed read poisons the group. */
-static int ddp__read_peer(ddp__local *l, int peer, void *dst, uint64_t address, size_t size) {
-    char text[DDP__TEXT_MAX];
-    if (!(address & DDP__PRIVATE)) {
-        memcpy(dst, ddp__peer_pointer(l, address), size);
-        return 1;
-    }
-    if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
-    int error = errno; /* the launcher may need a moment to record how the peer ended */
-    for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
-        if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST)
-            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
-    if (error == ESRCH)
-        DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d (pid %d) no longer exists", l->number[peer],
-                    ddp__pid_of(l, peer));
-    else
-        DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank],
-                    l->number[peer], strerror(error));
-    return 0;
-}
-
-/* Returns the hint of ddp__reduce_tree for a share of group memory. Data that a peer has just written is
-   read in several runs at any size, except on AMD: 1 MiB takes 16% less. */
-static int ddp__share_hint(const ddp__local *l, size_t size) {
-    return size >= DDP__LARGE_BYTES / 4 ? DDP__HINT_STREAM : l->amd ? DDP__HINT_CACHED : DDP__HINT_LARGE;
-}
-
 /* The data of a rank in a small call: in its announcement if it fits there, otherwise in its payload. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
     return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data
                                          : ddp__payload_of(l, rank, call->seq);
 }
 
-/* For data with one reader, on AMD: the reader writes a byte into every line that it has read, and so owns
-   the line. The sender's next write into it then takes 1 to 2.5 ns instead of 7 to 28 ns. 1 KiB takes half
-   the time, a staged all-gather between distant cores a third. On Intel the next write takes the same time,
-   and the byte costs 10%. */
-static void ddp__own_lines(unsigned char *data, size_t size) {
-    for (size_t i = 0; i < size && size > sizeof((ddp__post *)0)->data; i += 64)
-        *(volatile unsigned char *)(data + i) = 0;
-}
-
-/* A rank's share of size bytes, in whole cache lines. The last ranks may have less or nothing. */
-static size_t ddp__share_bytes(size_t size, int world_size) {
-    return ((size + (size_t)world_size - 1) / (size_t)world_size + DDP__ALIGN - 1) / DDP__ALIGN * DDP__ALIGN;
-}
-
-static ddp_bytes ddp__share_range(size_t size, size_t share, int rank) {
-    size_t begin = share * (size_t)rank < size ? share * (size_t)rank : size;
-    ddp_bytes part = {begin, size - begin < share ? size - begin : share};
-    return part;
-}
-
-/* --- the pieces of a call --- */
-
-/* One call from the view of this rank. Sizes are in bytes. */
-typedef struct ddp__transfer {
-    const ddp_call *call;
-    int shape;  /* DDP__ADDS and so on, from ddp__call_shapes */
-    int common; /* 1 = all peers receive the same bytes */
-    /* 1 = an all_reduce or reduce of more than a small message: rank r reduces share r of each chunk for all
-       ranks that receive the result. */
-    int shared;
-    const unsigned char *send;
-    unsigned char *recv;
-    size_t element, block;
-    size_t largest;      /* the largest piece, over all ranks and peers */
-    size_t rounds, room; /* number of rounds; bytes for a piece in each */
-    size_t chunk;        /* shared: bytes in a slot */
-    size_t first_share;  /* shared: a rank's share of the first chunk, which may be shorter */
-    int way;             /* DDP__WAY_* */
-    size_t filled;       /* number of rounds that are in this rank's slots already */
-    ddp_tuner *route;    /* learns the time of the proposed method; or NULL */
-} ddp__transfer;
-
-DDP__FORCED_INLINE ddp__transfer ddp__transfer_of(const ddp_call *call) {
-    int shape = ddp__call_shapes[call->kind].shape;
-    const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
-    size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    ddp__transfer m = {call,
-                       shape,
-                       !(shape & DDP__SPLITS),
-                       0,
-                       (const unsigned char *)send,
-                       (unsigned char *)call->recv,
-                       element,
-                       block,
-                       block,
-                       0,
-                       block,
-                       0,
-                       0,
-                       DDP__METHOD_STAGED,
-                       0,
-                       NULL};
-    return m;
-}
-
-static int ddp__receives(const ddp_call *call, int rank) {
-    return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root;
-}
-
-/* Cuts a call into rounds through slots.
-   Chunks of shared calls on AMD: medium sizes overlap, and chunks of 256 to 768 KiB are equally fast.
-   On other CPUs: the data of two rounds should fit the second-level cache, but chunks that fit the
-   first-level cache are slow to read from another core. Chunks of 96 and 256 KiB take 10% more than chunks of
-   128 KiB, and 256 KiB of data in chunks of 64 KiB take 30% more. */
-static void ddp__transfer_set_rounds(const ddp__local *l, ddp__transfer *m) {
-    if (m->shared) {
-        size_t line = (size_t)l->world_size * DDP__ALIGN;
-        size_t most = DDP__CHUNK / line * line; /* so that shares of whole cache lines fit a slot */
-        size_t some = m->block <= 4 * 65536 ? 65536 : ddp_round_up(m->block / 4, line);
-        m->chunk = !l->amd ? DDP__CHUNK / 4 : some < most ? some : most;
-        m->rounds = (m->block + m->chunk - 1) / m->chunk;
-        m->room = ddp__share_bytes(m->chunk, l->world_size);
-        m->first_share = ddp__share_bytes(m->block - (m->rounds - 1) * m->chunk, l->world_size);
-    } else {
-        m->room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
-        m->rounds = (m->largest + m->room - 1) / m->room;
-    }
-}
-
-/* Returns the bytes that a rank sends to a peer, as a range of send, or receives from it, as a range of recv.
-   The peer may be the rank itself. */
-DDP__FORCED_INLINE ddp_bytes ddp__peer_range(int rank, const ddp__transfer *m, int peer, int gives) {
-    const ddp_call *call = m->call;
-    int from = gives ? rank : peer;
-    int to = gives ? peer : rank;
-    int each = gives ? !m->common : m->shape & DDP__JOINS;
-    ddp_bytes part = {each ? (size_t)peer * m->block : 0, m->block};
-    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && to != call->root))
-        part.size = 0;
-    if (!call->recv_counts) return part;
-    part.begin = each ? (gives ? call->send_offsets : call->recv_offsets)[peer] * m->element : 0;
-    part.size = (!gives ? call->recv_counts[peer]
-                 : each ? call->send_counts[peer]
-                        : call->recv_counts[rank])
-                * m->element;
-    return part;
-}
-#define ddp__send_range(rank, m, to) ddp__peer_range(rank, m, to, 1)
-#define ddp__recv_range(rank, m, from) ddp__peer_range(rank, m, from, 0)
-
-/* Returns the piece of a part, or of a rank's share, that moves in round k. Shared chunks move in reverse
-   order, because the owner wrote the end of a buffer last and has it in its cache: 64 MiB take 10% less. */
-DDP__FORCED_INLINE ddp_bytes ddp__round_range(const ddp__transfer *m, ddp_bytes part, size_t k, int rank) {
-    size_t at = k * m->room;
-    if (m->shared) {
-        at = (m->rounds - 1 - k) * m->chunk;
-        part = k ? ddp__share_range(m->chunk, m->room, rank)
-                 : ddp__share_range(m->block - at, m->first_share, rank);
-    } else {
-        part.size = part.size <= at ? 0 : part.size - at < m->room ? part.size - at : m->room;
-    }
-    part.begin += at;
-    return part;
-}
-
-/* Copies the piece that a rank sends to itself. Reductions read it as one of their sources instead. */
-DDP__FORCED_INLINE void ddp__copy_own_range(int rank, const ddp__transfer *m) {
-    if (m->shape & DDP__ADDS) return;
-    ddp_bytes give = ddp__send_range(rank, m, rank), take = ddp__recv_range(rank, m, rank);
-    if (give.size && take.size && m->recv + take.begin != m->send + give.begin)
-        memcpy(m->recv + take.begin, m->send + give.begin, take.size);
-}
-
-/* The offset, in a payload or slot, of the data for rank `to`. */
-DDP__FORCED_INLINE size_t ddp__slot_offset(const ddp__transfer *m, int to) {
-    return m->common ? 0 : (size_t)to * m->room;
-}
-
-/* Copies round k into this rank's payload or slot. */
-DDP__FORCED_INLINE void ddp__pack_round(const ddp__local *l, const ddp__transfer *m, unsigned char *out,
-                                        size_t k, int past) {
-    for (int p = 0; p < l->world_size; p++) {
-        ddp_bytes give;
-        if (p == l->rank || !(give = ddp__round_range(m, ddp__send_range(l->rank, m, p), k, p)).size)
-            continue;
-        (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__slot_offset(m, p), m->send + give.begin,
-                                                     give.size);
-        if (m->common) break;
-    }
-    if (past) ddp__stream_end();
-}
-
-/* Completes the arguments of ddp__reduce_tree for round k. in: the sources of all ranks; this function sets
-   that of this rank. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the
-   other receiving ranks. Returns the number of destinations. *count: number of elements. */
-DDP__FORCED_INLINE int ddp__reduce_arguments(const ddp__local *l, const ddp__transfer *m, void **in,
-                                             void *const *out, size_t k, void **outs, size_t *count) {
-    const ddp_call *call = m->call;
-    ddp_bytes take = ddp__round_range(m, ddp__recv_range(l->rank, m, l->rank), k, l->rank);
-    int out_count = 0;
-    *count = take.size >> __builtin_ctzll(m->element); /* a division takes 5 ns */
-    if (!take.size) return 0;
-    if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
-    for (int r = 0; r < l->world_size && m->shared; r++)
-        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
-    /* ddp__reduce_tree only reads it */
-    in[l->rank] =
-        (void *)(uintptr_t)(m->send
-                            + ddp__round_range(m, ddp__send_range(l->rank, m, l->rank), k, l->rank).begin);
-    return out_count;
-}
-
-/* Reduces or copies the pieces in[p], which are in payloads or slots. */
-DDP__FORCED_INLINE void ddp__unpack_round(const ddp__local *l, const ddp__transfer *m, void **in, size_t k,
-                                          int hint) {
-    int adds = m->shape & DDP__ADDS;
-    int hand_back = l->amd && hint != DDP__HINT_STREAM && !m->shared && (!m->common || l->world_size == 2);
-    if (adds) {
-        size_t count;
-        void *outs[DDP_MAX_LOCAL_RANKS];
-        int out_count = ddp__reduce_arguments(l, m, in, in, k, outs, &count);
-        if (count)
-            ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype,
-                             m->call->op, m->call->divisor, hint);
-    }
-    for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
-        ddp_bytes take = ddp__round_range(m, ddp__recv_range(l->rank, m, p), k, p);
-        if (p == l->rank || !take.size) continue;
-        if (!adds)
-            (hint == DDP__HINT_STREAM ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p],
-                                                                             take.size);
-        if (hand_back) ddp__own_lines((unsigned char *)in[p], take.size);
-    }
-    if (hint == DDP__HINT_STREAM) ddp__stream_end();
-}
-
-DDP__FORCED_INLINE ddp_result ddp__transfer_small(ddp_group *group, ddp__local *l, const ddp__transfer *m) {
-    size_t size = m->common ? m->block : m->block * (size_t)l->world_size;
-    void *in[DDP_MAX_LOCAL_RANKS];
-    ddp__pack_round(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
-    DDP_TRY(ddp__post_call(group, l, m->call, 0, 0));
+DDP__FORCED_INLINE ddp_result ddp__transfer_small(ddp_group *group, ddp__local *l, const ddp__transfer *t) {
+    size_t size = t->same_data ? t->block_bytes : t->block_bytes * (size_t)l->world_size;
+    void *sources[DDP_MAX_LOCAL_RANKS];
+    ddp__pack_round(l, t, ddp__small_of(l, l->rank, t->call, size), 0, 0);
+    DDP_TRY(ddp__post_call(group, l, t->call, 0, 0));
     /* The next call writes into the payload of the previous call, which no rank reads any more. Its lines are
        prefetched for writing now, while this rank waits for the data of its peers: 1 KiB takes a third
        less. */
-    unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
+    unsigned char *next = ddp__payload_of(l, l->rank, t->call->seq + 1);
     for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
-    ddp__copy_own_range(l->rank, m);
+    ddp__copy_own_range(l->rank, t);
     for (int p = 0; p < l->world_size; p++)
-        in[p] = ddp__small_of(l, p, m->call, size) + ddp__slot_offset(m, l->rank);
-    ddp__unpack_round(l, m, in, 0, DDP__HINT_CACHED);
+        sources[p] = ddp__small_of(l, p, t->call, size) + ddp__slot_offset(t, l->rank);
+    ddp__unpack_round(l, t, sources, 0, DDP__HINT_CACHED);
     return DDP_OK;
 }
 
-/* The counts of a _v call, per peer: elements to send and to receive, and the offset of the piece in send.
-   Each rank stores them in its payload. */
-typedef struct ddp__counts {
-    uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], begin[DDP_MAX_LOCAL_RANKS];
-} ddp__counts;
-static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) {
-    return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq);
+/* --- direct --- */
+
+/* Returns the hint of ddp__reduce_tree for a share of group memory. Data that a peer has just written is
+   read in several runs at any size, except on AMD: 1 MiB takes 16% less. */
+static int ddp__share_hint(const ddp__local *l, size_t size) {
+    if (size >= DDP__LARGE_BYTES / 4) return DDP__HINT_STREAM;
+    return l->amd ? DDP__HINT_CACHED : DDP__HINT_LARGE;
 }
 
-/* Stores this rank's counts in its payload, before the announcement. */
-static void ddp__counts_publish(const ddp__local *l, ddp__transfer *m) {
-    const ddp_call *call = m->call;
-    ddp__counts *mine = ddp__counts_of(l, l->rank, call);
-    m->largest = 0;
-    for (int p = 0; p < l->world_size; p++) {
-        if (call->recv_counts[p] * m->element > m->largest) m->largest = call->recv_counts[p] * m->element;
-        mine->give[p] = call->send_counts ? call->send_counts[p] : call->recv_counts[l->rank];
-        mine->begin[p] = call->send_offsets ? call->send_offsets[p] : 0;
-        mine->take[p] = call->recv_counts[p];
+/* The address of the data that a peer sends to this rank in round k. part: the part of round k, as a range of
+   the buffer of a shared call. */
+static uint64_t ddp__peer_data(const ddp__local *l, const ddp__transfer *t, int peer, ddp_bytes part,
+                               size_t k) {
+    uint64_t send = ddp__post_of(l, peer, t->call->seq)->send;
+    uint64_t begin = 0; /* of the data for this rank in the peer's buffer */
+    if (t->shared) return send + part.begin;
+    if (t->call->recv_counts)
+        begin = ddp__counts_of(l, peer, t->call)->send_offset[l->rank] * t->element_bytes;
+    else if (!t->same_data)
+        begin = (size_t)l->rank * t->block_bytes;
+    return send + begin + k * t->round_bytes;
+}
+
+/* PUSH: writes this rank's block into the buffers of all peers, with streaming stores. So no rank reads lines
+   that are new in another core's cache, which is slow. */
+static void ddp__push_block(const ddp__local *l, const ddp__transfer *t) {
+    for (int i = 1; i < l->world_size; i++) {
+        const ddp__post *post = ddp__post_of(l, ddp__peer_at(l, i), t->call->seq);
+        unsigned char *recv = ddp__peer_pointer(l, post->recv);
+        ddp__copy_stream(recv + (size_t)l->rank * t->block_bytes, t->send, t->block_bytes);
     }
-}
-
-/* Compares the counts that all ranks have announced, and computes the number of rounds. A failure names the
-   ranks that disagree. */
-static int ddp__counts_compare(ddp__local *l, ddp__transfer *m) {
-    for (int from = 0; from < l->world_size; from++)
-        for (int to = 0; to < l->world_size; to++) {
-            unsigned long long given = ddp__counts_of(l, from, m->call)->give[to];
-            unsigned long long wanted = ddp__counts_of(l, to, m->call)->take[from];
-            if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
-            if (given == wanted) continue;
-            if (m->common)
-                DDP__POISON(l, DDP_ERR_MISMATCH,
-                            "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from,
-                            given, from, wanted, to);
-            else
-                DDP__POISON(l, DDP_ERR_MISMATCH,
-                            "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu",
-                            from, given, to, wanted);
-            return 0;
-        }
-    ddp__transfer_set_rounds(l, m);
-    return 1;
+    ddp__stream_end();
 }
 
 /* Reads the buffers of the senders, and writes shared results into the buffers of the receivers.
-     TAKE   The buffers that peers access are group memory, or ranks are threads.
-     READ   Private memory is read in one copy. Sources of a reduction are read piece by piece into this
-            rank's slot, which stays in cache.
-     PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks with streaming
-            stores. So no rank reads lines that are new in another core's cache, which is slow. */
-static ddp_result ddp__transfer_direct(ddp_group *group, ddp__local *l, ddp__transfer *m) {
-    int adds = m->shape & DDP__ADDS, read = m->way == DDP__METHOD_READ;
+     DIRECT   The buffers that peers access are group memory, or ranks are threads.
+     READ     Private memory is read in one copy. Sources of a reduction are read round by round into this
+              rank's slot, which stays in cache.
+     PUSH     A large all-gather, see ddp__push_block. */
+static ddp_result ddp__transfer_direct(ddp_group *group, ddp__local *l, ddp__transfer *t) {
+    int adds = t->shape & DDP__ADDS, read = t->method == DDP__METHOD_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
-    void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS], *outs[DDP_MAX_LOCAL_RANKS];
-    m->first_share = ddp__share_bytes(m->block, l->world_size);
-    if (adds && read)
-        DDP_TRY(ddp__wait_all_finished(group, l, l->round)); /* peers are done with the slot */
-    else {
-        m->rounds = m->way != DDP__METHOD_PUSH;
-        m->room = m->largest;
+    void *sources[DDP_MAX_LOCAL_RANKS], *results[DDP_MAX_LOCAL_RANKS];
+    t->first_share = ddp__share_bytes(t->block_bytes, l->world_size);
+    int hint = ddp__share_hint(l, t->shared ? t->first_share : t->max_range);
+    if (adds && read) {
+        DDP_TRY(ddp__wait_all_finished(group, l, l->round)); /* peers have finished with the slot */
+    } else {
+        t->rounds = t->method != DDP__METHOD_PUSH;
+        t->round_bytes = t->max_range;
     }
     if (!ddp__peer_access_begin(l)) return DDP_ERR_POISONED;
-    ddp__copy_own_range(l->rank, m);
-    for (size_t k = 0; k < m->rounds; k++) {
+    ddp__copy_own_range(l->rank, t);
+    for (size_t k = 0; k < t->rounds; k++) {
         for (int i = 1; i < l->world_size; i++) {
             int p = ddp__peer_at(l, i);
-            const ddp__post *post = ddp__post_of(l, p, m->call->seq);
-            ddp_bytes take = ddp__round_range(m, ddp__recv_range(l->rank, m, p), k, l->rank);
-            size_t begin = m->call->recv_counts
-                               ? (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element
-                           : m->common ? 0
-                                       : (size_t)l->rank * m->block;
-            uint64_t address = post->send + (m->shared ? take.begin : begin + k * m->room);
-            if (take.size == 0) continue;
-            in[p] = !adds  ? m->recv + take.begin
-                    : read ? scratch + (size_t)p * m->room
-                           : ddp__peer_pointer(l, address);
-            out[p] = m->shared && post->recv && post->recv != post->send
-                         ? ddp__peer_pointer(l, post->recv) + take.begin
-                         : (unsigned char *)in[p];
-            if ((read || !adds) && !ddp__read_peer(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
+            const ddp__post *post = ddp__post_of(l, p, t->call->seq);
+            ddp_bytes part = ddp__round_range(t, ddp__recv_range(l->rank, t, p), k, l->rank);
+            uint64_t address = ddp__peer_data(l, t, p, part, k);
+            if (part.size == 0) continue;
+            if (!adds)
+                sources[p] = t->recv + part.begin;
+            else if (read)
+                sources[p] = scratch + (size_t)p * t->round_bytes;
+            else
+                sources[p] = ddp__peer_pointer(l, address);
+            results[p] = sources[p];
+            if (t->shared && post->recv && post->recv != post->send)
+                results[p] = ddp__peer_pointer(l, post->recv) + part.begin;
+            if ((read || !adds) && !ddp__read_peer(l, p, sources[p], address, part.size))
+                return DDP_ERR_POISONED;
         }
-        if (!adds) continue;
-        size_t count;
-        int out_count = ddp__reduce_arguments(l, m, in, out, k, outs, &count);
-        if (count)
-            ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype,
-                             m->call->op, m->call->divisor,
-                             ddp__share_hint(l, m->shared ? m->first_share : m->largest));
+        if (adds) ddp__reduce_round(l, t, sources, results, k, hint);
     }
-    if (m->way == DDP__METHOD_PUSH) {
-        for (int i = 1; i < l->world_size; i++) {
-            const ddp__post *post = ddp__post_of(l, ddp__peer_at(l, i), m->call->seq);
-            ddp__copy_stream(ddp__peer_pointer(l, post->recv) + (size_t)l->rank * m->block, m->send,
-                             m->block);
-        }
-        ddp__stream_end();
-    }
+    if (t->method == DDP__METHOD_PUSH) ddp__push_block(l, t);
     ddp__peer_access_end(l);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     /* after a failure a peer may have changed its buffer */
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
     ddp__publish_round(l, DDP__FINISHED, ++l->round);
-    return ddp__wait_all_finished(group, l,
-                                  l->round); /* until all ranks have finished with this rank's buffers */
+    /* until all ranks have finished with this rank's buffers */
+    return ddp__wait_all_finished(group, l, l->round);
 }
 
-/* Returns 1 if one loop fills round k, reduces round k - 1 and drains round k - 2 (two ranks only). Reads
+/* --- staged --- */
+
+/* Returns 1 if one loop packs round k, reduces round k - 1 and drains round k - 2 (two ranks only). Reads
    from memory and reads of lines that the other core wrote then overlap. With stores of whole lines 1 MiB
    takes 3% less and 4 MiB take 10% less; without them it is faster from 16 MiB on. On AMD it has not been
    measured. */
-static int ddp__can_fuse_step(const ddp__local *l, const ddp__transfer *m, size_t k) {
-    const ddp_call *call = m->call;
-    size_t least = ddp__has_wide_stores() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
-    return k > 2 && k < m->rounds && m->shared && l->world_size == 2 && !l->amd && m->block >= least
-           && call->kind == DDP_CALL_ALL_REDUCE && call->dtype == DDP_F32
-           && (call->op == DDP_OP_SUM
-               || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
+static int ddp__can_fuse_step(const ddp__local *l, const ddp__transfer *t, size_t k) {
+    const ddp_call *call = t->call;
+    int power_of_two = (call->divisor & (call->divisor - 1)) == 0;
+    int is_sum = call->op == DDP_OP_SUM || (call->op == DDP_OP_AVG && power_of_two);
+    size_t min_bytes = ddp__has_wide_stores() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
+    return k > 2 && k < t->rounds && t->shared && l->world_size == 2 && !l->amd && t->block_bytes >= min_bytes
+           && call->kind == DDP_CALL_ALL_REDUCE && call->dtype == DDP_F32 && is_sum;
 }
 
-/* Executes that loop for step k. in: the piece that it fills; sum: reduces; out: drains. */
-static ddp_result ddp__staged_step_fused(ddp_group *group, ddp__local *l, const ddp__transfer *m,
+/* Executes that loop for step k:
+       pack     this rank's send           -> this rank's slot of round k
+       reduce   own send + the peer's slot -> recv and the peer's slot, round k - 1
+       drain    this rank's slot           -> recv, round k - 2 */
+static ddp_result ddp__staged_step_fused(ddp_group *group, ddp__local *l, const ddp__transfer *t,
                                          uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
-    /* all pieces have the same size, because none is in the first chunk */
-    ddp_bytes in = ddp__round_range(m, ddp__send_range(l->rank, m, peer), k, peer);
-    ddp_bytes sum = ddp__round_range(m, ddp__recv_range(l->rank, m, me), k - 1, me);
-    ddp_bytes out = ddp__round_range(m, ddp__send_range(l->rank, m, peer), k - 2, peer);
-    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__slot_offset(m, me);
-    void *mine = (void *)(uintptr_t)(m->send + sum.begin);
-    const void *add[2] = {me ? theirs : mine, me ? mine : theirs};
-    void *sums[2] = {m->recv + sum.begin, theirs};
-    void *to[2] = {ddp__slot_of(l, me, first + k) + ddp__slot_offset(m, peer), m->recv + out.begin};
-    void *from[2] = {(void *)(uintptr_t)(m->send + in.begin),
-                     ddp__slot_of(l, me, first + k - 2) + ddp__slot_offset(m, peer)};
-    uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
-    const ddp__reduction r = {sums, add, 2,  2,   DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32,
-                              0,    0,   to, from};
+    /* all parts have the same size, because none is in round 0 */
+    ddp_bytes pack = ddp__round_range(t, ddp__send_range(l->rank, t, peer), k, peer);
+    ddp_bytes sum = ddp__round_range(t, ddp__recv_range(l->rank, t, me), k - 1, me);
+    ddp_bytes drain = ddp__round_range(t, ddp__send_range(l->rank, t, peer), k - 2, peer);
+    void *peer_slot = ddp__slot_of(l, peer, first + k - 1) + ddp__slot_offset(t, me);
+    void *own_send = (void *)(uintptr_t)(t->send + sum.begin);
+    const void *sources[2] = {me ? peer_slot : own_send, me ? own_send : peer_slot}; /* in rank order */
+    void *sums[2] = {t->recv + sum.begin, peer_slot};
+    void *copy_to[2] = {ddp__slot_of(l, me, first + k) + ddp__slot_offset(t, peer), t->recv + drain.begin};
+    void *copy_from[2] = {(void *)(uintptr_t)(t->send + pack.begin),
+                          ddp__slot_of(l, me, first + k - 2) + ddp__slot_offset(t, peer)};
+    uint64_t divisor = t->call->op == DDP_OP_AVG && t->call->divisor ? t->call->divisor : 1;
+    const ddp__reduction r = {
+        sums, sources, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32, 0, 0, copy_to, copy_from};
     size_t count = sum.size / sizeof(float), runs = ddp__run_count();
-    size_t each = count / runs / DDP__LANES * DDP__LANES;
+    size_t run = count / runs / DDP__LANES * DDP__LANES;
     DDP_TRY(ddp__wait_all_finished(group, l, first + k - 2));
     DDP_TRY(ddp__wait_round(group, l, DDP__FILLED, peer, first + k - 1));
-    ddp__reduce_fused(&r, 0, each, runs);
-    ddp__reduce_fused(&r, runs * each, count - runs * each, 1);
+    ddp__reduce_fused(&r, 0, run, runs);
+    ddp__reduce_fused(&r, runs * run, count - runs * run, 1);
     ddp__publish_round(l, DDP__FILLED, first + k);
     ddp__publish_round(l, DDP__FINISHED, first + k - 1);
     return DDP_OK;
 }
 
-/* The staged method: moves data round by round through slots. Step k fills round k, reduces or copies
-   round k - 1, and drains round k - 2. */
-static ddp_result ddp__transfer_staged(ddp_group *group, ddp__local *l, const ddp__transfer *m) {
+/* Transfers data round by round through slots. Step k packs round k, reduces or copies round k - 1, and
+   drains round k - 2. */
+static ddp_result ddp__transfer_staged(ddp_group *group, ddp__local *l, const ddp__transfer *t) {
     uint64_t first = l->round + 1;
-    int past = m->way == DDP__METHOD_STREAMED;
-    void *in[DDP_MAX_LOCAL_RANKS];
-    l->round += m->rounds;
-    for (size_t k = m->filled; k <= m->rounds + (size_t)m->shared; k++) {
-        if (ddp__can_fuse_step(l, m, k)) {
-            DDP_TRY(ddp__staged_step_fused(group, l, m, first, k));
+    int streaming = t->method == DDP__METHOD_STREAMED;
+    void *sources[DDP_MAX_LOCAL_RANKS];
+    l->round += t->rounds;
+    for (size_t k = t->rounds_packed; k <= t->rounds + (size_t)t->shared; k++) {
+        if (ddp__can_fuse_step(l, t, k)) {
+            DDP_TRY(ddp__staged_step_fused(group, l, t, first, k));
             continue;
         }
-        if (k < m->rounds) {
-            DDP_TRY(ddp__wait_all_finished(group, l,
-                                           first + k - DDP__SLOTS)); /* no rank uses the slot any more */
-            ddp__pack_round(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
+        if (k < t->rounds) {
+            /* no rank uses the slot any more */
+            DDP_TRY(ddp__wait_all_finished(group, l, first + k - DDP__SLOTS));
+            ddp__pack_round(l, t, ddp__slot_of(l, l->rank, first + k), k, streaming);
             ddp__publish_round(l, DDP__FILLED, first + k);
         }
-        if (k == m->filled) ddp__copy_own_range(l->rank, m);
-        if (k > 0 && k <= m->rounds) {
+        if (k == t->rounds_packed) ddp__copy_own_range(l->rank, t);
+        if (k > 0 && k <= t->rounds) {
             for (int i = 1; i < l->world_size; i++) {
                 int p = ddp__peer_at(l, i);
-                int takes = m->shared || ddp__round_range(m, ddp__recv_range(l->rank, m, p), k - 1, p).size;
-                if (takes) DDP_TRY(ddp__wait_round(group, l, DDP__FILLED, p, first + k - 1));
-                in[p] = ddp__slot_of(l, p, first + k - 1) + ddp__slot_offset(m, l->rank);
+                int receives = t->shared
+                               || ddp__round_range(t, ddp__recv_range(l->rank, t, p), k - 1, p).size;
+                if (receives) DDP_TRY(ddp__wait_round(group, l, DDP__FILLED, p, first + k - 1));
+                sources[p] = ddp__slot_of(l, p, first + k - 1) + ddp__slot_offset(t, l->rank);
             }
-            ddp__unpack_round(l, m, in, k - 1, past ? DDP__HINT_STREAM : DDP__HINT_LARGE);
+            ddp__unpack_round(l, t, sources, k - 1, streaming ? DDP__HINT_STREAM : DDP__HINT_LARGE);
             ddp__publish_round(l, DDP__FINISHED, first + k - 1);
         }
-        if (k < 2 || !m->shared) continue;
-        DDP_TRY(ddp__wait_all_finished(group, l, first + k - 2));
+        if (k < 2 || !t->shared) continue;
         /* the peers have stored their sums in this rank's slot */
-        for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) {
-            ddp_bytes part = ddp__round_range(m, ddp__send_range(l->rank, m, p), k - 2, p);
+        DDP_TRY(ddp__wait_all_finished(group, l, first + k - 2));
+        for (int p = 0; p < l->world_size && ddp__receives(t->call, l->rank); p++) {
+            ddp_bytes part = ddp__round_range(t, ddp__send_range(l->rank, t, p), k - 2, p);
+            unsigned char *slot = ddp__slot_of(l, l->rank, first + k - 2);
             if (p != l->rank)
-                ddp__copy_across(m->recv + part.begin,
-                                 ddp__slot_of(l, l->rank, first + k - 2) + ddp__slot_offset(m, p), part.size);
+                ddp__copy_across(t->recv + part.begin, slot + ddp__slot_offset(t, p), part.size);
         }
     }
     return DDP_OK;
 }
 
-/* Large private data has three methods:
-     CACHED  through slots that stay in cache
-     PAST    through slots that bypass the caches; fast if reading lines that are new in another core's cache
-             takes longer than reading memory (distant cores of AMD)
-     READ    in one copy by process_vm_readv, if the system allows it (the fastest on Intel)
+//== the local backend: choice of the method ================================================ >>impl-local-run
+/* Announces a call, with a proposal for its method, and runs it. Large private data has three methods:
+     STAGED     through slots that stay in cache
+     STREAMED   through slots that bypass the caches. Fast if reading lines that are new in another core's
+                cache takes longer than reading memory (distant cores of AMD)
+     READ       in one copy by process_vm_readv, if the system allows it (the fastest on Intel)
    The best method changes over time, because virtual cores migrate. So rank 0 proposes the method that was
    fastest recently, or from time to time another one. Every rank announces whether its buffer can be read. */
+
 typedef struct ddp__proposal {
-    uint8_t way, readable;
+    uint8_t method, readable;
 } ddp__proposal;
 
 static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
@@ -4472,105 +4520,113 @@ static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_
 }
 
 /* Returns the fastest method, or from time to time another one. */
-DDPDEF int ddp_tuner_pick(ddp_tuner *route, int ways) {
+DDPDEF int ddp_tuner_pick(ddp_tuner *tuner, int methods) {
     int best = 0;
-    for (int way = 1; way < ways; way++)
-        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
-    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0)
-        best = (best + 1 + (int)(route->tries++ % (uint64_t)(ways - 1))) % ways;
+    for (int method = 1; method < methods; method++)
+        if (tuner->seconds[method] < tuner->seconds[best]) best = method; /* 0: never tried */
+    if (++tuner->calls % 64 == 0 || (tuner->calls & (tuner->calls - 1)) == 0)
+        best = (best + 1 + (int)(tuner->tries++ % (uint64_t)(methods - 1))) % methods;
     return best;
 }
 
 /* A faster time counts at once, a slower one gradually: another process may have caused it. */
-DDPDEF void ddp_tuner_learn(ddp_tuner *route, int way, double seconds) {
-    double *known = &route->seconds[way];
+DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds) {
+    double *known = &tuner->seconds[method];
     *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
 }
 
-/* Proposes a method in this rank's announcement. Returns NULL for sizes at which all methods are equally
-   fast. given: bytes of send that peers read. */
-static ddp_tuner *ddp__method_propose(ddp__local *l, const ddp__transfer *m, size_t given) {
-    int kind = m->shape & DDP__ADDS        ? DDP__TUNER_REDUCE
-               : m->shape & DDP__FROM_ROOT ? DDP__TUNER_ONE_SENDER
-                                           : DDP__TUNER_COPY;
+/* Proposes a method in this rank's announcement. Returns its tuner, or NULL for sizes at which all methods
+   are equally fast. send_bytes: bytes of send that peers read. */
+static ddp_tuner *ddp__method_propose(ddp__local *l, const ddp__transfer *t, size_t send_bytes) {
+    int kind = t->shape & DDP__FROM_ROOT ? DDP__TUNER_ONE_SENDER : DDP__TUNER_COPY;
     int power = 0;
-    size_t size = m->largest * (kind == DDP__TUNER_REDUCE ? (size_t)l->world_size : 1);
+    size_t size = t->max_range;
+    if (t->shape & DDP__ADDS) {
+        kind = DDP__TUNER_REDUCE;
+        size *= (size_t)l->world_size;
+    }
     if (size < DDP__TUNED_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
-    ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
-    mine->way = (uint8_t)ddp_tuner_pick(&l->route[kind][power], DDP__TUNED_METHODS);
-    mine->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(m->send, given));
-    return &l->route[kind][power];
+    ddp_tuner *tuner = &l->tuner[kind][power];
+    ddp__proposal *proposal = ddp__proposal_of(l, l->rank, t->call);
+    proposal->method = (uint8_t)ddp_tuner_pick(tuner, DDP__TUNED_METHODS);
+    proposal->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(t->send, send_bytes));
+    return tuner;
 }
 
 /* Announces a call of more than a small message, or a _v call. All ranks choose the same method for it. */
-static ddp_result ddp__transfer_begin(ddp_group *group, ddp__local *l, ddp__transfer *m) {
-    const ddp_call *call = m->call;
-    int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
-    size_t span = 0; /* bytes from the start of send to the end of the last piece that peers read */
+static ddp_result ddp__transfer_begin(ddp_group *group, ddp__local *l, ddp__transfer *t) {
+    const ddp_call *call = t->call;
+    int push = call->kind == DDP_CALL_ALL_GATHER && t->block_bytes >= DDP__LARGE_BYTES;
+    size_t send_bytes = 0; /* from the start of send to the end of the last range that peers read */
     for (int p = 0; p < l->world_size; p++) {
-        ddp_bytes give = ddp__send_range(l->rank, m, p);
-        if (give.size && give.begin + give.size > span) span = give.begin + give.size;
+        ddp_bytes range = ddp__send_range(l->rank, t, p);
+        if (range.size && range.begin + range.size > send_bytes) send_bytes = range.begin + range.size;
     }
-    uint64_t send = ddp__shared_address(l, span ? m->send : NULL, span);
+    uint64_t send = ddp__shared_address(l, send_bytes ? t->send : NULL, send_bytes);
     uint64_t sends = send, recv = 0, recvs = 0;
-    m->shared = m->common && m->shape & DDP__ADDS;
-    m->common &= !m->shared;
-    if (m->shared && ddp__receives(call, l->rank))
-        recv = call->recv == call->send ? send : ddp__shared_address(l, m->recv, m->block);
-    if (push) recv = ddp__shared_address(l, m->recv, m->block * (size_t)l->world_size);
-    if (call->recv_counts) ddp__counts_publish(l, m);
-    ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__method_propose(l, m, span);
+    t->shared = t->same_data && t->shape & DDP__ADDS;
+    t->same_data &= !t->shared;
+    if (t->shared && ddp__receives(call, l->rank))
+        recv = call->recv == call->send ? send : ddp__shared_address(l, t->recv, t->block_bytes);
+    if (push) recv = ddp__shared_address(l, t->recv, t->block_bytes * (size_t)l->world_size);
+    if (call->recv_counts) ddp__counts_publish(l, t);
+    int tuned = !call->send_counts && !t->shared;
+    ddp_tuner *tuner = tuned ? ddp__method_propose(l, t, send_bytes) : NULL;
     /* the call is staged in any case, so the first round is in the slot before the announcement */
-    m->filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE;
-    ddp__transfer_set_rounds(l, m);
-    if (m->filled) {
+    t->rounds_packed = !tuner && !call->recv_counts && (send | recv) & DDP__PRIVATE;
+    ddp__transfer_set_rounds(l, t);
+    if (t->rounds_packed) {
         DDP_TRY(ddp__wait_all_finished(group, l, l->round + 1 - DDP__SLOTS));
-        ddp__pack_round(l, m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
+        ddp__pack_round(l, t, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
     }
     DDP_TRY(ddp__post_call(group, l, call, send, recv));
-    if (call->recv_counts && !ddp__counts_compare(l, m)) return DDP_ERR_POISONED;
+    if (call->recv_counts && !ddp__counts_compare(l, t)) return DDP_ERR_POISONED;
     int readable = 1;
     for (int r = 0; r < l->world_size; r++) {
         sends |= ddp__post_of(l, r, call->seq)->send;
         recvs |= ddp__post_of(l, r, call->seq)->recv;
         readable &= ddp__proposal_of(l, r, call)->readable;
     }
-    if (push && !(recvs & DDP__PRIVATE))
-        m->way = DDP__METHOD_PUSH;
-    else if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE))
-        m->way = DDP__METHOD_DIRECT;
-    else if ((m->route = proposed) != NULL)
-        m->way = ddp__proposal_of(l, 0, call)->way;
-    if (m->way == DDP__METHOD_READ && !readable) m->way = DDP__METHOD_STAGED;
+    uint64_t accessed = t->shared ? sends | recvs : sends; /* the buffers that peers access */
+    if (push && !(recvs & DDP__PRIVATE)) {
+        t->method = DDP__METHOD_PUSH;
+    } else if (!(accessed & DDP__PRIVATE)) {
+        t->method = DDP__METHOD_DIRECT;
+    } else if (tuner) {
+        t->tuner = tuner;
+        t->method = ddp__proposal_of(l, 0, call)->method;
+        if (t->method == DDP__METHOD_READ && !readable) t->method = DDP__METHOD_STAGED;
+    }
     return DDP_OK;
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__local *l = (ddp__local *)state;
-    ddp__transfer m = ddp__transfer_of(call);
-    int small = m.block <= (l->world_size == 2 ? 1024 : 512)
-                && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
+    ddp__transfer t = ddp__transfer_of(call);
+    int small = t.block_bytes <= (l->world_size == 2 ? 1024 : 512)
+                && t.block_bytes * (t.same_data ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
     ddp_result result;
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER) {
         result = ddp__post_call(group, l, call, 0, 0);
     } else if (!small || call->recv_counts) {
-        ddp__transfer large = m; /* so that m stays in registers */
+        ddp__transfer large = t; /* so that t stays in registers */
         result = ddp__transfer_begin(group, l, &large);
-        double start = large.route ? ddp_now() : 0;
-        if (result == DDP_OK && large.way >= DDP__METHOD_READ)
+        double start = large.tuner ? ddp_now() : 0;
+        if (result == DDP_OK && large.method >= DDP__METHOD_READ)
             result = ddp__transfer_direct(group, l, &large);
         else if (result == DDP_OK)
             result = ddp__transfer_staged(group, l, &large);
-        if (large.route) ddp_tuner_learn(large.route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
-    } else if (m.shape != DDP__ADDS) {
-        result = ddp__transfer_small(group, l, &m);
+        if (large.tuner)
+            ddp_tuner_learn(large.tuner, ddp__proposal_of(l, 0, call)->method, ddp_now() - start);
+    } else if (t.shape != DDP__ADDS) {
+        result = ddp__transfer_small(group, l, &t);
     } else {
-        m.shape = DDP__ADDS; /* constants: the compiler makes a copy for all_reduce, which takes 8 ns less */
-        m.common = 1;
-        result = ddp__transfer_small(group, l, &m);
+        t.shape = DDP__ADDS; /* constants: the compiler makes a copy for all_reduce, which takes 8 ns less */
+        t.same_data = 1;
+        result = ddp__transfer_small(group, l, &t);
     }
     if (result != DDP_OK) ddp__peer_access_wait(l);
     return result;
@@ -5176,17 +5232,17 @@ static ddp_result ddp__self_open(ddp_group *group, void **state) {
 }
 
 static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
-    ddp__transfer m = ddp__transfer_of(call);
-    ddp_bytes from = ddp__send_range(0, &m, 0), to = ddp__recv_range(0, &m, 0);
+    ddp__transfer t = ddp__transfer_of(call);
+    ddp_bytes from = ddp__send_range(0, &t, 0), to = ddp__recv_range(0, &t, 0);
     (void)group;
     if (((ddp_saved_error *)state)->result != DDP_OK) return DDP_ERR_POISONED;
     if (from.size != to.size)
         return ddp_fail(
             DDP_ERR_MISMATCH,
             "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ; set both to the same count");
-    if (to.size && m.send + from.begin != m.recv + to.begin)
-        memmove(m.recv + to.begin, m.send + from.begin, to.size);
-    if (m.shape & DDP__ADDS && call->op == DDP_OP_AVG && call->divisor > 1)
+    if (to.size && t.send + from.begin != t.recv + to.begin)
+        memmove(t.recv + to.begin, t.send + from.begin, to.size);
+    if (t.shape & DDP__ADDS && call->op == DDP_OP_AVG && call->divisor > 1)
         ddp__divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
@@ -5242,11 +5298,11 @@ static const ddp_backend ddp__backend_self = {
 
 static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
     ddp_bytes none = {0, 0};
-    ddp__transfer m = ddp__transfer_of(call);
+    ddp__transfer t = ddp__transfer_of(call);
     int is_message = ddp__is_p2p(call->kind), is_send = call->kind == DDP_CALL_SEND;
     if (call->kind == DDP_CALL_BARRIER || (is_message && (peer != call->root || sends != is_send)))
         return none;
-    return ddp__peer_range(rank, &m, peer, sends);
+    return sends ? ddp__send_range(rank, &t, peer) : ddp__recv_range(rank, &t, peer);
 }
 
 DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer) {

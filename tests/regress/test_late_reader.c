@@ -68,8 +68,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     if (ddp_barrier(world) != DDP_OK) return DDP_ERR_CORRUPT;
     for (int size = 0; size < 16; size++) /* read in one copy */
         for (int way = 0; way < DDP__TUNED_METHODS; way++) {
-            l->route[DDP__TUNER_ONE_SENDER][size].calls = 4;
-            l->route[DDP__TUNER_ONE_SENDER][size].seconds[way] = way == DDP__METHOD_READ ? 0.5 : 1;
+            l->tuner[DDP__TUNER_ONE_SENDER][size].calls = 4;
+            l->tuner[DDP__TUNER_ONE_SENDER][size].seconds[way] = way == DDP__METHOD_READ ? 0.5 : 1;
         }
     late = rank == 0;
     if (rank == 1 && pthread_create(&thread, NULL, abort_main, world) != 0) return DDP_ERR_SYSTEM;

@@ -157,9 +157,9 @@ static void write_cause(ddp_group *group, ddp_result code, const char *text) {
 static void force_way(ddp_group *group, int way) {
     for (int kind = 0; kind < DDP__TUNER_KINDS; kind++)
         for (int size = 0; size < 16; size++) {
-            ddp_tuner *route = &((ddp__local *)group->state)->route[kind][size];
-            route->calls = 4; /* the next call does not try another method */
-            for (int i = 0; i < DDP__TUNED_METHODS; i++) route->seconds[i] = i == way ? 0.5 : 1;
+            ddp_tuner *tuner = &((ddp__local *)group->state)->tuner[kind][size];
+            tuner->calls = 4; /* the next call does not try another method */
+            for (int i = 0; i < DDP__TUNED_METHODS; i++) tuner->seconds[i] = i == way ? 0.5 : 1;
         }
 }
 
