@@ -34,11 +34,11 @@ NO_TEXT_CALLS = set(
     "asm __asm__ __volatile__ _Pragma target __has_include static_assert __builtin_cpu_supports __builtin_cpu_is strcmp "
     "strncmp strstr strchr strcspn strspn strpbrk strtok_r sscanf memcmp memchr memcpy strlen fopen open stat readlink "
     "glob prctl syscall strcpy".split())
-# Sections that write drawings, traces and printed tensors. Other documents are written by variadic functions.
-NO_TEXT_SECTIONS = {"impl-schedule-draw", "impl-tensor-text"}
+# Topics of sections that write drawings, traces and printed tensors. Other documents are written by variadic functions.
+NO_TEXT_SECTIONS = re.compile(r"drawing|tensors as text")
 DIRECTIVE = re.compile(r"%[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?(?:hh|h|ll|l|z|j|t)?[diouxXeEfgGcsp%]")
 TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|[A-Za-z_]\w*|\d[\w.]*|->|##|\S", re.S)
-BANNER = re.compile(r"^//== .*>>([a-z0-9-]+)$", re.M)
+BANNER = re.compile(r"^//== (.*?) =+ >>([a-z0-9-]+)$", re.M)
 
 # One term per concept: the term of the table, and the words that it replaces.
 TERMS = [
@@ -182,7 +182,8 @@ class Source:
 
     def __init__(self, header, text):
         self.header, self.text = header, text
-        self.banners = [(text.count("\n", 0, m.start()) + 1, m.group(1)) for m in BANNER.finditer(text)]
+        self.banners = [(text.count("\n", 0, m.start()) + 1, m.group(2)) for m in BANNER.finditer(text)]
+        self.no_text_sections = {m.group(2) for m in BANNER.finditer(text) if NO_TEXT_SECTIONS.match(m.group(1))}
         code, self.macros = split_directives(text)
         self.tokens = tokens_of(code)
         self.units, self.members, self.declared = [], {}, {}
@@ -465,7 +466,7 @@ class Program:
             if first in inlined:
                 continue
             raw = "".join(self.piece(token) for token in body[first:last])
-            kind, result, args = self.classify(source.section(body[first].line), owners[first], body, first, raw)
+            kind, result, args = self.classify(source, source.section(body[first].line), owners[first], body, first, raw)
             self.literals.append((source.header, body[first].line, shown, kind, raw))
             if kind not in ("error", "part", "log"):
                 continue
@@ -499,12 +500,12 @@ class Program:
     def is_code(owner):
         return any(name in NO_TEXT_CALLS for name, _, _ in owner)
 
-    def classify(self, section, owner, body, first, raw):
+    def classify(self, source, section, owner, body, first, raw):
         """Kind of a literal, the result it goes with, and the arguments of its format."""
         name, index, opening = owner[-1] if owner else (None, 0, 0)
         if self.is_code(owner):
             return "code", "-", None
-        document = section in NO_TEXT_SECTIONS or any(n in self.documents for n, _, _ in owner)
+        document = section in source.no_text_sections or any(n in self.documents for n, _, _ in owner)
         if document and not any(n in self.setters for n, _, _ in owner):
             return "document", "-", None
         args = arguments(body, opening)[0] if owner else []

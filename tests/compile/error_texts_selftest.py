@@ -42,6 +42,8 @@ static ddp_result ddp__begin(int count) {
                     path, count ? "too short" : "missing");
 }
 static const ddp_table ddp__table = {"local", ddp__begin};
+//== drawing: SVG ============== >>impl-svg
+static const char *ddp__legend(void) { return "Who turns. No error text"; }
 //== public ==================== >>impl-public
 ddp_result ddp_open(const char *name, int count) {
     char cause[64];

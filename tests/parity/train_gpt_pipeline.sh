@@ -79,7 +79,7 @@ before=$(state)
 {
     wrong '--schedule cell.csv row 2 cell 3 "1X0": unknown action' $run --ranks 2 --schedule cell.csv text
     wrong "--schedule order.csv row 2 cell 1 1B0: its forward 1F0 comes later" $run --ranks 2 --schedule order.csv text
-    wrong "--schedule check.csv row 2 cell 4 1W0: 1B0 of that stage and micro-batch" $run --ranks 2 --schedule check.csv text
+    wrong "--schedule check.csv row 2 cell 4 1W0: 1B0 of the same stage and micro-batch" $run --ranks 2 --schedule check.csv text
     wrong "--schedule fine.csv has 2 rows, one for each rank, and there are 3 ranks; use --ranks 2" $run --ranks 3 --schedule fine.csv text
     wrong "has 1 micro-batches, and --micro-batches is 4; leave --micro-batches out" $model --ranks 2 --micro-batches 4 --schedule fine.csv text
     wrong "and --batch 16 is not 1 of --micro-batch 2; leave --batch out" $run --batch 16 --ranks 2 --schedule fine.csv text
