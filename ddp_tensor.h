@@ -1376,7 +1376,7 @@ typedef struct ddp__tensor_transfer {
     const char *who;
     ddp_group *group;
     int rank, world_size, ndim;
-    int may_communicate; /* placements whose conversion sends data: all ranks agree first, even on an error */
+    int may_communicate; /* the placements need messages: all ranks agree first, even on an error */
     int has_collective;  /* 0 = a local copy, or nothing: the tensor is empty */
     ddp_placement from, to;
     ddp_dtype dtype;
@@ -1574,8 +1574,11 @@ static ddp_result ddp__tensor_transfer_prepare(ddp__tensor_transfer *tr, const c
    ddp_tensor_shard. All ranks agree on the conversion before the first message, so an error of one rank is
    returned on all. */
 
-/* A conversion that sends nothing. From REPLICATE a rank copies its own box; to PARTIAL the other entries, or
-   the other ranks, are zeros. */
+/* A conversion that sends nothing:
+     same placement, or one rank   copy
+     REPLICATE -> SHARD            copy this rank's box
+     REPLICATE -> PARTIAL          rank 0 copies, the other ranks write zeros
+     SHARD -> PARTIAL              write zeros, then copy this rank's part to its box */
 static ddp_result ddp__tensor_transfer_local(const ddp__tensor_transfer *tr, const ddp_tensor *in,
                                              ddp_tensor *out) {
     const ddp_device *device = ddp__tensor_device(tr->group);
@@ -1984,8 +1987,8 @@ static ddp_result ddp__tensor_check_layouts(const char *who, const ddp_tensor_la
     return DDP_OK;
 }
 
-/* Runs one step from tensor `current` to tensor `next`, whose shape it sets. runs 0: only adds the step
-   to *plan. result: this rank's error before this step; the ranks of the axis agree on it. */
+/* Runs one step from tensor `current` to tensor `next`, and sets the shape of next. runs 0: only adds the
+   step to *plan. result: this rank's error before this step; the ranks of the axis agree on it. */
 static ddp_result ddp__tensor_mesh_step(ddp__tensor_mesh_plan *mesh, const char *who, int step,
                                         const ddp_tensor *current, ddp_tensor *next, int runs,
                                         ddp_tensor_plan *plan, size_t *max_sent, ddp_result result) {
@@ -2356,7 +2359,7 @@ static ddp_result ddp__real(sum_rows)(int64_t rows, int64_t columns, const void 
     return DDP_OK;
 }
 
-/* Tokens whose rows another rank holds give rows of zeros: the sum over ranks is the full output. */
+/* Tokens of other ranks give rows of zeros: the sum over the ranks is the full output. */
 static ddp_result ddp__real(lookup)(const ddp_lookup *op) {
     int64_t n = op->columns;
     DDP__REAL *y = (DDP__REAL *)op->out;
