@@ -6624,7 +6624,7 @@ static int ddp__has_other_byte_order(const ddp__peer *p) {
 
 //== rendezvous: hello and secret ============================================================== >>impl-secret
 
-/* The hello of a rank, and the proof that it knows the secret of the job. K is a key derived from the secret,
+/* The hello of a rank, and the proof that it has the secret of the job. K is a key derived from the secret,
    H the text of the hello. Nr and N0 are random nonces of 128 bits, one of each side and connection. The
    messages are drawn in >>impl-rendezvous; the proofs in them are
 
@@ -6672,7 +6672,7 @@ static ddp_result ddp__secret_file_read(const char *path, char *out, size_t capa
 }
 
 /* Derives the key of a TCP rendezvous from the first of these that is set: desc.secret, DDP_SECRET
-   (variable), the file at DDP_SECRET_FILE (path). Without them there is no key. */
+   (variable), the file at DDP_SECRET_FILE (path). Without them has_secret stays 0. */
 static ddp_result ddp__rendezvous_set_key(ddp__rendezvous *rv, const char *secret, const char *variable,
                                           const char *path) {
     static const char purpose[] = "ddp.h key 1";
@@ -7656,8 +7656,8 @@ static ddp_result ddp__local_open_world(ddp_group *group, ddp__heap *heap, void 
     return DDP_OK;
 }
 
-/* Creates another group of all ranks of the world. group NULL: this rank has no memory for it and only
-   participates. */
+/* Creates another group of all ranks of the world. group NULL: this rank has no memory for it, and only takes
+   part, so that the others do not wait for it. */
 static ddp_result ddp__local_duplicate(ddp_group *group, ddp_group *world) {
     int members[DDP_MAX_LOCAL_RANKS];
     void *no_state;
@@ -7798,7 +7798,7 @@ static ddp_result ddp__tcp_fail_connection(int rank, const ddp__peer *p, int err
 }
 
 /* With the lock held: reads the frames that have arrived, and handles failures and lost connections. Returns
-   the number of peers whose data is missing. */
+   the number of peers that have not sent their data. */
 static int ddp__tcp_read_frames(ddp_group *group, ddp__tcp *t) {
     int missing = 0, error = 0;
     for (int r = 0; r < t->rendezvous.peer_count; r++) {
@@ -8944,12 +8944,15 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
 #endif
 enum { DDP__MPI_DATA, DDP__MPI_CONTROL, DDP__MPI_TAGS /* the first tag of messages */ };
 
-/* DDP__CONTROL_FAILED: the first cause. DDP__CONTROL_QUERY: requests a DDP__CONTROL_REPLY, which contains the
-   sender's present call. DDP__CONTROL_LEFT: the sender destroys its handle after call seq. */
+/* A control message. seq: number of the sender's current call.
+     FAILED    the group has failed: code and text of the first cause, lost ranks of ddp_group_get_lost
+     QUERY     after a timeout: requests a REPLY
+     REPLY     the sender waits in call seq
+     LEFT      the sender destroys its handle after call seq */
 enum { DDP__CONTROL_FAILED, DDP__CONTROL_QUERY, DDP__CONTROL_REPLY, DDP__CONTROL_LEFT, DDP__CONTROL_KINDS };
 typedef struct ddp__mpi_control {
     int32_t kind, code;
-    uint64_t seq, lost[2]; /* lost: FAILED: from ddp_group_get_lost */
+    uint64_t seq, lost[2];
     char text[512];
 } ddp__mpi_control;
 
@@ -9001,32 +9004,33 @@ static ddp_result ddp__mpi_result(int error, const char *call) {
 }
 
 /* Calls an MPI function. If it fails, returns from the calling function with MPI's text as the error line. */
-#define DDP__MPI(function, ...) DDP_TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
+#define DDP__MPI_TRY(function, ...) DDP_TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
 
+/* Sends a control message. The caller has set all its fields except the kind. Does not wait for it. */
 static void ddp__mpi_send_control(ddp__mpi *s, int to, int kind) {
     MPI_Request request;
-    ddp__mpi_control *notice = &s->control[kind];
-    notice->kind = kind;
+    ddp__mpi_control *message = &s->control[kind];
+    message->kind = kind;
     if (to == s->rank) return;
-    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_CONTROL, s->comm, &request)
+    if (MPI_Isend(message, (int)sizeof *message, MPI_BYTE, to, DDP__MPI_CONTROL, s->comm, &request)
         == MPI_SUCCESS)
         MPI_Request_free(&request);
 }
 
 /* Records the cause in the local group, and sends the group's first cause to the other ranks, once. */
 static void ddp__mpi_poison(ddp__mpi *s, ddp_result cause, const char *text) {
-    ddp__mpi_control *notice = &s->control[DDP__CONTROL_FAILED];
+    ddp__mpi_control *message = &s->control[DDP__CONTROL_FAILED];
     if (!s->local) return; /* the group is being opened */
     ddp_group_poison(s->local, cause, text);
     if (__atomic_exchange_n(&s->failure_sent, 1u, __ATOMIC_SEQ_CST)) return;
-    notice->code = (int32_t)ddp_group_cause(s->local);
-    snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
-    ddp_group_get_lost(s->local, notice->lost);
+    message->code = (int32_t)ddp_group_cause(s->local);
+    snprintf(message->text, sizeof message->text, "%s", ddp_last_error());
+    ddp_group_get_lost(s->local, message->lost);
     for (int r = 0; r < s->world_size; r++) ddp__mpi_send_control(s, r, DDP__CONTROL_FAILED);
 }
 
-/* Poisons the group, on any thread. If this thread must not call MPI, the failure reaches the other ranks
-   with the next call of the main thread. */
+/* Poisons the group, on any thread. If this thread must not call MPI, the next call of the main thread sends
+   the failure to the other ranks. */
 static void ddp__mpi_poison_from_any_thread(ddp_group *group, void *state, ddp_result cause,
                                             const char *text) {
     ddp__mpi *s = (ddp__mpi *)state;
@@ -9045,29 +9049,35 @@ static ddp_result ddp__mpi_fail(ddp__mpi *s, ddp_result cause) {
     return DDP_ERR_POISONED;
 }
 
-/* Receives pending notices. This also lets MPI progress messages that it has accepted. */
+/* Receives pending control messages. This also lets MPI progress messages that it has accepted. */
 static void ddp__mpi_receive_control(void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
-    ddp__mpi_control notice;
-    MPI_Message message;
-    MPI_Status status;
-    int has_message = 0;
-    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_CONTROL, s->comm, &has_message, &message, &status)
-               == MPI_SUCCESS
-           && has_message
-           && MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
-        int from = status.MPI_SOURCE, in_this_call = notice.seq >= s->call.seq;
-        if (notice.kind == DDP__CONTROL_QUERY) ddp__mpi_send_control(s, from, DDP__CONTROL_REPLY);
-        if (notice.kind == DDP__CONTROL_REPLY)
-            s->rank_state[from] = in_this_call ? DDP_RANK_ARRIVED : DDP_RANK_BEHIND;
-        if (notice.kind == DDP__CONTROL_FAILED) {
+    for (;;) {
+        ddp__mpi_control control;
+        MPI_Message message;
+        MPI_Status status;
+        int has_message = 0;
+        if (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_CONTROL, s->comm, &has_message, &message, &status)
+                != MPI_SUCCESS
+            || !has_message)
+            return;
+        if (MPI_Mrecv(&control, (int)sizeof control, MPI_BYTE, &message, &status) != MPI_SUCCESS) return;
+        int from = status.MPI_SOURCE;
+        switch (control.kind) {
+        case DDP__CONTROL_FAILED:
             __atomic_store_n(&s->failure_sent, 1u, __ATOMIC_RELEASE);
-            ddp_group_add_lost(s->local, notice.lost, (ddp_result)notice.code, notice.text);
-            ddp_group_poison(s->local, (ddp_result)notice.code, notice.text);
-        }
-        if (notice.kind == DDP__CONTROL_LEFT && notice.seq < s->departed_after) {
-            s->departed_after = notice.seq;
+            ddp_group_add_lost(s->local, control.lost, (ddp_result)control.code, control.text);
+            ddp_group_poison(s->local, (ddp_result)control.code, control.text);
+            break;
+        case DDP__CONTROL_QUERY: ddp__mpi_send_control(s, from, DDP__CONTROL_REPLY); break;
+        case DDP__CONTROL_REPLY:
+            s->rank_state[from] = control.seq >= s->call.seq ? DDP_RANK_ARRIVED : DDP_RANK_BEHIND;
+            break;
+        case DDP__CONTROL_LEFT:
+            if (control.seq >= s->departed_after) break;
+            s->departed_after = control.seq;
             s->departed_rank = from;
+            break;
         }
     }
 }
@@ -9080,32 +9090,34 @@ static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
     return ddp_group_cause(s->local);
 }
 
-/* Handles a timeout of a call. Sends DDP__CONTROL_QUERY to the ranks first, first + step, ... up to last.
+/* Handles a timeout of a call. Sends DDP__CONTROL_QUERY to the ranks first, first + stride, ... up to last.
    Ranks that wait for MPI answer within half a second. The others are silent, and the error line names
    them. */
 static void ddp__mpi_find_silent_ranks(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first,
-                                       int last, int step) {
+                                       int last, int stride) {
     memset(s->rank_state, DDP_RANK_ARRIVED, (size_t)s->world_size);
-    for (int r = first; r <= last; r += step) {
+    for (int r = first; r <= last; r += stride) {
         if (r != s->rank) s->rank_state[r] = DDP_RANK_SILENT;
         ddp__mpi_send_control(s, r, DDP__CONTROL_QUERY);
     }
-    for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_receive_control(s);
+    const double reply_by = ddp_now() + 0.5;
+    for (; ddp_now() < reply_by; usleep(1000)) ddp__mpi_receive_control(s);
     if (ddp_group_cause(s->local) != DDP_OK) return; /* another rank has found the cause already */
     ddp__mpi_fail(s, ddp_call_timed_out(group, call, s->rank_state));
 }
 
-/* Runs regularly during a wait. Returns DDP_OK while the wait may continue. */
+/* Runs regularly during a wait: receives control messages, looks for lost ranks and for the timeout. Returns
+   DDP_OK while the wait may continue. */
 static ddp_result ddp__mpi_check_wait(ddp_group *group, ddp__mpi *s, double start) {
-    int timeout_ms = ddp_group_timeout_ms(group), overdue = ddp_now() - start > timeout_ms * 1e-3;
+    int timeout_ms = ddp_group_timeout_ms(group), is_overdue = ddp_now() - start > timeout_ms * 1e-3;
     if (!s->local) /* the group is being opened */
-        return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms);
+        return !is_overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms);
     ddp__mpi_receive_control(s);
     if (s->departed_after < s->call.seq)
         ddp__mpi_fail(s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->departed_rank));
     ddp_result cause = ddp_group_check_lost(group);
     if (cause != DDP_OK) ddp__mpi_fail(s, cause);
-    if (overdue && ddp_group_cause(s->local) == DDP_OK)
+    if (is_overdue && ddp_group_cause(s->local) == DDP_OK)
         ddp__mpi_find_silent_ranks(group, s, &s->call, 0, s->world_size - 1, s->stride);
     cause = ddp_group_cause(s->local);
     return cause == DDP_OK ? DDP_OK : ddp__mpi_fail(s, cause);
@@ -9141,7 +9153,7 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
     double start = 0;
     int done = 0;
     for (uint64_t tries = 0;; tries++) { /* more than an int holds in half an hour */
-        DDP__MPI(MPI_Testall, s->request_count, s->requests, &done, MPI_STATUSES_IGNORE);
+        DDP__MPI_TRY(MPI_Testall, s->request_count, s->requests, &done, MPI_STATUSES_IGNORE);
         if (done) break;
         if (tries < 1000) continue;
         if (tries == 1000) start = ddp_now();
@@ -9153,28 +9165,30 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
 }
 
 /* Runs a collective of MPI from its start to its end. */
-#define DDP__MPI_RUN(group, s, function, ...)                                             \
-    do {                                                                                  \
-        (s)->cancellable = 0;                                                             \
-        DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]); \
-        DDP_TRY(ddp__mpi_wait(group, s));                                                 \
+#define DDP__MPI_TRY_COLLECTIVE(group, s, function, ...)                                      \
+    do {                                                                                      \
+        (s)->cancellable = 0;                                                                 \
+        DDP__MPI_TRY(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]); \
+        DDP_TRY(ddp__mpi_wait(group, s));                                                     \
     } while (0)
 
-/* Starts to send or receive one message of two parts: `head` bytes at memory, and size_bytes at memory + at.
-   MPI counts are int, so that a large part is described as rows and a rest. */
-static ddp_result ddp__mpi_start_message(ddp__mpi *s, int sends, void *memory, size_t head, MPI_Aint at,
-                                         size_t size_bytes, int peer, int tag, MPI_Request *request) {
+/* Starts to send or receive one message of two parts: head_bytes at memory, and size_bytes at memory +
+   offset. MPI counts are int. A derived type describes a large part as rows and a rest. */
+static ddp_result ddp__mpi_start_message(ddp__mpi *s, int sends, void *memory, size_t head_bytes,
+                                         MPI_Aint offset, size_t size_bytes, int peer, int tag,
+                                         MPI_Request *request) {
     enum { ROW = 65536 };
-    int is_derived = head || size_bytes > DDP__MPI_PIECE_BYTES, count = is_derived ? 1 : (int)size_bytes;
+    int is_derived = head_bytes || size_bytes > DDP__MPI_PIECE_BYTES,
+        count = is_derived ? 1 : (int)size_bytes;
     MPI_Datatype type = MPI_BYTE;
     if (is_derived) {
-        int lengths[3] = {(int)head, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
-        MPI_Aint displacements[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
+        int lengths[3] = {(int)head_bytes, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
+        MPI_Aint displacements[3] = {0, offset, offset + (MPI_Aint)(size_bytes / ROW * ROW)};
         MPI_Datatype types[3] = {MPI_BYTE, MPI_BYTE, MPI_BYTE};
-        DDP__MPI(MPI_Type_contiguous, ROW, MPI_BYTE, &types[1]);
-        DDP__MPI(MPI_Type_create_struct, 3, lengths, displacements, types, &type);
+        DDP__MPI_TRY(MPI_Type_contiguous, ROW, MPI_BYTE, &types[1]);
+        DDP__MPI_TRY(MPI_Type_create_struct, 3, lengths, displacements, types, &type);
         MPI_Type_free(&types[1]);
-        DDP__MPI(MPI_Type_commit, &type);
+        DDP__MPI_TRY(MPI_Type_commit, &type);
     }
     int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request)
                       : MPI_Irecv(memory, count, type, peer, tag, s->comm, request);
@@ -9182,7 +9196,7 @@ static ddp_result ddp__mpi_start_message(ddp__mpi *s, int sends, void *memory, s
     return ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
 }
 
-/* Starts to send or receive a piece of a call. peer: counted in steps. */
+/* Starts to send or receive a piece of a collective. peer: rank / stride. */
 static ddp_result ddp__mpi_start_piece(ddp__mpi *s, int sends, const void *memory, size_t size_bytes,
                                        int peer) {
     if (!size_bytes) return DDP_OK;
@@ -9193,8 +9207,8 @@ static ddp_result ddp__mpi_start_piece(ddp__mpi *s, int sends, const void *memor
     return DDP_OK;
 }
 
-/* Returns the peer of turn i. In each turn a rank sends to one peer and receives from another, and no two
-   ranks send to the same one. */
+/* Returns the peer of round i of an exchange. In each round a rank sends to one peer and receives from
+   another, and no two ranks send to the same one. */
 static int ddp__mpi_peer(const ddp__mpi *s, int i) {
     return (s->rank / s->stride + i) % (s->world_size / s->stride);
 }
@@ -9203,75 +9217,96 @@ static int ddp__mpi_peer(const ddp__mpi *s, int i) {
 static ddp_result ddp__mpi_exchange(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const unsigned char *send = (const unsigned char *)call->send;
     unsigned char *recv = (unsigned char *)call->recv;
-    int me = s->rank, w = s->world_size;
-    for (int i = 1; i < w; i++) {
-        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-        ddp_bytes out = ddp_call_sends(call, me, to), in = ddp_call_receives(call, me, from);
+    const int rank = s->rank, world_size = s->world_size;
+    for (int i = 1; i < world_size; i++) {
+        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, world_size - i);
+        ddp_bytes out = ddp_call_sends(call, rank, to), in = ddp_call_receives(call, rank, from);
         DDP_TRY(ddp__mpi_start_piece(s, 0, recv + in.begin, in.size, from));
         DDP_TRY(ddp__mpi_start_piece(s, 1, send + out.begin, out.size, to));
     }
-    ddp_bytes out = ddp_call_sends(call, me, me), in = ddp_call_receives(call, me, me);
+    ddp_bytes out = ddp_call_sends(call, rank, rank), in = ddp_call_receives(call, rank, rank);
     if (in.size && out.size && recv + in.begin != send + out.begin)
         memcpy(recv + in.begin, send + out.begin, in.size);
     return ddp__mpi_wait(group, s);
 }
 
-/* Returns chunk k of the data that rank r reduces, as a range of every rank's send buffer: of its block in a
-   reduce_scatter, otherwise of its share of the buffer, in whole cache lines. */
+/* Returns chunk k of the share that rank r reduces, as a range of every rank's send buffer. The share is rank
+   r's block in a reduce_scatter; otherwise a part of the buffer, in full cache lines. */
 static ddp_bytes ddp__mpi_reduced_chunk(const ddp__mpi *s, const ddp_call *call, int r, size_t k) {
-    ddp_bytes part = ddp_call_sends(call, 0, call->root >= 0 ? call->root : r);
-    size_t w = (size_t)(s->world_size / s->stride), at = k * s->chunk_bytes;
+    ddp_bytes share = ddp_call_sends(call, 0, call->root >= 0 ? call->root : r);
+    size_t ranks = (size_t)(s->world_size / s->stride), begin = k * s->chunk_bytes;
     if (call->kind != DDP_CALL_REDUCE_SCATTER) {
-        size_t share = ddp_round_up((part.size + w - 1) / w, 64), begin = share * (size_t)r;
-        part.begin = begin < part.size ? begin : part.size;
-        part.size = part.size - part.begin < share ? part.size - part.begin : share;
+        size_t max_size = ddp_round_up((share.size + ranks - 1) / ranks, 64),
+               share_begin = max_size * (size_t)r;
+        share.begin = share_begin < share.size ? share_begin : share.size;
+        share.size -= share.begin;
+        if (share.size > max_size) share.size = max_size;
     }
-    part.size = part.size <= at ? 0 : part.size - at < s->chunk_bytes ? part.size - at : s->chunk_bytes;
-    part.begin += at;
-    return part;
+    size_t remaining = share.size > begin ? share.size - begin : 0;
+    share.begin += begin;
+    share.size = remaining < s->chunk_bytes ? remaining : s->chunk_bytes;
+    return share;
 }
 
-/* The flat method, among all ranks or among the ranks that `step` divides:
-
-       for each chunk k    every rank receives its share of chunk k from each rank;
-                           meanwhile it adds up its share of chunk k - 1, and sends the sum to the others */
-static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
-    int me = s->rank / step, w = s->world_size / step, scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
-    int receives = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
-    size_t chunk = s->rank_chunk_bytes * (size_t)step, half = (size_t)w * chunk, remaining = 1;
+/* Starts to send every rank its share of chunk k, and to receive this rank's share from every rank. The chunk
+   of rank r arrives at arriving + r * chunk_bytes. */
+static ddp_result ddp__mpi_start_scatter(ddp__mpi *s, const ddp_call *call, size_t k,
+                                         unsigned char *arriving) {
     const unsigned char *send = (const unsigned char *)call->send;
-    unsigned char *recv = (unsigned char *)call->recv;
+    const int ranks = s->world_size / s->stride;
+    ddp_bytes share = ddp__mpi_reduced_chunk(s, call, s->rank / s->stride, k);
+    for (int i = 1; i < ranks; i++) {
+        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, ranks - i);
+        ddp_bytes peer_share = ddp__mpi_reduced_chunk(s, call, to, k);
+        DDP_TRY(ddp__mpi_start_piece(s, 0, arriving + (size_t)from * s->chunk_bytes, share.size, from));
+        DDP_TRY(ddp__mpi_start_piece(s, 1, send + peer_share.begin, peer_share.size, to));
+    }
+    return DDP_OK;
+}
+
+/* Adds this rank's share of chunk k, which has arrived from every rank. Starts to send the sum to the ranks
+   that receive it, and to receive the sums of the others. A reduce_scatter keeps its sum. */
+static ddp_result ddp__mpi_reduce_and_start_gather(ddp__mpi *s, const ddp_call *call, size_t k,
+                                                   unsigned char *arrived) {
+    const int rank = s->rank / s->stride, ranks = s->world_size / s->stride;
+    const int scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
+    const int receives = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
     const void **sources = (const void **)(void *)s->scratch;
-    unsigned char *chunks = s->scratch + (size_t)s->world_size * sizeof *sources;
-    s->stride = step;
-    s->chunk_bytes = chunk; /* fewer ranks: more memory for each */
+    unsigned char *recv = (unsigned char *)call->recv;
+    ddp_bytes share = ddp__mpi_reduced_chunk(s, call, rank, k);
+    void *sum = arrived + (size_t)rank * s->chunk_bytes;
+    if (receives) sum = recv + (scatters ? k * s->chunk_bytes : share.begin);
+    for (int r = 0; r < ranks; r++) sources[r] = arrived + (size_t)r * s->chunk_bytes;
+    sources[rank] = (const unsigned char *)call->send + share.begin;
+    ddp_reduce_tree(sum, sources, ranks, share.size / ddp_dtype_size(call->dtype), call->dtype, call->op,
+                    call->divisor);
+    for (int i = 1; i < ranks && !scatters; i++) {
+        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, ranks - i);
+        ddp_bytes peer_share = ddp__mpi_reduced_chunk(s, call, from, k);
+        if (receives) DDP_TRY(ddp__mpi_start_piece(s, 0, recv + peer_share.begin, peer_share.size, from));
+        if (ddp_call_receives(call, to, to).size) DDP_TRY(ddp__mpi_start_piece(s, 1, sum, share.size, to));
+    }
+    return DDP_OK;
+}
+
+/* The flat method, among all ranks or among the ranks that `stride` divides. While chunk k arrives, the rank
+   adds and sends chunk k - 1:
+
+       k    arrives      added and sent
+       0    chunk 0
+       1    chunk 1      chunk 0
+       2                 chunk 1 */
+static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int stride) {
+    unsigned char *chunks = s->scratch + (size_t)s->world_size * sizeof(void *);
+    size_t half, remaining = 1;
+    s->stride = stride;
+    s->chunk_bytes = s->rank_chunk_bytes * (size_t)stride; /* fewer ranks: more memory for each */
+    half = (size_t)(s->world_size / stride) * s->chunk_bytes;
     for (size_t k = 0; remaining; k++) {
         unsigned char *arriving = chunks + (k & 1) * half, *arrived = chunks + (~k & 1) * half;
-        ddp_bytes share = ddp__mpi_reduced_chunk(s, call, me, k);
-        remaining = ddp__mpi_reduced_chunk(s, call, 0, k).size; /* no share is larger than the first */
-        for (int i = 1; i < w && remaining; i++) {
-            int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-            ddp_bytes peer_share = ddp__mpi_reduced_chunk(s, call, to, k);
-            DDP_TRY(ddp__mpi_start_piece(s, 0, arriving + (size_t)from * chunk, share.size, from));
-            DDP_TRY(ddp__mpi_start_piece(s, 1, send + peer_share.begin, peer_share.size, to));
-        }
-        if (k > 0) {
-            share = ddp__mpi_reduced_chunk(s, call, me, k - 1);
-            void *sum = arrived + (size_t)me * chunk;
-            if (receives) sum = recv + (scatters ? (k - 1) * chunk : share.begin);
-            for (int r = 0; r < w; r++) sources[r] = arrived + (size_t)r * chunk;
-            sources[me] = send + share.begin;
-            ddp_reduce_tree(sum, sources, w, share.size / ddp_dtype_size(call->dtype), call->dtype, call->op,
-                            call->divisor);
-            for (int i = 1; i < w && !scatters; i++) {
-                int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-                ddp_bytes peer_share = ddp__mpi_reduced_chunk(s, call, from, k - 1);
-                if (receives)
-                    DDP_TRY(ddp__mpi_start_piece(s, 0, recv + peer_share.begin, peer_share.size, from));
-                if (ddp_call_receives(call, to, to).size)
-                    DDP_TRY(ddp__mpi_start_piece(s, 1, sum, share.size, to));
-            }
-        }
+        remaining = ddp__mpi_reduced_chunk(s, call, 0, k).size; /* no share is larger than that of rank 0 */
+        if (remaining) DDP_TRY(ddp__mpi_start_scatter(s, call, k, arriving));
+        if (k > 0) DDP_TRY(ddp__mpi_reduce_and_start_gather(s, call, k - 1, arrived));
         DDP_TRY(ddp__mpi_wait(group, s));
     }
     return DDP_OK;
@@ -9281,27 +9316,30 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
    broadcast on each machine. Partial sums of 16-bit floats are f32. */
 static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const ddp_device *cpu = ddp_device_cpu();
+    const ddp_dtype sum_dtype = ddp_sum_dtype(call->dtype);
+    const ddp_op sum_op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op; /* the flat method divides */
+    const int is_leader = ddp_rank(s->local) == 0, converts = sum_dtype != call->dtype;
+    const size_t element = ddp_dtype_size(call->dtype);
+    const size_t max_count = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(sum_dtype);
     ddp_call part = *call;
-    ddp_op op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
-    part.dtype = ddp_sum_dtype(call->dtype);
-    size_t element = ddp_dtype_size(call->dtype),
-           max_count = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(part.dtype), count;
-    int is_leader = ddp_rank(s->local) == 0, converts = part.dtype != call->dtype;
-    if (converts && !s->f32_chunk
-        && !(s->f32_chunk = (float *)ddp_host_alloc(group, max_count * sizeof(float))))
-        return DDP_ERR_NO_MEMORY;
-    for (size_t first = 0; first < call->count; first += count) {
+    part.dtype = sum_dtype;
+    if (converts && !s->f32_chunk) {
+        s->f32_chunk = (float *)ddp_host_alloc(group, max_count * sizeof(float));
+        if (!s->f32_chunk) return DDP_ERR_NO_MEMORY;
+    }
+    for (size_t first = 0; first < call->count; first += part.count) {
         const unsigned char *send = (const unsigned char *)call->send + first * element;
         unsigned char *recv = (unsigned char *)call->recv + first * element;
         void *sum = converts ? (void *)s->f32_chunk : recv;
-        count = call->count - first < max_count ? call->count - first : max_count;
-        if (converts) cpu->cast(sum, DDP_F32, send, call->dtype, count);
-        DDP_TRY(ddp_reduce(s->local, converts ? sum : send, sum, count, part.dtype, op, 0, NULL));
-        part.send = part.recv = sum;
-        part.count = count;
+        const void *own = converts ? sum : send;
+        part.count = call->count - first < max_count ? call->count - first : max_count;
+        part.send = sum;
+        part.recv = sum;
+        if (converts) cpu->cast(sum, DDP_F32, send, call->dtype, part.count);
+        DDP_TRY(ddp_reduce(s->local, own, sum, part.count, sum_dtype, sum_op, 0, NULL));
         if (is_leader) DDP_TRY(ddp__mpi_flat(group, s, &part, s->ranks_per_machine));
-        if (is_leader && converts) cpu->cast(recv, call->dtype, sum, DDP_F32, count);
-        DDP_TRY(ddp_broadcast(s->local, recv, count, call->dtype, 0, NULL));
+        if (is_leader && converts) cpu->cast(recv, call->dtype, sum, DDP_F32, part.count);
+        DDP_TRY(ddp_broadcast(s->local, recv, part.count, call->dtype, 0, NULL));
     }
     return DDP_OK;
 }
@@ -9323,21 +9361,23 @@ static MPI_Datatype ddp__mpi_native_sum_type(const ddp_group *group, const ddp_c
 static ddp_result ddp__mpi_native(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
     static const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_MIN, MPI_MAX, MPI_PROD};
     MPI_Op op = ops[call->op];
-    size_t element = ddp_dtype_size(call->dtype), max_count = DDP__MPI_PIECE_BYTES / element, n;
+    size_t element = ddp_dtype_size(call->dtype), max_count = DDP__MPI_PIECE_BYTES / element, count;
+    int in_place = call->send == call->recv;
     int is_broadcast = call->kind == DDP_CALL_BROADCAST;
     int receives = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
-    for (size_t first = 0; first < call->count; first += n) {
+    for (size_t first = 0; first < call->count; first += count) {
         unsigned char *recv = (unsigned char *)call->recv + first * element;
-        const void *send = is_broadcast || (call->send == call->recv && receives)
-                               ? MPI_IN_PLACE
-                               : (const unsigned char *)call->send + first * element;
-        n = call->count - first < max_count ? call->count - first : max_count;
+        const void *send = MPI_IN_PLACE;
+        if (!is_broadcast && !(in_place && receives))
+            send = (const unsigned char *)call->send + first * element;
+        count = call->count - first < max_count ? call->count - first : max_count;
         if (is_broadcast)
-            DDP__MPI_RUN(group, s, MPI_Ibcast, recv, (int)(n * element), MPI_BYTE, call->root);
+            DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Ibcast, recv, (int)(count * element), MPI_BYTE, call->root);
         else if (call->kind == DDP_CALL_ALL_REDUCE)
-            DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
+            DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Iallreduce, send, recv, (int)count, type, op);
         else
-            DDP__MPI_RUN(group, s, MPI_Ireduce, send, receives ? recv : NULL, (int)n, type, op, call->root);
+            DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Ireduce, send, receives ? recv : NULL, (int)count, type, op,
+                                    call->root);
     }
     if (!is_broadcast && call->op == DDP_OP_AVG && receives)
         ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
@@ -9357,6 +9397,7 @@ static ddp_result ddp__mpi_native(ddp_group *group, ddp__mpi *s, const ddp_call 
    The data of a message begins with dtype and count, so that the receiver can compare them. */
 
 #if defined(DDP_USE_MPI)
+/* Returns the tuner for the size of a call: one for each factor of four, from 1 KiB. */
 static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
     int size = 0;
     while (size < 15 && call->count * ddp_dtype_size(call->dtype) >> (2 * size + 10)) size++;
@@ -9373,10 +9414,10 @@ static ddp_result ddp__mpi_compare_calls(ddp_group *group, ddp__mpi *s, const dd
     own_call[2] = own_max[0] = ddp_call_hash(call, s->world_size);
     own_max[1] = ~own_max[0]; /* its maximum is the minimum of hash[0] */
     own_max[2] = proposes ? (uint64_t)ddp_tuner_pick(ddp__mpi_tuner(s, call), DDP__MPI_METHODS) : 0;
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, own_max, max, 3, MPI_UINT64_T, MPI_MAX);
+    DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Iallreduce, own_max, max, 3, MPI_UINT64_T, MPI_MAX);
     s->method = s->ranks_per_machine > 1 ? (int)max[2] : DDP__MPI_FLAT;
     if (max[0] != own_max[0] || max[1] != own_max[1]) {
-        DDP__MPI_RUN(group, s, MPI_Iallgather, own_call, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
+        DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Iallgather, own_call, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
         while (other < s->world_size - 1 && all[2] == all[3 * other + 2]) other++;
         DDP_TRY(ddp_call_compare(0, all, other, all + 3 * other));
         return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and rank %d differ", other);
@@ -9385,8 +9426,8 @@ static ddp_result ddp__mpi_compare_calls(ddp_group *group, ddp__mpi *s, const dd
     size_t w = (size_t)s->world_size, rank = 0, *peer_counts = (size_t *)(void *)s->scratch,
            *counts = peer_counts + w;
     memcpy(counts, call->send_counts, w * sizeof *counts); /* after a failure MPI may still read them */
-    DDP__MPI_RUN(group, s, MPI_Ialltoall, counts, sizeof *peer_counts, MPI_BYTE, peer_counts,
-                 sizeof *peer_counts, MPI_BYTE);
+    DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Ialltoall, counts, sizeof *peer_counts, MPI_BYTE, peer_counts,
+                            sizeof *peer_counts, MPI_BYTE);
     while (rank < w && peer_counts[rank] == call->recv_counts[rank]) rank++;
     if (rank == w) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH,
@@ -9395,6 +9436,7 @@ static ddp_result ddp__mpi_compare_calls(ddp_group *group, ddp__mpi *s, const dd
                     (unsigned long long)call->recv_counts[rank]);
 }
 
+/* Executes a collective with the method that fits it. */
 static ddp_result ddp__mpi_execute(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     MPI_Datatype type = ddp__mpi_native_sum_type(group, call);
     DDP_TRY(ddp_group_cause(s->local));
@@ -9501,22 +9543,27 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp_host_free(group, s->f32_chunk);
 }
 
-/* Finds out which ranks share a machine, in groups of at most DDP_MAX_LOCAL_RANKS. ids: the machine of each
-   rank, and a number of this job. Writes the ranks of this machine to `ranks`, and returns their number. */
-static int ddp__mpi_group_by_machine(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
+/* Each rank sends these to all others when a group opens: its machine, a random number for the token of the
+   local rendezvous, and its desc.order. */
+enum { DDP__MPI_ID_MACHINE, DDP__MPI_ID_NONCE, DDP__MPI_ID_ORDER, DDP__MPI_ID_WORDS };
+
+/* Divides the ranks by machine, into sets of at most DDP_MAX_LOCAL_RANKS. Sets machine_of and
+   ranks_per_machine. Writes the ranks of this machine to `ranks`, and returns their number. */
+static int ddp__mpi_group_by_machine(ddp__mpi *s, uint64_t (*ids)[DDP__MPI_ID_WORDS], int *ranks) {
     int count = 0, machines = 0;
     for (int r = 0; r < s->world_size; r++) {
         int earlier = 0, last = r;
-        for (int q = 0; q < r; q++)
-            if (ids[q][0] == ids[r][0]) {
-                earlier++;
-                last = q;
-            }
+        for (int q = 0; q < r; q++) {
+            if (ids[q][DDP__MPI_ID_MACHINE] != ids[r][DDP__MPI_ID_MACHINE]) continue;
+            earlier++;
+            last = q;
+        }
         s->machine_of[r] = earlier % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
         machines += s->machine_of[r] == r;
     }
     int block = s->world_size / machines;
-    s->ranks_per_machine = block & (block - 1) ? 1 : block;
+    int is_power_of_two = (block & (block - 1)) == 0;
+    s->ranks_per_machine = is_power_of_two ? block : 1;
     for (int r = 0; r < s->world_size; r++) {
         if (s->machine_of[r] != r / block * block) s->ranks_per_machine = 1;
         if (s->machine_of[r] == s->machine_of[s->rank]) ranks[count++] = r;
@@ -9528,24 +9575,26 @@ static int ddp__mpi_group_by_machine(ddp__mpi *s, uint64_t (*ids)[3], int *ranks
    ranks if the ranks of every machine have connected. */
 static ddp_result ddp__mpi_connect(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
                                    ddp_group *local) {
-    uint64_t(*ids)[3] = (uint64_t(*)[3])(void *)s->scratch;
+    uint64_t(*ids)[DDP__MPI_ID_WORDS] = (uint64_t(*)[DDP__MPI_ID_WORDS])(void *)s->scratch;
     int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
     char token[64];
     ddp_saved_error outcome = {DDP_OK, ""};
-    DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
+    DDP__MPI_TRY(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
     DDP_TRY(ddp__mpi_wait(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     s->local = local;
-    s->words[0] = machine;
-    s->words[1] = ddp_unique_id();
-    s->words[2] = (uint64_t)ddp_group_order(group);
-    DDP__MPI_RUN(group, s, MPI_Iallgather, s->words, 3, MPI_UINT64_T, ids, 3, MPI_UINT64_T);
+    s->words[DDP__MPI_ID_MACHINE] = machine;
+    s->words[DDP__MPI_ID_NONCE] = ddp_unique_id();
+    s->words[DDP__MPI_ID_ORDER] = (uint64_t)ddp_group_order(group);
+    DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Iallgather, s->words, DDP__MPI_ID_WORDS, MPI_UINT64_T, ids,
+                            DDP__MPI_ID_WORDS, MPI_UINT64_T);
     for (int r = 1; r < s->world_size; r++)
-        if (ids[r][2] != ids[0][2])
+        if (ids[r][DDP__MPI_ID_ORDER] != ids[0][DDP__MPI_ID_ORDER])
             return ddp_fail(DDP_ERR_MISMATCH,
                             "rank %d and rank 0 have different desc.order; give every rank the same", r);
     count = ddp__mpi_group_by_machine(s, ids, ranks);
-    snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
+    snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][DDP__MPI_ID_NONCE],
+             ranks[0]);
     /* 3 s more: a rank that waits in MPI times out first, and names the missing one */
     if (count < s->world_size && timeout_ms < 1 << 30) timeout_ms += 3000;
     if (!local)
@@ -9555,7 +9604,7 @@ static ddp_result ddp__mpi_connect(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
         DDP_TRY(ddp_group_cause(s->local));
     }
     s->words[0] = outcome.result == DDP_OK;
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->words, 1, MPI_UINT64_T, MPI_MIN);
+    DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->words, 1, MPI_UINT64_T, MPI_MIN);
     DDP_TRY(ddp_error_restore(&outcome));
     if (!s->words[0])
         return ddp_fail(
@@ -9565,6 +9614,7 @@ static ddp_result ddp__mpi_connect(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
     return DDP_OK;
 }
 
+/* s NULL: does nothing. */
 static void ddp__mpi_state_free(ddp_group *group, ddp__mpi *s) {
     if (s) ddp_host_free(group, s->scratch);
     ddp_host_free(group, s);
@@ -9634,7 +9684,8 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_group *child_local = NULL;
     MPI_Comm comm = MPI_COMM_NULL;
-    int color = child ? members[0] : -1, key = child ? ddp_rank(child) : 0;
+    int color = child ? members[0] : -1;
+    int key = child ? ddp_rank(child) : 0;
     ddp_result result = ddp_group_split(s->local, color, key, &child_local);
     ddp__mpi *child_mpi = child && result == DDP_OK ? ddp__mpi_state_alloc(child) : NULL;
     /* The error line is that of the allocation. */
@@ -9661,20 +9712,20 @@ static const ddp_backend ddp__backend_mpi = {
     ddp__mpi_run,
     ddp__mpi_p2p_start,
     ddp__mpi_p2p_poll,
-    NULL,
+    NULL, /* p2p_sleep */
     ddp__mpi_split,
     ddp__mpi_alloc,
     ddp__mpi_free,
     ddp__mpi_status,
     ddp__mpi_poison_from_any_thread,
     ddp__mpi_close,
-    0,
+    0, /* enqueues */
     DDP_ORDER_TREE,
-    NULL,
-    NULL,
-    NULL,
-    NULL,
-    NULL,
+    NULL, /* p2p_batch */
+    NULL, /* peer */
+    NULL, /* signal */
+    NULL, /* wait_signal */
+    NULL, /* p2p_wake */
 };
 
 /* Runs at exit, if the first group initialised MPI. */
@@ -9700,15 +9751,15 @@ static ddp_result ddp__mpi_create_world(const char *who, ddp_group **out, const 
               "MPI is finalized and cannot be initialized again; call MPI_Finalize after the last group");
     DDP_CHECK(who, NULL, is_initialized || may_initialize, "MPI is not initialized; call MPI_Init first");
     if (!is_initialized) {
-        DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+        DDP__MPI_TRY(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
         atexit(ddp__mpi_finalize_at_exit);
     }
-    DDP__MPI(MPI_Comm_test_inter, comm, &is_intercommunicator);
+    DDP__MPI_TRY(MPI_Comm_test_inter, comm, &is_intercommunicator);
     DDP_CHECK(who, NULL, !is_intercommunicator,
               "comm is an intercommunicator; call MPI_Intercomm_merge first");
-    DDP__MPI(MPI_Comm_rank, comm, &d.rank);
-    DDP__MPI(MPI_Comm_size, comm, &d.world_size);
+    DDP__MPI_TRY(MPI_Comm_rank, comm, &d.rank);
+    DDP__MPI_TRY(MPI_Comm_size, comm, &d.world_size);
     DDP_CHECK(who, NULL, desc->world_size <= 0 || (desc->rank == d.rank && desc->world_size == d.world_size),
               "rank=%d world_size=%d by the launcher or desc, but rank=%d world_size=%d in MPI; start with "
               "the mpirun of the MPI that the program was built with",
