@@ -2477,7 +2477,15 @@ static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
 }
 
 //== tree reduction ============================================================================== >>impl-tree
-/* Reduces arrays in tree order. Collectives call ddp__reduce_tree; backends call ddp_reduce_tree. */
+/* Reduces arrays in tree order. Collectives call ddp__reduce_tree; backends call ddp_reduce_tree.
+
+     ddp__reduce_tree       splits large data into runs; copies if there is nothing to add
+       ddp__reduce_fused    f32 sums of 2 to 4 sources: one loop per number of sources and destinations
+         ddp__fused_loop    with and without wide stores, division, streaming stores
+       ddp__reduce_run      everything else, in blocks, so that partial sums stay in the first-level cache
+         ddp__reduce_block    ddp__merge_OP_DTYPE adds 2 or 4 sources at a time, up the tree
+         ddp__divide          AVG
+         memcpy, or ddp__copy_stream, to each destination */
 
 /* Reduces one or two levels of the tree in one pass: out[i] = a op b, or, with in_count 4,
    (a op b) op (c op d). out may be any of the inputs. */
@@ -2616,71 +2624,90 @@ typedef struct ddp__reduction {
     size_t size; /* of an element */
     uint64_t divisor;
     ddp__merge_fn merge;
-    int half; /* 1 = f16 or bf16, added in f32 */
-    int past; /* 1 = streaming stores write all outputs, none of which is a source */
-    /* NULL except in ddp__staged_step_fused: the loop also copies from[0] to to[0] and from[1] to to[1]. */
-    void *const *to, *const *from;
+    int is_half; /* 1 = f16 or bf16, added in f32 */
+    int streams; /* 1 = streaming stores write all outputs, none of which is a source */
+    /* NULL except in ddp__staged_step_fused: the loop also copies copy_from[k] to copy_to[k]. */
+    void *const *copy_to, *const *copy_from;
 } ddp__reduction;
 
 /* The loop for gradients: f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass
    over memory. W and D are constants where it is inlined. A SUM is multiplied by 1, which changes no bit and
    takes no time while the loop waits for loads. Walks `runs` runs of count elements, which follow each other
-   in memory. */
+   in memory. Each element, with the sources a to d and the destinations w to z:
+
+       W=2   a + b              W=3   (a + b) + d              W=4   (a + b) + (c + d)
+                                   |
+                       * factor, or / factor if divide
+                                   |
+                 +-----------+-----+-----+-----------+
+                 w           x           y           z            D of them */
 #define DDP__F32_AT(array, k) ((ddp__any_f32 *)array[k] + first)
 #define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
-#define DDP__FUSED_SUM(at) \
-    (W == 4 ? (at(a) + at(b)) + (at(c) + at(d)) : W == 3 ? (at(a) + at(b)) + at(d) : at(a) + at(b))
+/* Declares value: the result for one element, cache line, or four elements. */
+#define DDP__FUSED_VALUE(type, at)               \
+    type value = at(a) + at(b);                  \
+    if (W == 3) value = value + at(d);           \
+    if (W == 4) value = value + (at(c) + at(d)); \
+    value = divide ? value / factor : value * factor;
+#define DDP__FUSED_STEP(type, at)    \
+    DDP__FUSED_VALUE(type, at)       \
+    if (copies) at(to0) = at(from0); \
+    at(w) = value;                   \
+    if (D > 1) at(x) = value;        \
+    if (D > 3) at(y) = value;        \
+    if (D > 2) at(z) = value;        \
+    if (copies) at(to1) = at(from1);
 DDP__FORCED_INLINE void ddp__fused_loop(const ddp__reduction *r, int W, int D, int copies, int divide,
                                         int wide, size_t first, size_t count, size_t runs) {
     const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1);
     const ddp__any_f32 *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
     ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1);
     ddp__any_f32 *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
-    ddp__any_f32 *to0 = copies ? DDP__F32_AT(r->to, 0) : w;
-    ddp__any_f32 *to1 = copies ? DDP__F32_AT(r->to, 1) : w;
-    const ddp__any_f32 *from0 = copies ? DDP__F32_AT(r->from, 0) : w;
-    const ddp__any_f32 *from1 = copies ? DDP__F32_AT(r->from, 1) : w;
+    ddp__any_f32 *to0 = copies ? DDP__F32_AT(r->copy_to, 0) : w;
+    ddp__any_f32 *to1 = copies ? DDP__F32_AT(r->copy_to, 1) : w;
+    const ddp__any_f32 *from0 = copies ? DDP__F32_AT(r->copy_from, 0) : w;
+    const ddp__any_f32 *from1 = copies ? DDP__F32_AT(r->copy_from, 1) : w;
     float factor = divide ? (float)r->divisor : 1.0f / (float)r->divisor;
-    if (D == 1 && r->past)
-        for (size_t i = 0; i < count; i += 4)
-            DDP__STREAM(w + i,
-                        divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
-    else
-#define DDP__FUSED_STEP(type, at)                                                    \
-    type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor; \
-    if (copies) at(to0) = at(from0);                                                 \
-    at(w) = value;                                                                   \
-    if (D > 1) at(x) = value;                                                        \
-    if (D > 3) at(y) = value;                                                        \
-    if (D > 2) at(z) = value;                                                        \
-    if (copies) at(to1) = at(from1);
+    if (D == 1 && r->streams) {
+        for (size_t i = 0; i < count; i += 4) {
+            DDP__FUSED_VALUE(ddp__any_f32x4, DDP__FOUR)
+            DDP__STREAM(w + i, value);
+        }
+    } else {
         DDP__BY_LINE(wide, count, runs, DDP__FUSED_STEP);
+    }
 }
 
-/* Returns 0 if no fused loop applies. */
+/* Multiplies by the reciprocal if the divisor is a power of two: the same bits, and faster. */
+DDP__FORCED_INLINE int ddp__fused_shape(const ddp__reduction *r, int W, int D, int wide, size_t first,
+                                        size_t count, size_t runs) {
+    if (r->divisor & (r->divisor - 1))
+        ddp__fused_loop(r, W, D, 0, 1, wide, first, count, runs);
+    else
+        ddp__fused_loop(r, W, D, 0, 0, wide, first, count, runs);
+    return 1;
+}
+
+/* Picks the loop for a number of sources and destinations. Returns 0 if there is none. */
 DDP__FORCED_INLINE int ddp__fused_dispatch(const ddp__reduction *r, int wide, size_t first, size_t count,
                                            size_t runs) {
-#define DDP__FUSED(W, D)                                              \
-    case 100 * W + D:                                                 \
-        if (r->divisor & (r->divisor - 1))                            \
-            ddp__fused_loop(r, W, D, 0, 1, wide, first, count, runs); \
-        else                                                          \
-            ddp__fused_loop(r, W, D, 0, 0, wide, first, count, runs); \
-        return 1;
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
     /* for streaming stores to several destinations, blocks are faster */
-    if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16))
+    if (r->streams && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16))
         return 0;
-    if (r->to) {
+    if (r->copy_to) {
         ddp__fused_loop(r, 2, 2, 1, 0, wide, first, count, runs);
         return 1;
     }
-    // clang-format off
     switch (100 * r->src_count + r->dst_count) {
-    DDP__FUSED(2, 1) DDP__FUSED(2, 2) DDP__FUSED(3, 1) DDP__FUSED(3, 3) DDP__FUSED(4, 1) DDP__FUSED(4, 4)
+    case 201: return ddp__fused_shape(r, 2, 1, wide, first, count, runs);
+    case 202: return ddp__fused_shape(r, 2, 2, wide, first, count, runs);
+    case 301: return ddp__fused_shape(r, 3, 1, wide, first, count, runs);
+    case 303: return ddp__fused_shape(r, 3, 3, wide, first, count, runs);
+    case 401: return ddp__fused_shape(r, 4, 1, wide, first, count, runs);
+    case 404: return ddp__fused_shape(r, 4, 4, wide, first, count, runs);
     default: return 0;
     }
-    // clang-format on
 }
 DDP__WIDE static int ddp__reduce_fused_wide(const ddp__reduction *r, size_t first, size_t count,
                                             size_t runs) {
@@ -2712,7 +2739,7 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
         n = n >= 4 ? 4 : n >= 2 ? 2 : 1;
         for (int i = 0; i < n; i++) {
             in[i] = (const unsigned char *)r->src[t + i] + first * r->size;
-            if (!r->half) continue;
+            if (!r->is_half) continue;
             ddp__load_f32((float *)(void *)room[i], in[i], r->dtype, count, 0);
             in[i] = room[i];
         }
@@ -2721,7 +2748,7 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
         else if (depth)
             ddp__merge_two(r, level[depth - 1], in[0], count);
         else
-            memcpy(level[depth++], in[0], count * (r->half ? sizeof(float) : r->size));
+            memcpy(level[depth++], in[0], count * (r->is_half ? sizeof(float) : r->size));
         for (t += n; depth > (t < r->src_count ? __builtin_popcount((unsigned)t) : 1); depth--)
             ddp__merge_two(r, level[depth - 2], level[depth - 1], count);
     }
@@ -2731,21 +2758,21 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
    blocks begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
     ddp__block level[15];
-    size_t n,
-        step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size);
+    size_t n, step = (r->streams ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES)
+                     / (r->is_half ? sizeof(float) : r->size);
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
         size_t at = first * r->size;
-        n = r->past ? step - (((uintptr_t)r->dst[0] + at) & 63) / r->size : step;
+        n = r->streams ? step - (((uintptr_t)r->dst[0] + at) & 63) / r->size : step;
         if (n > count) n = count;
         ddp__reduce_block(r, level, first, n);
-        ddp__divide(level[0], n, r->half ? DDP_F32 : r->dtype, r->divisor);
-        if (r->half) ddp__store_f32(level[1], r->dtype, (const float *)(const void *)level[0], n);
+        ddp__divide(level[0], n, r->is_half ? DDP_F32 : r->dtype, r->divisor);
+        if (r->is_half) ddp__store_f32(level[1], r->dtype, (const float *)(const void *)level[0], n);
         for (int k = 0; k < r->dst_count; k++)
-            if (r->past)
-                ddp__copy_stream((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
+            if (r->streams)
+                ddp__copy_stream((unsigned char *)r->dst[k] + at, level[r->is_half], n * r->size);
             else
-                memcpy((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
+                memcpy((unsigned char *)r->dst[k] + at, level[r->is_half], n * r->size);
     }
 }
 
@@ -2775,8 +2802,8 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
     size_t step = DDP__RUN_STEP_BYTES / r.size;
     size_t runs = !hint || count * r.size < DDP__MIN_RUN_BYTES ? 0 : ddp__run_count();
     size_t each = runs ? count / runs / step * step : 0;
-    for (int k = 0; r.past && k < dst_count * src_count; k++)
-        r.past = dst[k / src_count] != src[k % src_count];
+    for (int k = 0; r.streams && k < dst_count * src_count; k++)
+        r.streams = dst[k / src_count] != src[k % src_count];
     if (src_count == 1 && r.divisor == 1) {
         for (int k = 0; k < dst_count; k++)
             if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * r.size);
@@ -2786,7 +2813,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
         for (size_t first = 0; first < each; first += step)
             for (size_t from = first; from < runs * each; from += each) ddp__reduce_run(&r, from, step);
     ddp__reduce_run(&r, runs * each, count - runs * each);
-    if (r.past) ddp__stream_end();
+    if (r.streams) ddp__stream_end();
 }
 
 DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count,
