@@ -1551,15 +1551,15 @@ typedef struct ddp__job_rank {
 
 typedef struct ddp__job {
     uint32_t world_size;
-    uint64_t bump;     /* next unused heap offset. Offsets are never reused; freed pages are */
-    uint64_t limit;    /* size of the file */
-    char folder[16];   /* folder of the unlinked file; "" = a memfd */
-    uint32_t reserves; /* 1 = control memory gets its pages at once, not at the first access */
-    uint32_t launched; /* 1 = a parent process monitors the ranks and records their exit */
+    uint64_t next_offset; /* next unused heap offset. Offsets are never reused; freed pages are */
+    uint64_t limit;       /* size of the file */
+    char folder[16];      /* folder of the unlinked file; "" = a memfd */
+    uint32_t reserves;    /* 1 = control memory gets its pages at once, not at the first access */
+    uint32_t launched;    /* 1 = a parent process monitors the ranks and records their exit */
     uint32_t cores;
     /* 1 = caches as on AMD, see ddp__own_lines. The size of chunks depends on it, so all ranks use this one
        value, even a rank that runs in an emulator. */
-    uint32_t amd;
+    uint32_t is_amd;
     uint32_t failed_rank_plus_1; /* the first rank that returned an error */
     uint64_t world;              /* heap offset of the world's control memory */
     ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
@@ -1569,7 +1569,7 @@ typedef struct ddp__job {
    and up to 24 bytes of data. */
 typedef struct ddp__post {
     DDP__OWN_LINE uint64_t seq; /* stored last: when it has the value, the other fields are valid */
-    uint64_t what[2];           /* kind, dtype, op and root in one word, see ddp__signature; count */
+    uint64_t words[2];          /* kind, dtype, op and root in one word, see ddp__signature; count */
     uint64_t send, recv;        /* addresses of ddp__shared_address */
     unsigned char data[24];
 } ddp__post;
@@ -1591,7 +1591,7 @@ typedef struct ddp__rank_state {
     ddp__round_counter count[2];
     ddp__sleeper collective, p2p;
     DDP__OWN_LINE uint32_t left; /* 1 = the rank has destroyed its handle */
-    uint32_t reaching;           /* number of its threads that access buffers of other ranks */
+    uint32_t peer_accesses;      /* number of its threads that access buffers of other ranks */
     /* An address in this rank's process, and the value there. Peers read it to test process_vm_readv: in
        their pid namespace the pid may be another process. */
     uint64_t probe, probe_word;
@@ -1623,7 +1623,7 @@ typedef struct ddp__region {
     unsigned char *base;
     uint64_t offset;
     size_t stride, total;
-    unsigned char *mine; /* this rank's part */
+    unsigned char *own_part; /* this rank's part */
     const struct ddp__local *owner;
     int references; /* of a mapping: number of ddp__heap_map calls that returned it */
     struct ddp__region *next;
@@ -1929,26 +1929,26 @@ static uint64_t ddp__p2p_signature(const ddp_call *call) {
 
 /* Restores a call from its signature and count. Returns 0 if the signature is not one of this version,
    because other processes write it. An unknown call becomes a barrier. */
-static int ddp__call_unpack(ddp_call *call, const uint64_t what[2]) {
-    const unsigned kind = what[0] & 255;
-    const unsigned caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
+static int ddp__call_unpack(ddp_call *call, const uint64_t words[2]) {
+    const unsigned kind = words[0] & 255;
+    const unsigned caller = (unsigned)(words[0] >> DDP__CALLER_SHIFT);
     const int known = kind <= DDP_CALL_RECV && caller < DDP_PUBLIC_CALL_COUNT;
-    *call = ddp__call_of(known ? (ddp_call_kind)kind : DDP_CALL_BARRIER, NULL, NULL, (size_t)what[1],
-                         (ddp_dtype)(what[0] >> 8 & 255));
-    call->tag = (int)(what[0] >> 24 & 127);
-    call->root = (int)(what[0] >> 32 & 0xffffff) - 1;
+    *call = ddp__call_of(known ? (ddp_call_kind)kind : DDP_CALL_BARRIER, NULL, NULL, (size_t)words[1],
+                         (ddp_dtype)(words[0] >> 8 & 255));
+    call->tag = (int)(words[0] >> 24 & 127);
+    call->root = (int)(words[0] >> 32 & 0xffffff) - 1;
     call->caller = known ? (int)caller : DDP_IN_NO_CALL;
     return known;
 }
 
 /* In words: "ddp_all_reduce f32 count=10 sum", "ddp_recv f32 count=10 peer=1", "ddp_reducer_create".
    inside: also the collective that this public call makes, "ddp_reducer_create (all_gather u8 count=560)". */
-static void ddp__describe(char *out, size_t size, const uint64_t what[2], int inside) {
+static void ddp__describe(char *out, size_t size, const uint64_t words[2], int inside) {
     static const char *const ops[] = {" sum", " avg", " min", " max", " prod", " unknown op"};
-    const unsigned op = what[0] >> 16 & 255;
+    const unsigned op = words[0] >> 16 & 255;
     char root[32] = "", step[128];
     ddp_call call;
-    const int known = ddp__call_unpack(&call, what);
+    const int known = ddp__call_unpack(&call, words);
     const unsigned long long count = call.count;
     const char *title = ddp__call_title(&call);
     const char *name = call.caller ? ddp_call_name(call.kind) + strlen("ddp_") : title;
@@ -1973,11 +1973,12 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2], int in
 
 /* Sets the error line for the calls of two ranks, the lower rank first. Two different steps of the same
    public call are both named. */
-static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, const uint64_t high_what[2]) {
+static ddp_result ddp__mismatch(int low, const uint64_t low_words[2], int high,
+                                const uint64_t high_words[2]) {
     char text[2][160];
-    int inside = low_what[0] >> DDP__CALLER_SHIFT == high_what[0] >> DDP__CALLER_SHIFT;
-    ddp__describe(text[0], sizeof text[0], low_what, inside);
-    ddp__describe(text[1], sizeof text[1], high_what, inside);
+    int inside = low_words[0] >> DDP__CALLER_SHIFT == high_words[0] >> DDP__CALLER_SHIFT;
+    ddp__describe(text[0], sizeof text[0], low_words, inside);
+    ddp__describe(text[1], sizeof text[1], high_words, inside);
     return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0],
                     high, text[1]);
 }
@@ -1995,11 +1996,11 @@ static void ddp__cause_begin(char *out, size_t size, int rank, const ddp_call *c
 }
 
 /* Inserts the same before a text, for the collective with this signature and count. */
-static void ddp__cause_of_collective(char *text, size_t size, int rank, const uint64_t what[2],
+static void ddp__cause_of_collective(char *text, size_t size, int rank, const uint64_t words[2],
                                      uint64_t seq) {
     char begin[96], bare[DDP__TEXT_MAX];
     ddp_call call;
-    ddp__call_unpack(&call, what);
+    ddp__call_unpack(&call, words);
     call.seq = seq;
     ddp__cause_begin(begin, sizeof begin, rank, &call);
     snprintf(bare, sizeof bare, "%s", text);
@@ -3177,11 +3178,11 @@ static void ddp__heap_release(ddp__heap *heap) {
 
 /* Allocates a range of the file. Returns its offset; 0 if it does not fit, and then allocates nothing. */
 static uint64_t ddp__heap_alloc(ddp__heap *heap, size_t size) {
-    uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
+    uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->next_offset);
     do {
         if (length < size || offset > heap->job->limit || length > heap->job->limit - offset) return 0;
-    } while (!__atomic_compare_exchange_n(&heap->job->bump, &offset, offset + length, 0, __ATOMIC_ACQ_REL,
-                                          __ATOMIC_ACQUIRE));
+    } while (!__atomic_compare_exchange_n(&heap->job->next_offset, &offset, offset + length, 0,
+                                          __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
     return offset;
 }
 
@@ -3281,11 +3282,11 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     snprintf(heap->job->folder, sizeof heap->job->folder, "%s", ddp__heap_folders[place]);
     heap->job->reserves = (uint32_t)reserves;
     heap->job->world_size = (uint32_t)world_size;
-    heap->job->bump = DDP__HUGE;
+    heap->job->next_offset = DDP__HUGE;
     heap->job->limit = size;
     heap->job->launched = (uint32_t)launched;
     heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
-    heap->job->amd = ddp__cpu_is_amd() != 0;
+    heap->job->is_amd = ddp__cpu_is_amd() != 0;
     heap->job->world = ddp__control_create(heap, world_size);
     if (heap->job->world == 0) {
         ddp__heap_release(heap);
@@ -3539,14 +3540,14 @@ typedef struct ddp__local {
     ddp__heap *heap;
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* number of polls before a sleep */
-    int awaits_word;                 /* 1 = inside ddp_group_wait_signal */
+    int in_wait_signal;              /* 1 = inside ddp_group_wait_signal */
     /* Bits that end a sleep for messages, or the next one: 2 = of the communication thread, 1 = of other
        threads. */
-    int woken;
-    int member[DDP_MAX_LOCAL_RANKS]; /* rank in this group -> rank of the job */
+    int wake_bits;
+    int job_rank[DDP_MAX_LOCAL_RANKS]; /* rank in this group -> rank of the job */
     /* Rank in this group -> rank in the causes of failures. They differ if this group is one machine's part
        of a larger group: then causes name the ranks of the larger group. */
-    int number[DDP_MAX_LOCAL_RANKS];
+    int cause_rank[DDP_MAX_LOCAL_RANKS];
     uint64_t offset; /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
@@ -3565,11 +3566,11 @@ typedef struct ddp__local {
     uint64_t probe_word; /* different in every process */
     /* process_vm_readv of this peer: 1 = it works, -1 = the system refuses it, 0 = not tried yet. */
     int can_read[DDP_MAX_LOCAL_RANKS];
-    int refused;            /* 1 = refused for a peer, 2 = log_fn has been called, too */
-    int amd;                /* as in ddp__job */
-    int staging;            /* DDP__STAGE_* flags of the last ddp__requests_progress; under p2p_lock */
-    double looked_for_lost; /* time of the last check in ddp__local_p2p_poll; under p2p_lock */
-    uint64_t status_at;     /* time of the last check in ddp__local_status, in ms */
+    int read_refused;           /* 1 = refused for a peer, 2 = log_fn has been called, too */
+    int is_amd;                 /* as in ddp__job */
+    int stage_flags;            /* DDP__STAGE_* flags of the last ddp__requests_progress; under p2p_lock */
+    double lost_checked_at;     /* time of the last check in ddp__local_p2p_poll; under p2p_lock */
+    uint64_t status_checked_at; /* time of the last check in ddp__local_status, in ms */
 } ddp__local;
 
 /* Payloads and slots begin in the middle of a page, because large private buffers begin near the start of a
@@ -3661,36 +3662,39 @@ static int ddp__job_pid(const ddp__job *job, int job_rank) {
     return ddp__load(&job->rank[job_rank].state) == DDP__RANK_ABSENT ? 0 : job->rank[job_rank].pid;
 }
 
-static int ddp__pid_of(const ddp__local *l, int rank) { return ddp__job_pid(l->heap->job, l->member[rank]); }
+static int ddp__pid_of(const ddp__local *l, int rank) {
+    return ddp__job_pid(l->heap->job, l->job_rank[rank]);
+}
 
 /* Returns DDP_OK, or a result and its reason in text if the rank cannot take part in calls. */
 static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t size) {
-    ddp__job_rank *r = &l->heap->job->rank[l->member[rank]];
-    if (ddp__rank_is_gone(l->heap, l->member[rank], l->number[rank], text, size)) return DDP_ERR_PEER_LOST;
+    ddp__job_rank *r = &l->heap->job->rank[l->job_rank[rank]];
+    if (ddp__rank_is_gone(l->heap, l->job_rank[rank], l->cause_rank[rank], text, size))
+        return DDP_ERR_PEER_LOST;
     if (ddp__load(&l->line[rank].left)) {
-        snprintf(text, size, "rank %d (pid %d) has destroyed this group", l->number[rank], r->pid);
+        snprintf(text, size, "rank %d (pid %d) has destroyed this group", l->cause_rank[rank], r->pid);
         return DDP_ERR_PEER_LOST;
     }
     if (ddp__load(&r->unresponsive) != DDP__UNRESPONSIVE) return DDP_OK;
-    snprintf(text, size, "rank %d (pid %d) did not respond within %d ms in group=%s", l->number[rank],
-             ddp__job_pid(l->heap->job, l->member[rank]), r->unresponsive_ms, r->unresponsive_in);
+    snprintf(text, size, "rank %d (pid %d) did not respond within %d ms in group=%s", l->cause_rank[rank],
+             ddp__job_pid(l->heap->job, l->job_rank[rank]), r->unresponsive_ms, r->unresponsive_in);
     return DDP_ERR_TIMEOUT;
 }
 
 /* Publishes that this rank waits for rank `peer` in a call. Peers read it for timeout texts and to find the
    rank that blocks all others. A torn read only garbles a text. */
-static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t what[2], uint64_t seq,
+static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t words[2], uint64_t seq,
                               int peer) {
-    uint64_t word[DDP__WAIT_WORDS] = {what[0] + 1, what[1], seq};
-    uint64_t *wait = l->heap->job->rank[l->member[l->rank]].wait;
+    uint64_t word[DDP__WAIT_WORDS] = {words[0] + 1, words[1], seq};
+    uint64_t *wait = l->heap->job->rank[l->job_rank[l->rank]].wait;
     memcpy(word + DDP__WAIT_NAME, group->name, sizeof group->name);
     word[DDP__WAIT_TIME] = (uint64_t)(ddp_now() * 1e9);
-    word[DDP__WAIT_PEER] = (uint64_t)(l->member[peer] + 1);
+    word[DDP__WAIT_PEER] = (uint64_t)(l->job_rank[peer] + 1);
     for (int i = 0; i < DDP__WAIT_WORDS; i++) __atomic_store_n(&wait[i], word[i], __ATOMIC_RELAXED);
 }
 
 static void ddp__publish_no_wait(ddp__local *l) {
-    __atomic_store_n(&l->heap->job->rank[l->member[l->rank]].wait[0], UINT64_C(0), __ATOMIC_RELAXED);
+    __atomic_store_n(&l->heap->job->rank[l->job_rank[l->rank]].wait[0], UINT64_C(0), __ATOMIC_RELAXED);
 }
 
 /* Reads the wait that a rank of the job has published. Returns 0 if it has none, or an old one: a waiting
@@ -3706,11 +3710,11 @@ static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint6
    if the waits form a cycle, or if the group has failed and the waiting ranks have left already. */
 static int ddp__blocking_rank(const ddp__local *l, int job_rank, int timeout_ms) {
     uint64_t word[DDP__WAIT_WORDS];
-    int blamed = job_rank;
+    int blocker = job_rank;
     for (int steps = 0; steps < DDP_MAX_LOCAL_RANKS; steps++) {
-        if (!ddp__wait_of(l, blamed, timeout_ms, word) || !word[DDP__WAIT_PEER])
-            return ddp__load(&l->control->poison) ? -1 : blamed;
-        blamed = (int)((word[DDP__WAIT_PEER] - 1) % DDP_MAX_LOCAL_RANKS);
+        if (!ddp__wait_of(l, blocker, timeout_ms, word) || !word[DDP__WAIT_PEER])
+            return ddp__load(&l->control->poison) ? -1 : blocker;
+        blocker = (int)((word[DDP__WAIT_PEER] - 1) % DDP_MAX_LOCAL_RANKS);
     }
     return -1; /* the waits form a cycle */
 }
@@ -3720,10 +3724,10 @@ static int ddp__blocking_rank(const ddp__local *l, int job_rank, int timeout_ms)
    groups through the job's record, groups of this process on other backends through ddp_group_mark_lost. */
 static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
-    int blamed = ddp__blocking_rank(l, l->member[rank], group->desc.timeout_ms);
+    int blocker = ddp__blocking_rank(l, l->job_rank[rank], group->desc.timeout_ms);
     uint32_t responsive = DDP__RESPONSIVE;
-    if (blamed < 0 || blamed == l->member[l->rank]) return;
-    ddp__job_rank *r = &l->heap->job->rank[blamed];
+    if (blocker < 0 || blocker == l->job_rank[l->rank]) return;
+    ddp__job_rank *r = &l->heap->job->rank[blocker];
     if (__atomic_compare_exchange_n(&r->unresponsive, &responsive, DDP__UNRESPONSIVE_SOON, 0,
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
         r->unresponsive_ms = group->desc.timeout_ms;
@@ -3731,9 +3735,9 @@ static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
         ddp__store(&r->unresponsive, (uint32_t)DDP__UNRESPONSIVE);
     }
     snprintf(text, sizeof text, "no response within %d ms (pid %d)", group->desc.timeout_ms,
-             ddp__job_pid(l->heap->job, blamed));
+             ddp__job_pid(l->heap->job, blocker));
     for (int p = 0; p < l->world_size; p++)
-        if (l->member[p] == blamed) ddp_group_mark_lost(group, p, DDP_ERR_TIMEOUT, text);
+        if (l->job_rank[p] == blocker) ddp_group_mark_lost(group, p, DDP_ERR_TIMEOUT, text);
 }
 
 /* Describes a missing rank in the text of a timeout: its world rank and pid, or the call in which it waits
@@ -3741,24 +3745,24 @@ static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
 static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
     const ddp__job *job = l->heap->job;
     uint64_t word[DDP__WAIT_WORDS];
-    int member = l->member[rank], at;
-    int blamed = ddp__blocking_rank(l, member, group->desc.timeout_ms);
+    int member = l->job_rank[rank], at;
+    int blocker = ddp__blocking_rank(l, member, group->desc.timeout_ms);
     char call[72];
     if (!ddp__wait_of(l, member, group->desc.timeout_ms, word)) {
         int pid = ddp__job_pid(job, member);
         if (pid && l->parent)
-            snprintf(out, size, " (rank %d: world rank %d, pid %d)", l->number[rank], member, pid);
+            snprintf(out, size, " (rank %d: world rank %d, pid %d)", l->cause_rank[rank], member, pid);
         else if (pid)
-            snprintf(out, size, " (rank %d: pid %d)", l->number[rank], pid);
+            snprintf(out, size, " (rank %d: pid %d)", l->cause_rank[rank], pid);
         return;
     }
     word[0]--;
     ddp_call_describe(call, sizeof call, word);
-    at = snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call,
-                  (const char *)(word + DDP__WAIT_NAME), (unsigned long long)word[2]);
-    if (blamed >= 0 && blamed != member && at < (int)size)
-        snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed,
-                 ddp__job_pid(job, blamed));
+    at = snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->cause_rank[rank],
+                  call, (const char *)(word + DDP__WAIT_NAME), (unsigned long long)word[2]);
+    if (blocker >= 0 && blocker != member && at < (int)size)
+        snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blocker,
+                 ddp__job_pid(job, blocker));
 }
 
 /* Appends a rank to a list such as "0,1,5". Ranks that do not fit are left out. */
@@ -3781,7 +3785,7 @@ static void ddp__timeout_text(ddp_group *group, ddp__local *l, const uint64_t *w
     char here[90] = "", missing[190] = "", waiting[176] = "";
     for (int r = 0; r < l->world_size; r++) {
         int arrived = r == l->rank || ddp__load_word(words, stride, r) >= target;
-        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
+        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->cause_rank[r]);
         if (arrived) continue;
         if (!waiting[0]) ddp__waiting_text(group, l, r, waiting, sizeof waiting);
         ddp__mark_unresponsive(group, l, r);
@@ -3824,16 +3828,16 @@ static void ddp__check_lost_ranks(ddp__local *l, const uint64_t *words, size_t s
 static void ddp__check_missed_signal(const ddp_group *group, ddp__local *l, const uint64_t *words,
                                      size_t stride, uint64_t target) {
     char call[72];
-    for (int r = 0; r < l->world_size && l->awaits_word; r++) {
+    for (int r = 0; r < l->world_size && l->in_wait_signal; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
         if (r == l->rank || ddp__load(&post->seq) != group->seq + 1
             || ddp__load_word(words, stride, r) >= target)
             continue;
-        ddp_call_describe(call, sizeof call, post->what);
+        ddp_call_describe(call, sizeof call, post->words);
         DDP__POISON(
             l, DDP_ERR_MISMATCH,
             "rank %d called %s before the signal that rank %d waits for; make the same calls on every rank",
-            l->number[r], call, l->number[l->rank]);
+            l->cause_rank[r], call, l->cause_rank[l->rank]);
     }
 }
 
@@ -3856,15 +3860,15 @@ static ddp_result ddp__wait_word_slow(ddp_group *group, ddp__local *l, int peer,
         double now = ddp_now();
         if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a check of a process takes about 10 us */
             checked = now;
-            ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->what, group->seq, peer);
+            ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->words, group->seq, peer);
             ddp__check_lost_ranks(l, words, stride, target);
             ddp__check_missed_signal(group, l, words, stride, target);
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
             ddp__timeout_text(group, l, words, stride, target, text, sizeof text);
-            if (!l->awaits_word)
-                ddp__cause_of_collective(text, sizeof text, l->number[l->rank],
-                                         ddp__post_of(l, l->rank, group->seq)->what, group->seq);
+            if (!l->in_wait_signal)
+                ddp__cause_of_collective(text, sizeof text, l->cause_rank[l->rank],
+                                         ddp__post_of(l, l->rank, group->seq)->words, group->seq);
             if (ddp__load_word(words, stride, peer) < target)
                 ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
         }
@@ -3885,11 +3889,12 @@ static inline ddp_result ddp__wait_word(ddp_group *group, ddp__local *l, int pee
 }
 
 /* Waits until a peer has filled or passed a round. Rounds before the first one count as complete. */
-static inline ddp_result ddp__wait_round(ddp_group *group, ddp__local *l, int what, int peer,
+static inline ddp_result ddp__wait_round(ddp_group *group, ddp__local *l, int counter, int peer,
                                          uint64_t round) {
-    if ((int64_t)(l->seen[what][peer] - round) >= 0) return DDP_OK;
-    DDP_TRY(ddp__wait_word(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_state), round));
-    l->seen[what][peer] = ddp__load(&l->line[peer].count[what].rounds);
+    if ((int64_t)(l->seen[counter][peer] - round) >= 0) return DDP_OK;
+    DDP_TRY(
+        ddp__wait_word(group, l, peer, &l->line[0].count[counter].rounds, sizeof(ddp__rank_state), round));
+    l->seen[counter][peer] = ddp__load(&l->line[peer].count[counter].rounds);
     return DDP_OK;
 }
 
@@ -3899,8 +3904,8 @@ static ddp_result ddp__wait_all_finished(ddp_group *group, ddp__local *l, uint64
     return DDP_OK;
 }
 
-static void ddp__publish_round(ddp__local *l, int what, uint64_t round) {
-    ddp__store(&l->line[l->rank].count[what].rounds, round);
+static void ddp__publish_round(ddp__local *l, int counter, uint64_t round) {
+    ddp__store(&l->line[l->rank].count[counter].rounds, round);
     ddp__wake_peers(l);
 }
 
@@ -3964,7 +3969,7 @@ static int ddp__can_read(ddp__local *l, int r) {
     if (can || !probe) return can;
     int reads = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word);
     can = reads && word == l->line[r].probe_word ? 1 : -1;
-    if (can < 0 && !ddp__load(&l->refused)) ddp__store(&l->refused, 1);
+    if (can < 0 && !ddp__load(&l->read_refused)) ddp__store(&l->read_refused, 1);
     ddp__store(&l->can_read[r], can);
     return can;
 }
@@ -3990,19 +3995,19 @@ static int ddp__can_be_read(const void *buffer, size_t size) {
    buffers again. */
 static int ddp__peer_access_begin(ddp__local *l) {
     if (!l->heap->threads) return 1;
-    ddp__fetch_add(&l->line[l->rank].reaching, 1u);
+    ddp__fetch_add(&l->line[l->rank].peer_accesses, 1u);
     if (__atomic_load_n(&l->control->poison, __ATOMIC_SEQ_CST) == 0) return 1;
-    ddp__fetch_add(&l->line[l->rank].reaching, (uint32_t)-1);
+    ddp__fetch_add(&l->line[l->rank].peer_accesses, (uint32_t)-1);
     return 0;
 }
 
 static void ddp__peer_access_end(ddp__local *l) {
-    if (l->heap->threads) ddp__fetch_add(&l->line[l->rank].reaching, (uint32_t)-1);
+    if (l->heap->threads) ddp__fetch_add(&l->line[l->rank].peer_accesses, (uint32_t)-1);
 }
 
 static void ddp__peer_access_wait(const ddp__local *l) {
     for (int r = 0; r < l->world_size && l->heap->threads; r++)
-        while (r != l->rank && __atomic_load_n(&l->line[r].reaching, __ATOMIC_SEQ_CST)) sched_yield();
+        while (r != l->rank && __atomic_load_n(&l->line[r].peer_accesses, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
 /* Copies from a peer's buffer, group memory or private. A failed read poisons the group. */
@@ -4018,11 +4023,11 @@ static int ddp__read_peer(ddp__local *l, int peer, void *dst, uint64_t address, 
         if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST)
             ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
     if (error == ESRCH)
-        DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d (pid %d) no longer exists", l->number[peer],
+        DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d (pid %d) no longer exists", l->cause_rank[peer],
                     ddp__pid_of(l, peer));
     else
-        DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank],
-                    l->number[peer], strerror(error));
+        DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s",
+                    l->cause_rank[l->rank], l->cause_rank[peer], strerror(error));
     return 0;
 }
 
@@ -4100,7 +4105,7 @@ static ddp_bytes ddp__share_range(size_t size, size_t share, int rank) {
 static size_t ddp__chunk_bytes(const ddp__local *l, size_t block_bytes) {
     size_t lines = (size_t)l->world_size * DDP__ALIGN; /* shares of whole cache lines */
     size_t max_chunk = DDP__CHUNK / lines * lines;
-    if (!l->amd) return DDP__CHUNK / 4;
+    if (!l->is_amd) return DDP__CHUNK / 4;
     size_t chunk = block_bytes <= 4 * 65536 ? 65536 : ddp_round_up(block_bytes / 4, lines);
     return chunk < max_chunk ? chunk : max_chunk;
 }
@@ -4225,7 +4230,7 @@ DDP__FORCED_INLINE void ddp__unpack_round(const ddp__local *l, const ddp__transf
     int adds = t->shape & DDP__ADDS;
     int streaming = hint == DDP__HINT_STREAM;
     int one_reader = !t->shared && (!t->same_data || l->world_size == 2);
-    int own_lines = l->amd && !streaming && one_reader;
+    int own_lines = l->is_amd && !streaming && one_reader;
     if (adds) ddp__reduce_round(l, t, sources, sources, k, hint);
     for (int p = 0; p < l->world_size && (!adds || own_lines); p++) {
         ddp_bytes to = ddp__round_range(t, ddp__recv_range(l->rank, t, p), k, p);
@@ -4314,8 +4319,8 @@ static ddp_result ddp__post_call(ddp_group *group, ddp__local *l, const ddp_call
                                  uint64_t recv) {
     ddp__post *mine = ddp__post_of(l, l->rank, call->seq);
     uint64_t signature = ddp__signature(call);
-    mine->what[0] = signature;
-    mine->what[1] = call->count;
+    mine->words[0] = signature;
+    mine->words[1] = call->count;
     mine->send = send;
     mine->recv = recv;
     ddp__store(&mine->seq, call->seq);
@@ -4325,8 +4330,9 @@ static ddp_result ddp__post_call(ddp_group *group, ddp__local *l, const ddp_call
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
         DDP_TRY(
             ddp__wait_word(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
-        if (ddp__compared_bits(post->what[0] ^ signature) == 0 && post->what[1] == call->count) continue;
-        ddp__local_poison(NULL, l, ddp_call_compare(peer, post->what, l->rank, mine->what), ddp_last_error());
+        if (ddp__compared_bits(post->words[0] ^ signature) == 0 && post->words[1] == call->count) continue;
+        ddp__local_poison(NULL, l, ddp_call_compare(peer, post->words, l->rank, mine->words),
+                          ddp_last_error());
         return DDP_ERR_POISONED;
     }
     return DDP_OK;
@@ -4361,7 +4367,7 @@ DDP__FORCED_INLINE ddp_result ddp__transfer_small(ddp_group *group, ddp__local *
    read in several runs at any size, except on AMD: 1 MiB takes 16% less. */
 static int ddp__share_hint(const ddp__local *l, size_t size) {
     if (size >= DDP__LARGE_BYTES / 4) return DDP__HINT_STREAM;
-    return l->amd ? DDP__HINT_CACHED : DDP__HINT_LARGE;
+    return l->is_amd ? DDP__HINT_CACHED : DDP__HINT_LARGE;
 }
 
 /* The address of the data that a peer sends to this rank in round k. part: the part of round k, as a range of
@@ -4450,8 +4456,9 @@ static int ddp__can_fuse_step(const ddp__local *l, const ddp__transfer *t, size_
     int power_of_two = (call->divisor & (call->divisor - 1)) == 0;
     int is_sum = call->op == DDP_OP_SUM || (call->op == DDP_OP_AVG && power_of_two);
     size_t min_bytes = ddp__has_wide_stores() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
-    return k > 2 && k < t->rounds && t->shared && l->world_size == 2 && !l->amd && t->block_bytes >= min_bytes
-           && call->kind == DDP_CALL_ALL_REDUCE && call->dtype == DDP_F32 && is_sum;
+    return k > 2 && k < t->rounds && t->shared && l->world_size == 2 && !l->is_amd
+           && t->block_bytes >= min_bytes && call->kind == DDP_CALL_ALL_REDUCE && call->dtype == DDP_F32
+           && is_sum;
 }
 
 /* Executes that loop for step k:
@@ -4681,7 +4688,7 @@ typedef struct ddp__message {
     int32_t tag;
     int32_t staged; /* 1 = through the chunks of the channel; written by the receiver */
     uint32_t dtype;
-    int32_t attended; /* 1 = the sender blocks until the message is received; written by the sender */
+    int32_t sender_blocks; /* 1 = the sender blocks until the message is received; written by the sender */
     uint64_t count, order, address;
     DDP__OWN_LINE unsigned char data[DDP__INLINE];
 } ddp__message;
@@ -4737,7 +4744,7 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
         m->address = ddp__shared_address(l, r->call.send, r->size);
     else if (r->size)
         memcpy(m->data, r->call.send, r->size);
-    m->attended = r->call.flags & DDP__CALL_BLOCKS;
+    m->sender_blocks = r->call.flags & DDP__CALL_BLOCKS;
     r->message = m;
     ddp__store(&m->state, (uint32_t)DDP__POSTED);
     ddp__wake_p2p(l, r->call.root);
@@ -4758,17 +4765,17 @@ static void ddp__stage_progress(ddp__local *l, ddp__request *r) {
         else
             memcpy((unsigned char *)r->call.recv + r->moved, stage, n);
         r->moved += n;
-        l->staging |= DDP__STAGE_MOVED;
+        l->stage_flags |= DDP__STAGE_MOVED;
         ddp__store(chunks, *chunks + 1);
         ddp__wake_p2p(l, r->call.root);
     }
-    if (r->moved < r->size) l->staging |= DDP__STAGE_WAITS;
+    if (r->moved < r->size) l->stage_flags |= DDP__STAGE_WAITS;
 }
 
 /* The sender's side of a posted message: fills chunks of a staged one, and frees the message at the end. */
-static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
+static void ddp__send_progress(ddp__local *l, ddp__request *r, int blocks) {
     uint32_t state = ddp__load(&r->message->state);
-    if (attended && !r->message->attended) ddp__store(&r->message->attended, 1);
+    if (blocks && !r->message->sender_blocks) ddp__store(&r->message->sender_blocks, 1);
     r->done = state == DDP__TAKEN;
     if (r->done)
         ddp__store(&r->message->state, (uint32_t)DDP__FREE);
@@ -4824,13 +4831,13 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     return !ddp__load(&l->control->poison);
 }
 
-/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message has
+/* The receiver's side of a claimed message. blocks: a thread of this rank blocks until the message has
    arrived. If the sender blocks too, and ranks do not share cores, private memory is staged. */
-static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
+static void ddp__recv_progress(ddp__local *l, ddp__request *r, int blocks) {
     ddp__message *m = r->message;
     int is_inline = r->size <= DDP__INLINE, active = (int)r->channel->active;
-    int stages = attended && m->address & DDP__PRIVATE && !active && l->spins > l->yields
-                 && ddp__load(&m->attended);
+    int stages = blocks && m->address & DDP__PRIVATE && !active && l->spins > l->yields
+                 && ddp__load(&m->sender_blocks);
     if (is_inline) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
@@ -4852,7 +4859,7 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
 static void ddp__local_p2p_wake(ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     (void)group;
-    ddp__store(&l->woken, 3);
+    ddp__store(&l->wake_bits, 3);
     ddp__wake_p2p(l, l->rank);
 }
 
@@ -4868,11 +4875,11 @@ static void ddp__requests_progress(ddp__local *l, const ddp__request *own) {
         int peer = r->call.root;
         uint64_t bit = UINT64_C(1) << peer;
         /* 1 = a thread blocks until r completes */
-        int attended = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request;
+        int blocks = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request;
         if (r->done) continue;
         if (r->call.kind == DDP_CALL_SEND) {
             if (r->message)
-                ddp__send_progress(l, r, attended);
+                ddp__send_progress(l, r, blocks);
             else if (!(blocked & bit))
                 ddp__send_post(l, r);
             if (!r->message) blocked |= bit;
@@ -4882,7 +4889,7 @@ static void ddp__requests_progress(ddp__local *l, const ddp__request *own) {
                 looked |= bit;
             }
             if (!r->message) ddp__recv_match(l, r, end[peer]);
-            if (r->message) ddp__recv_progress(l, r, attended);
+            if (r->message) ddp__recv_progress(l, r, blocks);
         }
         ended |= r->done && r != own;
     }
@@ -4893,13 +4900,14 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
     if ((may_skip ? pthread_mutex_trylock : pthread_mutex_lock)(&l->p2p_lock) != 0) return;
     int tries = 0;
     do {
-        l->staging = 0;
+        l->stage_flags = 0;
         ddp__requests_progress(l, own);
-        tries = l->staging & DDP__STAGE_MOVED ? 0 : tries + 1;
+        tries = l->stage_flags & DDP__STAGE_MOVED ? 0 : tries + 1;
         /* A chunk takes microseconds, less than a sleep between two chunks. */
-    } while (ddp__waited_request && (l->staging & DDP__STAGE_WAITS) && tries < l->spins);
+    } while (ddp__waited_request && (l->stage_flags & DDP__STAGE_WAITS) && tries < l->spins);
     pthread_mutex_unlock(&l->p2p_lock);
-    if (ddp__load_relaxed(&l->refused) == 1 && __atomic_exchange_n(&l->refused, 2, __ATOMIC_RELAXED) == 1)
+    if (ddp__load_relaxed(&l->read_refused) == 1
+        && __atomic_exchange_n(&l->read_refused, 2, __ATOMIC_RELAXED) == 1)
         ddp_group_log(
             group,
             "process_vm_readv is not permitted: large messages between private buffers are copied twice");
@@ -4907,12 +4915,12 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
 
 /* Called while this thread waits for a request: publishes the wait; poisons the group after the timeout. */
 static void ddp__request_publish_wait(ddp_group *group, ddp__local *l, ddp__request *r) {
-    const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
+    const uint64_t words[2] = {ddp__p2p_signature(&r->call), r->call.count};
     char text[DDP__TEXT_MAX];
-    ddp__publish_wait(group, l, what, r->call.seq, r->call.root);
+    ddp__publish_wait(group, l, words, r->call.seq, r->call.root);
     r->published = 1;
     if (ddp_now() - ddp__waited_since <= group->desc.timeout_ms * 1e-3) return;
-    ddp__p2p_timeout_text(group, &r->call, l->number[r->call.root], text, sizeof text);
+    ddp__p2p_timeout_text(group, &r->call, l->cause_rank[r->call.root], text, sizeof text);
     ddp__waiting_text(group, l, r->call.root, text + strlen(text), sizeof text - strlen(text));
     ddp__mark_unresponsive(group, l, r->call.root);
     ddp__local_poison(group, l, DDP_ERR_TIMEOUT, text);
@@ -4965,8 +4973,8 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
     ddp__request *r = (ddp__request *)request;
     if (ddp__polling_all_of != group) ddp__local_progress(group, l, r, 1);
     pthread_mutex_lock(&l->p2p_lock);
-    if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
-        l->looked_for_lost = ddp_now();
+    if (!r->done && ddp_now() - l->lost_checked_at > 0.004 + 0.0008 * l->world_size) {
+        l->lost_checked_at = ddp_now();
         if (ddp__waited_request == request) ddp__request_publish_wait(group, l, r);
         ddp__requests_check_lost(l);
     }
@@ -5001,7 +5009,7 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     /* Either ddp__wake_p2p sees that this thread sleeps, or ddp__local_progress sees the peer's change. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     ddp__local_progress(group, l, NULL, 0);
-    if (!(__atomic_fetch_and(&l->woken, ~bit, __ATOMIC_SEQ_CST) & bit) && !ddp__load(&l->control->poison))
+    if (!(__atomic_fetch_and(&l->wake_bits, ~bit, __ATOMIC_SEQ_CST) & bit) && !ddp__load(&l->control->poison))
         ddp__futex_wait(&me->word, value, timeout_ms * 1000);
     ddp__fetch_add(&me->sleeping, (uint32_t)-1);
 }
@@ -5067,8 +5075,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->yields = enough_cores ? 20 : 200;
     l->parent = parent;
     for (int i = 0; i < group->world_size; i++)
-        l->member[l->number[i] = i] = parent ? parent->member[members[i]] : i;
-    l->amd = (int)heap->job->amd;
+        l->job_rank[l->cause_rank[i] = i] = parent ? parent->job_rank[members[i]] : i;
+    l->is_amd = (int)heap->job->is_amd;
     l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
     l->line[l->rank].probe_word = l->probe_word;
     ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)&l->probe_word);
@@ -5112,12 +5120,12 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         ddp__region made = {base, offset, stride, total, base + before, l, 0, NULL};
         *region = made;
         if (size_bytes >= DDP__HUGE) ddp__request_huge_pages(base, before, before + stride);
-        if (ddp__allocate_pages(l->heap, region->mine, offset + before, size_bytes)) {
+        if (ddp__allocate_pages(l->heap, region->own_part, offset + before, size_bytes)) {
             pthread_mutex_lock(&l->heap->lock); /* communication threads, also of splits, read the list */
             region->next = l->regions;
             l->regions = region;
             pthread_mutex_unlock(&l->heap->lock);
-            *out = region->mine;
+            *out = region->own_part;
             return DDP_OK;
         }
         ddp__heap_unmap(l->heap, base);
@@ -5133,7 +5141,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
 static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     ddp__local *l = (ddp__local *)state;
     ddp__region **link = &l->regions;
-    while ((*link)->mine != memory) link = &(*link)->next;
+    while ((*link)->own_part != memory) link = &(*link)->next;
     ddp__region *region = *link;
     pthread_mutex_lock(&l->heap->lock);
     *link = region->next;
@@ -5153,11 +5161,11 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     const ddp__job *job = l->heap->job;
     char text[DDP__TEXT_MAX];
     uint64_t now = job->launched || !group->wait_fn ? 0 : (uint64_t)(ddp_now() * 1e3);
-    int look = now >= ddp__load_relaxed(&l->status_at) + 5;
-    if (look) __atomic_store_n(&l->status_at, now, __ATOMIC_RELAXED);
+    int look = now >= ddp__load_relaxed(&l->status_checked_at) + 5;
+    if (look) __atomic_store_n(&l->status_checked_at, now, __ATOMIC_RELAXED);
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++) {
         if (r == l->rank
-            || !(look || (job->launched && ddp__load(&job->rank[l->member[r]].state) == DDP__RANK_LOST)))
+            || !(look || (job->launched && ddp__load(&job->rank[l->job_rank[r]].state) == DDP__RANK_LOST)))
             continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
         /* left: only a call that needs the rank fails */
@@ -5203,8 +5211,8 @@ static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, 
     const ddp__region *region = ddp__region_of(l, (uintptr_t)memory, 1);
     int number = 0; /* of rank in the region's group */
     (void)group;
-    if (!region || (size_t)((const unsigned char *)memory - region->mine) >= region->stride) return NULL;
-    while (region->owner->member[number] != l->member[rank]) number++;
+    if (!region || (size_t)((const unsigned char *)memory - region->own_part) >= region->stride) return NULL;
+    while (region->owner->job_rank[number] != l->job_rank[rank]) number++;
     return (unsigned char *)(uintptr_t)memory + (ptrdiff_t)region->stride * (number - region->owner->rank);
 }
 
@@ -5220,11 +5228,11 @@ static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const ui
     const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0);
     const uint64_t *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
-    l->awaits_word = 1;
+    l->in_wait_signal = 1;
     for (int i = 1; i < l->world_size && result == DDP_OK; i++)
         result = ddp__wait_word(group, l, ddp__peer_at(l, i), first, (size_t)(second - first) * sizeof *first,
                                 target);
-    l->awaits_word = 0;
+    l->in_wait_signal = 0;
     return result;
 }
 
@@ -8875,7 +8883,7 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group) {
 DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *whole, const int *ranks) {
     ddp__lost_share(part, whole, ranks);
     if (part->backend != &ddp__backend_local) return;
-    memcpy(((ddp__local *)part->state)->number, ranks, (size_t)part->world_size * sizeof *ranks);
+    memcpy(((ddp__local *)part->state)->cause_rank, ranks, (size_t)part->world_size * sizeof *ranks);
 }
 
 DDPDEF void *ddp_group_take_over(ddp_group *group, ddp_group *from) {

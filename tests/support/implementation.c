@@ -143,7 +143,7 @@ static int handles_in_use(ddp_group *group) {
 
 static void exhaust(ddp_group *group) {
     ddp__job *job = ((ddp__local *)group->state)->heap->job;
-    job->limit = job->bump;
+    job->limit = job->next_offset;
 }
 
 /* The same as ddp__local_poison, one part at a time. */
