@@ -33,15 +33,16 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error
-    >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact
-    >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local-memory  >>impl-transfer
-    >>impl-local  >>impl-local-run  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-calls
-    >>impl-queue  >>impl-issue  >>impl-hmac  >>impl-identity  >>impl-rendezvous  >>impl-frames
-    >>impl-secret  >>impl-address  >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp
-    >>impl-tcp-calls  >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state
-    >>impl-mpi  >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh
-    >>impl-cores  >>impl-launch  >>impl-buckets  >>impl-bucket-reduce  >>impl-schema
-    >>impl-reducer-create  >>impl-reducer  >>impl-accumulator  >>impl-join
+    >>impl-error-calls  >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree
+    >>impl-tree-loops  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-local-state
+    >>impl-timeout  >>impl-wait  >>impl-local-memory  >>impl-transfer  >>impl-local
+    >>impl-local-run  >>impl-p2p  >>impl-p2p-requests  >>impl-local-group  >>impl-self
+    >>impl-calls  >>impl-queue  >>impl-issue  >>impl-hmac  >>impl-identity  >>impl-rendezvous
+    >>impl-frames  >>impl-secret  >>impl-address  >>impl-address-list  >>impl-rank0
+    >>impl-connect  >>impl-tcp  >>impl-tcp-calls  >>impl-tcp-groups  >>impl-group  >>impl-agree
+    >>impl-group-state  >>impl-mpi  >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups
+    >>impl-mesh  >>impl-cores  >>impl-launch  >>impl-buckets  >>impl-bucket-reduce
+    >>impl-schema  >>impl-reducer-create  >>impl-reducer  >>impl-accumulator  >>impl-join
     >>impl-sampler-random  >>impl-sampler-ranks  >>impl-sampler-window  >>impl-sampler
     >>impl-loader  >>impl-loader-calls  >>impl-public
 
@@ -1840,6 +1841,10 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
     return "unknown ddp_result";
 }
 
+//== calls in error lines ================================================================ >>impl-error-calls
+/* The properties of each kind of call, and how an error line describes a call: of this rank, or of a peer
+   that announced it by its signature. */
+
 /* Properties of a call. A call moves pieces from rank to rank.
      SPLITS    send contains a piece for each rank      FROM_ROOT, TO_ROOT  only the root sends, receives
      JOINS     recv contains a piece from each rank     NO_SEND, NO_RECV    the call has no such buffer
@@ -2615,6 +2620,10 @@ static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) {
             DDP__STREAM(out + i, *(const ddp__any_f32x4 *)(const void *)(in + i));
     memcpy(out, in, size_bytes);
 }
+
+//== tree reduction: loops ================================================================ >>impl-tree-loops
+/* The two ways to reduce: one fused loop over memory for f32 sums of few sources, and blocks for the rest.
+   ddp__reduce_tree chooses. */
 
 /* The arguments of one ddp__reduce_tree. */
 typedef struct ddp__reduction {
@@ -3504,9 +3513,9 @@ DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_resul
             ddp__lost_mark(group, range[i][0] + r, cause, text);
 }
 
-//== the local backend: waiting ================================================================== >>impl-wait
-/* The local backend connects ranks of one machine through shared memory. This part has its state, the waits
-   on counters of peers, timeouts, and the reports about the missing ranks. */
+//== the local backend: state ============================================================ >>impl-local-state
+/* The local backend connects ranks of one machine through shared memory. This part has its state, wakes
+   sleeping peers, and records the first failure of the group. */
 
 /* Control memory of one group. Rank 0 of the group allocates it from the heap:
 
@@ -3681,6 +3690,10 @@ static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t s
     return DDP_ERR_TIMEOUT;
 }
 
+//== the local backend: timeouts ============================================================= >>impl-timeout
+/* Each waiting rank publishes the call and the peer that it waits for. After a timeout these records name the
+   rank that blocks the others, and the text lists arrived and missing ranks. */
+
 /* Publishes that this rank waits for rank `peer` in a call. Peers read it for timeout texts and to find the
    rank that blocks all others. A torn read only garbles a text. */
 static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t words[2], uint64_t seq,
@@ -3793,6 +3806,10 @@ static void ddp__timeout_text(ddp_group *group, ddp__local *l, const uint64_t *w
     snprintf(out, size, DDP__MISSING_TEXT "%s", group->desc.timeout_ms, here[0] ? here : "none", missing,
              waiting);
 }
+
+//== the local backend: waiting ================================================================= >>impl-wait
+/* Waits until a word of a peer reaches a target: spins, yields, then sleeps. Meanwhile it checks for lost
+   ranks, failures and the timeout, and advances pending messages. */
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip);
 
@@ -4855,6 +4872,10 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r, int blocks) {
     ddp__wake_p2p(l, r->call.root);
     if (is_inline) ddp__prefetch_reply(&l->channels[l->rank * l->world_size + r->call.root], r->size);
 }
+
+//== the local backend: pending messages ================================================ >>impl-p2p-requests
+/* Advances all pending sends and receives of a group; the p2p functions of the backend. >>impl-queue calls
+   them; a thread that waits in a collective advances messages, too. */
 
 static void ddp__local_p2p_wake(ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
