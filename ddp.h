@@ -5355,9 +5355,8 @@ static const ddp_backend ddp__backend_self = {
 static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
     ddp_bytes none = {0, 0};
     ddp__transfer t = ddp__transfer_of(call);
-    int is_message = ddp__is_p2p(call->kind), is_send = call->kind == DDP_CALL_SEND;
-    if (call->kind == DDP_CALL_BARRIER || (is_message && (peer != call->root || sends != is_send)))
-        return none;
+    int is_send = call->kind == DDP_CALL_SEND;
+    if (ddp__is_p2p(call->kind) && (peer != call->root || sends != is_send)) return none;
     return sends ? ddp__send_range(rank, &t, peer) : ddp__recv_range(rank, &t, peer);
 }
 

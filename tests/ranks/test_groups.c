@@ -5,6 +5,8 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
+#include <pthread.h>
+
 /* Checks the sum of member numbers over a group, and that all ranks agree on it. */
 static ddp_result sum_is(ddp_group *g, int64_t mine, int64_t want, const char *what) {
     int64_t sum = -1;
@@ -202,6 +204,12 @@ static ddp_result memory(ddp_group *world) {
         RANKS_OK(world, ddp_group_free(world, pa));
     }
     RANKS_CHECK(world, ddp_group_free(world, &rank) == DDP_ERR_INVALID, "a pointer from elsewhere was freed");
+    if (w > 1) { /* ranks that free different blocks free none: both are still there */
+        void *blocks[2];
+        for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_group_alloc(world, 4096, &blocks[i]));
+        RANKS_CHECK(world, ddp_group_free(world, blocks[rank == w - 1]) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+        for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_group_free(world, blocks[i]));
+    }
     RANKS_OK(world, ddp_group_status(world));
     return DDP_OK;
 }
@@ -347,6 +355,82 @@ static ddp_result failing_task(ddp_group *group, void *argument) {
     return ddp_fail(DDP_ERR_CORRUPT, "this task always fails");
 }
 
+/* Tasks that append their number to a list. */
+typedef struct number_list {
+    int numbers[4], count;
+    pthread_t issuer;
+    int issued_all; /* the issuer has enqueued the task after this one */
+} number_list;
+typedef struct numbered {
+    number_list *list;
+    int number;
+} numbered;
+
+static ddp_result append(ddp_group *group, void *argument) {
+    const numbered *n = (const numbered *)argument;
+    (void)group;
+    n->list->numbers[n->list->count++] = n->number;
+    return DDP_OK;
+}
+
+/* Appends its number, then the next one by a blocking task inside this one, while another task waits in the
+   queue. */
+static ddp_result append_inside(ddp_group *group, void *argument) {
+    const numbered *n = (const numbered *)argument;
+    numbered inner = {n->list, n->number + 1};
+    RANKS_OK(group, append(group, argument));
+    if (!pthread_equal(pthread_self(), n->list->issuer))
+        while (!__atomic_load_n(&n->list->issued_all, __ATOMIC_ACQUIRE)) ranks_sleep_us(100);
+    RANKS_OK(group, ddp_group_enqueue(group, append, &inner, NULL));
+    RANKS_CHECK(group, n->list->count == inner.number + 1, "the task inside has not run: %d numbers", n->list->count);
+    return DDP_OK;
+}
+
+/* Tasks run in the order in which they are issued. A task that is issued inside a task runs at once. */
+static ddp_result task_order(ddp_group *world) {
+    for (int round = 0; round < 200; round++) { /* the first task may not have started when the second comes */
+        number_list list = {{-1, -1, -1, -1}, 0, pthread_self(), 1};
+        numbered first = {&list, 0}, second = {&list, 1};
+        ddp_work work = DDP_ZERO;
+        RANKS_OK(world, ddp_group_enqueue(world, append, &first, &work));
+        RANKS_OK(world, ddp_group_enqueue(world, append, &second, NULL));
+        RANKS_CHECK(world, list.count == 2 && list.numbers[0] == 0 && list.numbers[1] == 1, "round %d: %d tasks, %d first", round, list.count, list.numbers[0]);
+        RANKS_OK(world, ddp_wait(world, &work));
+    }
+    {
+        number_list list = {{-1, -1, -1, -1}, 0, pthread_self(), 0};
+        numbered outer = {&list, 0}, last = {&list, 2};
+        ddp_work works[2] = {DDP_ZERO, DDP_ZERO};
+        RANKS_OK(world, ddp_group_enqueue(world, append_inside, &outer, &works[0]));
+        RANKS_OK(world, ddp_group_enqueue(world, append, &last, &works[1]));
+        __atomic_store_n(&list.issued_all, 1, __ATOMIC_RELEASE);
+        for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_wait(world, &works[i]));
+        for (int i = 0; i < 3; i++) RANKS_CHECK(world, list.numbers[i] == i, "task %d ran as number %d", list.numbers[i], i);
+    }
+    return DDP_OK;
+}
+
+/* A sum and a broadcast of host memory that take two calls, the second of one element, end with the data. */
+static ddp_result host_collectives(ddp_group *world) {
+    enum { PIECE = 32768 / 4, COUNT = PIECE + 1, CANARY = PIECE };
+    int w = ddp_world_size(world), rank = ddp_rank(world);
+    float *in = (float *)malloc((COUNT + CANARY) * sizeof *in), *out = (float *)malloc((COUNT + CANARY) * sizeof *out);
+    RANKS_CHECK(world, in && out, "no memory");
+    for (int sums = 0; sums < 2; sums++) {
+        float want = sums ? (float)(w * (w + 1) / 2) : 1;
+        for (int i = 0; i < COUNT + CANARY; i++) {
+            in[i] = (float)(rank + 1);
+            out[i] = i < COUNT && !sums ? in[i] : (float)(-1 - rank);
+        }
+        RANKS_OK(world, ddp_host_collective(world, sums ? DDP_CALL_ALL_REDUCE : DDP_CALL_BROADCAST, sums ? in : out, out, COUNT, DDP_F32, DDP_OP_SUM,
+                                            sums ? -1 : 0));
+        for (int i = 0; i < COUNT + CANARY; i++)
+            RANKS_CHECK(world, out[i] == (i < COUNT ? want : (float)(-1 - rank)), "sums=%d: element %d of %d is %g", sums, i, COUNT, (double)out[i]);
+    }
+    free(in), free(out);
+    return DDP_OK;
+}
+
 static ddp_result tasks(ddp_group *world) {
     int w = ddp_world_size(world);
     int64_t cells[20], after = 1;
@@ -479,6 +563,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / ranks_slow() + 2));
     if (!(ranks_on.is & RANKS_NO_MESSAGES)) RANKS_RUN(world, async_order(world));
     RANKS_RUN(world, tasks(world));
+    RANKS_RUN(world, task_order(world));
+    RANKS_RUN(world, host_collectives(world));
     RANKS_RUN(world, averages_of_calls(world));
     RANKS_RUN(world, destroy_right_away(world));
     RANKS_RUN(world, destroy_with_work_pending(world));

@@ -426,6 +426,7 @@ static void twist_shape(ckpt_rank *k, int rank) {
 static void twist_names(ckpt_rank *k, int rank) { (void)rank; k->slices[1].name = "wte"; }
 static void twist_utf8(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].name = "\xff"; }
 static void twist_other(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].dtype = DDP_F16; }
+static void twist_last(ckpt_rank *k, int rank) { if (rank == 1) k->slices[k->count - 1].dtype = DDP_F16; }
 static void twist_long_name(ckpt_rank *k, int rank) {
     static char name[4][200]; /* the line has no room for the difference */
     memset(name[rank], 'a', 190);
@@ -439,6 +440,7 @@ static void test_bad_lists(void) {
         {twist_hole, DDP_ERR_MISMATCH, "'middle'|gap"}, {twist_overlap, DDP_ERR_MISMATCH, "'columns'|overlap"}, {twist_scalar, DDP_ERR_MISMATCH, "'scalar'|gap"},
         {twist_outside, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|outside"}, {twist_shape, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|shape or dtype is invalid"}, {twist_names, DDP_ERR_INVALID, "two tensors|'wte'"}, {twist_utf8, DDP_ERR_INVALID, "UTF-8"},
         {twist_other, DDP_ERR_MISMATCH, "ranks differ: rank 0 tensor 1 'h.weight' bf16 [4,3,2] of the model, rank 1 tensor 1 'h.weight' f16 [4"}, {twist_long_name, DDP_ERR_MISMATCH, "rank 0 tensor 1 'aaaa|, rank 1 tensor 1 'aaaa"},
+        {twist_last, DDP_ERR_MISMATCH, "ranks differ: rank 0 tensor 14 '|, rank 1 tensor 14 '|f16"},
         {twist_fewer, DDP_ERR_MISMATCH, "rank 0 tensors=15, rank 1 tensors=14; give"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         job j = job_of(in("lists"), 0, 1);

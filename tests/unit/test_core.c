@@ -392,6 +392,42 @@ static void test_other_arguments(void **state) {
     still_fine(g);
 }
 
+/* What a backend learns about a call. Only the two ranks of a message move bytes. A mismatch names the lower
+   rank first, in whatever order a backend passes the ranks. */
+static void test_calls_of_backends(void **state) {
+    static const char both[] = "rank 1 ddp_all_reduce f32 count=10 sum, rank 4 ddp_all_reduce f32 count=11 sum";
+    ddp_call call = DDP_ZERO;
+    uint64_t ten[2], eleven[2];
+    (void)state;
+    call.kind = DDP_CALL_ALL_REDUCE;
+    call.dtype = DDP_F32;
+    call.root = -1;
+    call.count = 10;
+    ddp_call_pack(&call, ten);
+    call.count = 11;
+    ddp_call_pack(&call, eleven);
+    assert_int_equal(ddp_call_compare(1, ten, 4, ten), DDP_OK);
+    assert_int_equal(ddp_call_compare(1, ten, 4, eleven), DDP_ERR_MISMATCH);
+    assert_non_null(strstr(ddp_last_error(), both));
+    assert_int_equal(ddp_call_compare(4, eleven, 1, ten), DDP_ERR_MISMATCH);
+    assert_non_null(strstr(ddp_last_error(), both));
+
+    call.root = 2; /* the peer */
+    for (int is_send = 0; is_send < 2; is_send++) {
+        call.kind = is_send ? DDP_CALL_SEND : DDP_CALL_RECV;
+        for (int peer = 0; peer < 4; peer++) {
+            size_t size = peer == 2 ? 11 * sizeof(float) : 0;
+            assert_int_equal(ddp_call_sends(&call, 0, peer).size, is_send ? size : 0);
+            assert_int_equal(ddp_call_receives(&call, 0, peer).size, is_send ? 0 : size);
+        }
+    }
+    call.kind = DDP_CALL_BARRIER;
+    call.count = 0;
+    call.root = -1;
+    assert_int_equal(ddp_call_sends(&call, 0, 1).size, 0);
+    assert_int_equal(ddp_call_receives(&call, 0, 1).size, 0);
+}
+
 static void test_group_desc(void **state) {
     static const char *const methods[] = {"self:/", "", "SELF://", "nonsense", "self://x"};
     ddp_group_desc desc = DDP_ZERO;
@@ -511,6 +547,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(test_collective_arguments, make_self, drop_self),
         cmocka_unit_test_setup_teardown(test_nothing_to_send, make_self, drop_self),
         cmocka_unit_test_setup_teardown(test_other_arguments, make_self, drop_self),
+        cmocka_unit_test(test_calls_of_backends),
         cmocka_unit_test(test_group_desc),
         cmocka_unit_test(test_launcher_variables),
         cmocka_unit_test(test_launch_desc),

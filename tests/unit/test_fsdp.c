@@ -152,12 +152,18 @@ static int says(const char *word) { return strstr(ddp_last_error(), word) != NUL
         for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) RANKS_CHECK(group, says(words[i]), "\"%s\" is missing in: %s", words[i], ddp_last_error()); \
     } while (0)
 
+/* refuse_after: > 0 = this allocation and all later ones fail; < 0 = only allocation -refuse_after fails, and
+   refuse_after becomes 0. */
 typedef struct counter { size_t now, peak; int calls, refuse_after; } counter;
 
 static void *counted(size_t size, void *user) {
     counter *c = (counter *)user;
     size_t *memory;
-    if (c->refuse_after && c->calls + 1 >= c->refuse_after) return NULL;
+    if (c->refuse_after > 0 && c->calls + 1 >= c->refuse_after) return NULL;
+    if (c->calls + 1 == -c->refuse_after) {
+        c->refuse_after = 0;
+        return NULL;
+    }
     memory = (size_t *)malloc(size + 64);
     if (!memory) return NULL;
     c->calls++;
@@ -1246,8 +1252,9 @@ static ddp_result bytes_limited(ddp_group *group) {
 }
 
 /* Memory runs out at one rank, at every possible place: an error on every rank in time, nothing leaks. In
-   create and step it is the same error on every rank, and the group stays usable. */
-static ddp_result no_memory_somewhere(ddp_group *group) {
+   create and step it is the same error on every rank, and the group stays usable. once: only one allocation
+   fails, and the later ones have memory. */
+static ddp_result out_of_memory(ddp_group *group, int once) {
     int done = 0;
     for (int at = 1; !done; at++) {
         model m;
@@ -1259,7 +1266,8 @@ static ddp_result no_memory_somewhere(ddp_group *group) {
         RANKS_CHECK(group, at < 200, "it never succeeds");
         RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &part));
         blocks(&m, 3, 5, 3);
-        if (ddp_rank(group) == ddp_world_size(group) - 1) c.refuse_after = at;
+        int is_poor = ddp_rank(group) == ddp_world_size(group) - 1;
+        if (is_poor) c.refuse_after = once ? -at : at;
         m.desc.alloc_fn = counted;
         m.desc.free_fn = uncounted;
         m.desc.user = &c;
@@ -1282,7 +1290,8 @@ static ddp_result no_memory_somewhere(ddp_group *group) {
         }
         fine = result == DDP_OK;
         RANKS_CHECK(group, fine || result == DDP_ERR_NO_MEMORY || result == DDP_ERR_PEER_LOST || result == DDP_ERR_POISONED, "%d: %s: %s", at, ddp_result_name(result), ddp_last_error());
-        RANKS_CHECK(group, fine || !c.refuse_after || says("memory") || says("allocated"), "%d: %s", at, ddp_last_error());
+        RANKS_CHECK(group, fine || !is_poor || says("memory") || says("allocated"), "%d: %s", at, ddp_last_error());
+        RANKS_CHECK(group, !fine || !is_poor || c.refuse_after, "%d: the failed allocation is no error", at);
         /* No rank is still waiting in part. */
         RANKS_OK(group, ddp_all_reduce(group, &fine, &fine, 1, DDP_I32, DDP_OP_MIN, NULL));
         ddp_fsdp_destroy(fsdp);
@@ -1292,6 +1301,9 @@ static ddp_result no_memory_somewhere(ddp_group *group) {
     }
     return DDP_OK;
 }
+
+static ddp_result no_memory_somewhere(ddp_group *group) { return out_of_memory(group, 0); }
+static ddp_result no_memory_once(ddp_group *group) { return out_of_memory(group, 1); }
 
 //== 8-bit gathers ==========================================================================
 
@@ -2135,6 +2147,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(bytes_of_few_units);
     CASE(bytes_limited);
     CASE(no_memory_somewhere);
+    CASE(no_memory_once);
     CASE(quantized);
     CASE(quantized_learns);
     CASE(infinite_norm);

@@ -214,6 +214,7 @@ static void test_header_refused(void **state) {
         {"{\"__metadata__\":{},\"__metadata__\":{}," T("a", "F32", "[4]", "[0,16]") "}", "duplicate __metadata__"},
         {"{\"__metadata__\":{\"x\":1}," T("a", "F32", "[4]", "[0,16]") "}", "string"},
         {"{\"__metadata__\":{\"crc32c:a\":\"1234567\"}," T("a", "F32", "[4]", "[0,16]") "}", "8 hexadecimal"},
+        {"{\"__metadata__\":{\"crc32c:a\":\"012345678\"}," T("a", "F32", "[4]", "[0,16]") "}", "8 hexadecimal"},
         {"{\"__metadata__\":{\"crc32c:a\":\"1234567g\"}," T("a", "F32", "[4]", "[0,16]") "}", "8 hexadecimal"},
         {"{" T("\xff", "F32", "[4]", "[0,16]") "}", "UTF-8"}, {"{" T("a", "F32", "[4]", "[0,16]"), "closing"}, {"{" T("a", "F32", "[4]", "[0,16]") ",}", "string"}};
     (void)state;
