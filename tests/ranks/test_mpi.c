@@ -27,6 +27,25 @@ int MPI_Iallreduce(const void *send, void *recv, int count, MPI_Datatype type, M
     return fail ? MPI_ERR_OTHER : PMPI_Iallreduce(send, recv, count, type, op, comm, request);
 }
 
+/* A word of shared memory: 1 while the leader of a machine sleeps in its transfer. probes: by this rank
+   meanwhile. */
+static int *leader_sleeps, is_sleepy_leader, probes;
+
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
+    if (is_sleepy_leader) {
+        is_sleepy_leader = 0;
+        __atomic_store_n(leader_sleeps, 1, __ATOMIC_RELEASE);
+        ranks_sleep_us(200000);
+        __atomic_store_n(leader_sleeps, 0, __ATOMIC_RELEASE);
+    }
+    return PMPI_Isend(data, count, type, to, tag, comm, request);
+}
+
+int MPI_Improbe(int from, int tag, MPI_Comm comm, int *flag, MPI_Message *message, MPI_Status *status) {
+    if (leader_sleeps) probes += __atomic_load_n(leader_sleeps, __ATOMIC_ACQUIRE);
+    return PMPI_Improbe(from, tag, comm, flag, message, status);
+}
+
 int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
     return PMPI_Init_thread(argc, argv, granted < 0 ? required : granted, provided);
 }
@@ -115,6 +134,35 @@ static ddp_result chosen(void) {
     RANKS_OK(a, work_of_all_sorts(a));
     ddp_group_destroy(a);
     finalized_at_exit = 1;
+    return DDP_OK;
+}
+
+/* A rank that waits for a rank of its own machine lets MPI progress: in an all_reduce by machine, while the
+   leader exchanges data with other machines. */
+static ddp_result probing(void) {
+    enum { COUNT = 1000 };
+    ddp_group *g = NULL;
+    float data[COUNT] = {0};
+    int *word, unit;
+    MPI_Win window;
+    MPI_Aint size;
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    RANKS_CHECK(g, ddp_world_size(g) == 4 && ranks_per_machine() == 2, "it needs 4by2");
+    MPI_Win_allocate_shared(sizeof *word, sizeof *word, MPI_INFO_NULL, MPI_COMM_WORLD, &word, &window);
+    *word = 0;
+    MPI_Win_shared_query(window, ddp_rank(g) / 2 * 2, &size, &unit, &word); /* of the leader */
+    MPI_Barrier(MPI_COMM_WORLD);
+    leader_sleeps = word;
+    for (int round = 0; round < 8; round++) { /* both methods have their turns */
+        is_sleepy_leader = ddp_local_rank(g) == 0;
+        probes = 0;
+        RANKS_OK(g, ddp_all_reduce(g, data, data, COUNT, DDP_F32, DDP_OP_SUM, NULL));
+        RANKS_CHECK(g, !is_sleepy_leader, "the leader has sent nothing");
+        RANKS_CHECK(g, ddp_local_rank(g) == 0 || probes > 0, "round %d: MPI was not called in 200 ms", round);
+    }
+    leader_sleeps = NULL;
+    MPI_Win_free(&window);
+    ddp_group_destroy(g);
     return DDP_OK;
 }
 
@@ -363,7 +411,7 @@ static ddp_result large(void) {
 int main(int argc, char **argv) {
     static const struct { const char *name; ddp_result (*run)(void); } scenarios[] = {
         {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"orders", orders}, {"named", named},
-        {"many", many}, {"large", large}};
+        {"many", many}, {"large", large}, {"probing", probing}};
     watchdog_start(240);
     inner.mpi_chunk_bytes = (size_t)2 << 20; /* the normal size */
     inner.mpi_piece_bytes = (size_t)1 << 30;
