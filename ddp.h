@@ -1708,9 +1708,10 @@ struct ddp_group {
     int on_comm_thread; /* 1 = that call runs on the communication thread */
     int needs_queue;    /* 1 = blocking calls must look at the queue */
     int no_thread;      /* 1 = no communication thread: ddp_wait and ddp_test advance the queue */
-    int thread_started, thread_stop;
-    int p2p_waiters; /* threads that sleep in ddp__p2p_wait */
-    int in_batch;    /* 1 = between ddp_p2p_begin and ddp_p2p_end */
+    int thread_started;
+    ddp__op thread_end; /* when done is set, the communication thread returns */
+    int p2p_waiters;    /* threads that sleep in ddp__p2p_wait */
+    int in_batch;       /* 1 = between ddp_p2p_begin and ddp_p2p_end */
     ddp__op *head, *tail, *batch, *batch_tail;
     ddp__op *pending_p2p; /* asynchronous sends and receives */
     ddp__op *free_ops, *all_ops;
@@ -4212,24 +4213,22 @@ DDP__FORCED_INLINE void ddp__pack_round(const ddp__local *l, const ddp__transfer
     if (streaming) ddp__stream_end();
 }
 
-/* Reduces round k. sources[p]: this rank's share of the data of peer p. This rank is a source, too, and
-   receives the result if the call says so. In a shared call results[p] receives it, too, for each other rank
-   that receives the result. */
-DDP__FORCED_INLINE void ddp__reduce_round(const ddp__local *l, const ddp__transfer *t, void **sources,
-                                          void *const *results, size_t k, int hint) {
+/* Prepares the reduction of round k. sources[p]: this rank's share of the data of peer p; this rank becomes a
+   source, too. Sets *out_count and outs: this rank's part of recv if the call says that it receives the
+   result, and, in a shared call, results[p] of each other rank that receives it. Returns the number of
+   elements. */
+DDP__FORCED_INLINE size_t ddp__reduce_outputs(const ddp__local *l, const ddp__transfer *t, void **sources,
+                                              void *const *results, size_t k, void **outs, int *out_count) {
     const ddp_call *call = t->call;
-    void *outs[DDP_MAX_LOCAL_RANKS];
-    int out_count = 0;
+    int n = 0;
     ddp_bytes to = ddp__round_range(t, ddp__recv_range(l->rank, t, l->rank), k, l->rank);
     ddp_bytes from = ddp__round_range(t, ddp__send_range(l->rank, t, l->rank), k, l->rank);
-    size_t count = to.size >> __builtin_ctzll(t->element_bytes); /* a division takes 5 ns */
-    if (!count) return;
-    if (!t->shared || ddp__receives(call, l->rank)) outs[out_count++] = t->recv + to.begin;
+    if (!t->shared || ddp__receives(call, l->rank)) outs[n++] = t->recv + to.begin;
     for (int r = 0; r < l->world_size && t->shared; r++)
-        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = results[r];
+        if (r != l->rank && ddp__receives(call, r)) outs[n++] = results[r];
     sources[l->rank] = (void *)(uintptr_t)(t->send + from.begin); /* ddp__reduce_tree only reads it */
-    ddp__reduce_tree(outs, out_count, (const void *const *)sources, l->world_size, count, call->dtype,
-                     call->op, call->divisor, hint);
+    *out_count = n;
+    return to.size >> __builtin_ctzll(t->element_bytes); /* a division takes 5 ns */
 }
 
 /* For data with one reader, on AMD: the reader writes a byte into every line that it has read, and so owns
@@ -4248,7 +4247,14 @@ DDP__FORCED_INLINE void ddp__unpack_round(const ddp__local *l, const ddp__transf
     int streaming = hint == DDP__HINT_STREAM;
     int one_reader = !t->shared && (!t->same_data || l->world_size == 2);
     int own_lines = l->is_amd && !streaming && one_reader;
-    if (adds) ddp__reduce_round(l, t, sources, sources, k, hint);
+    if (adds) {
+        void *outs[DDP_MAX_LOCAL_RANKS];
+        int out_count;
+        size_t count = ddp__reduce_outputs(l, t, sources, sources, k, outs, &out_count);
+        if (count)
+            ddp__reduce_tree(outs, out_count, (const void *const *)sources, l->world_size, count,
+                             t->call->dtype, t->call->op, t->call->divisor, hint);
+    }
     for (int p = 0; p < l->world_size && (!adds || own_lines); p++) {
         ddp_bytes to = ddp__round_range(t, ddp__recv_range(l->rank, t, p), k, p);
         if (p == l->rank || !to.size) continue;
@@ -4421,6 +4427,8 @@ static ddp_result ddp__transfer_direct(ddp_group *group, ddp__local *l, ddp__tra
     int adds = t->shape & DDP__ADDS, read = t->method == DDP__METHOD_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *sources[DDP_MAX_LOCAL_RANKS], *results[DDP_MAX_LOCAL_RANKS];
+    void *outs[DDP_MAX_LOCAL_RANKS];
+    int out_count;
     t->first_share = ddp__share_bytes(t->block_bytes, l->world_size);
     int hint = ddp__share_hint(l, t->shared ? t->first_share : t->max_range);
     if (adds && read) {
@@ -4450,7 +4458,11 @@ static ddp_result ddp__transfer_direct(ddp_group *group, ddp__local *l, ddp__tra
             if ((read || !adds) && !ddp__read_peer(l, p, sources[p], address, part.size))
                 return DDP_ERR_POISONED;
         }
-        if (adds) ddp__reduce_round(l, t, sources, results, k, hint);
+        if (!adds) continue;
+        size_t count = ddp__reduce_outputs(l, t, sources, results, k, outs, &out_count);
+        if (count)
+            ddp__reduce_tree(outs, out_count, (const void *const *)sources, l->world_size, count,
+                             t->call->dtype, t->call->op, t->call->divisor, hint);
     }
     if (t->method == DDP__METHOD_PUSH) ddp__push_block(l, t);
     ddp__peer_access_end(l);
@@ -5563,14 +5575,9 @@ static void ddp__op_append(ddp__op **head, ddp__op **tail, ddp__op *op) {
     *tail = op;
 }
 
+/* Wakes threads from a wait for messages. */
 static void ddp__p2p_wake(ddp_group *group) {
     if (group->backend->p2p_wake) group->backend->p2p_wake(group, group->state);
-}
-
-/* With the lock held, wakes the communication thread from a wait for work or for messages. */
-static void ddp__comm_thread_wake(ddp_group *group) {
-    pthread_cond_signal(&group->work_cond);
-    ddp__p2p_wake(group);
 }
 
 /* With the lock held. */
@@ -5636,59 +5643,49 @@ static void ddp__become_runner(ddp_group *group) {
     group->runner = pthread_self();
 }
 
-/* With the lock held, executes the first op of the queue. The lock is released while the op runs. No other
-   thread is the runner. If this thread already is, its task waits for a queued op. Calls inside an op belong
-   to the public call that issued it. */
-static void ddp__run_head(ddp_group *group, int on_comm_thread) {
-    ddp__op *op = group->head;
-    int nested = group->running;
-    group->head = op->next;
-    if (!nested) {
-        ddp__become_runner(group);
-        group->on_comm_thread = on_comm_thread;
+/* Executes the ops of the queue until the op `argument` is done, unless another thread executes them. If this
+   thread is the runner already, its task waits for a queued op. The lock is released while an op runs. Calls
+   inside an op belong to the public call that issued it.
+   It is the main function of the communication thread, with group->thread_end. Queued ops come first there.
+   While messages are pending and no other thread polls them, it polls and sleeps for short times. */
+static void *ddp__run_queue(void *argument) {
+    const ddp__op *until = (const ddp__op *)argument;
+    ddp_group *group = until->group;
+    int is_comm_thread = until == &group->thread_end;
+    if (is_comm_thread) {
+        prctl(PR_SET_NAME, "ddp-comm");
+        ddp__comm_thread_of = group;
     }
-    pthread_mutex_unlock(&group->lock);
-    int outer_call = ddp__public_call;
-    ddp__public_call = op->call.caller;
-    ddp_result result = ddp__op_enter_stream(group, op);
-    if (result == DDP_OK) result = op->task(group, op->argument);
-    result = ddp__op_leave_stream(group, op, result);
-    ddp__public_call = outer_call;
     pthread_mutex_lock(&group->lock);
-    group->running = nested;
-    group->on_comm_thread &= nested;
-    ddp__op_complete(group, op, result);
-    if (group->head) ddp__comm_thread_wake(group);
-}
-
-/* Returns when `op` is done. Executes the queue meanwhile, unless another thread does. */
-static void ddp__run_queue_until(ddp_group *group, const ddp__op *op) {
-    pthread_mutex_lock(&group->lock);
-    while (!op->done) {
-        if (group->head && (!group->running || ddp__is_runner(group)))
-            ddp__run_head(group, 0);
-        else
+    while (!until->done) {
+        ddp__op *op = group->head;
+        int nested = ddp__is_runner(group);
+        if (op && (!group->running || nested)) {
+            group->head = op->next;
+            if (!nested) {
+                ddp__become_runner(group);
+                group->on_comm_thread = is_comm_thread;
+            }
+            pthread_mutex_unlock(&group->lock);
+            int outer_call = ddp__public_call;
+            ddp__public_call = op->call.caller;
+            ddp_result result = ddp__op_enter_stream(group, op);
+            if (result == DDP_OK) result = op->task(group, op->argument);
+            result = ddp__op_leave_stream(group, op, result);
+            ddp__public_call = outer_call;
+            pthread_mutex_lock(&group->lock);
+            group->running = nested;
+            group->on_comm_thread &= nested;
+            ddp__op_complete(group, op, result);
+            if (group->head) pthread_cond_signal(&group->work_cond);
+            if (group->head) ddp__p2p_wake(group);
+        } else if (!is_comm_thread) {
             pthread_cond_wait(&group->done_cond, &group->lock);
-    }
-    pthread_mutex_unlock(&group->lock);
-}
-
-/* The communication thread, which ends in ddp_group_destroy. Queued ops come first. While messages are
-   pending and no other thread polls them, it polls and sleeps for short times. */
-static void *ddp__comm_thread_main(void *argument) {
-    ddp_group *group = (ddp_group *)argument;
-    prctl(PR_SET_NAME, "ddp-comm");
-    ddp__comm_thread_of = group;
-    pthread_mutex_lock(&group->lock);
-    while (!group->thread_stop) {
-        int can_run = group->head && !group->running;
-        if (can_run) {
-            ddp__run_head(group, 1);
         } else if (!group->pending_p2p || group->p2p_waiters) {
             pthread_cond_wait(&group->work_cond, &group->lock);
         } else {
             ddp__p2p_poll_all(group);
-            can_run = group->head && !group->running;
+            int can_run = group->head && !group->running;
             if (!group->pending_p2p || group->p2p_waiters || can_run) continue;
             pthread_mutex_unlock(&group->lock);
             ddp__p2p_sleep(group, DDP__P2P_SLICE_MS);
@@ -5713,7 +5710,8 @@ static int ddp__start_thread(pthread_t *thread, void *(*main_fn)(void *), void *
 static ddp_result ddp__comm_thread_start(ddp_group *group) {
     if (group->no_thread) group->needs_queue = 1;
     if (group->thread_started || group->no_thread) return DDP_OK;
-    int error = ddp__start_thread(&group->thread, ddp__comm_thread_main, group);
+    group->thread_end.group = group;
+    int error = ddp__start_thread(&group->thread, ddp__run_queue, &group->thread_end);
     if (error)
         return DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s",
                                strerror(error));
@@ -5777,7 +5775,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     if (ddp__is_p2p(op->call.kind))
         ddp__p2p_wait(group, op);
     else
-        ddp__run_queue_until(group, op);
+        ddp__run_queue(op);
     ddp_result result = ddp_error_restore(&op->outcome);
     if (result == DDP_OK && op->has_event) {
         result = group->backend->status(group, group->state);
@@ -5821,16 +5819,19 @@ static ddp_result ddp__run_direct(ddp_group *group, ddp_task_fn fn, void *argume
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     if (group->head) { /* issued meanwhile by another thread */
-        ddp__comm_thread_wake(group);
+        pthread_cond_signal(&group->work_cond);
         pthread_cond_broadcast(&group->done_cond);
+        ddp__p2p_wake(group);
     }
     pthread_mutex_unlock(&group->lock);
     return ddp__deliver(group, result);
 }
 
-/* Issues fn(group, argument). call: what fn executes; NULL for a task of the user. */
-static ddp_result ddp__enqueue(ddp_group *group, const ddp_call *call, ddp_task_fn fn, void *argument,
-                               ddp_work *work) {
+/* Issues fn(group, argument): a task of the user, or a call of the library. */
+DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+    DDP__NEED(group && fn, "group or fn is NULL");
+    DDP__NOT_FORKED(group, __func__);
+    const ddp_call *call = fn == ddp__run_call ? (const ddp_call *)argument : NULL; /* NULL: a task */
     if (work) memset(work, 0, sizeof *work);
     /* 1 = the call only puts work on the communication stream. Collectives with flags do not. */
     int enqueues = group->backend->enqueues && (!call || ddp__is_p2p(call->kind) || !call->flags);
@@ -5853,22 +5854,19 @@ static ddp_result ddp__enqueue(ddp_group *group, const ddp_call *call, ddp_task_
     }
     pthread_mutex_lock(&group->lock);
     ddp__op_append(&group->head, &group->tail, op);
-    if (!by_caller) ddp__comm_thread_wake(group);
+    if (!by_caller) {
+        pthread_cond_signal(&group->work_cond);
+        ddp__p2p_wake(group);
+    }
     pthread_mutex_unlock(&group->lock);
-    if (by_caller) ddp__run_queue_until(group, op);
+    if (by_caller) ddp__run_queue(op);
     return ddp__op_wait_or_store(group, op, work);
-}
-
-DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
-    DDP__NEED(group && fn, "group or fn is NULL");
-    DDP__NOT_FORKED(group, __func__);
-    return ddp__enqueue(group, NULL, fn, argument, work);
 }
 
 /* Issues a checked call. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_work *work) {
     DDP__NOT_FORKED(group, ddp__call_title(call));
-    if (work || group->needs_queue) return ddp__enqueue(group, call, ddp__run_call, call, work);
+    if (work || group->needs_queue) return ddp_group_enqueue(group, ddp__run_call, call, work);
     return ddp__deliver(group, ddp__run_call(group, call));
 }
 
@@ -5991,7 +5989,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
     if (last) {
-        ddp__run_queue_until(group, last);
+        ddp__run_queue(last);
         *done = op->done;
     }
     if (!*done || op->outcome.result != DDP_OK || !op->has_event
@@ -8804,8 +8802,9 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
                  (int)getpid());
         pthread_mutex_lock(&group->lock);
         int pending = group->head || group->running || group->pending_p2p;
-        group->thread_stop = 1;
-        ddp__comm_thread_wake(group);
+        group->thread_end.done = 1;
+        pthread_cond_signal(&group->work_cond);
+        ddp__p2p_wake(group);
         pthread_mutex_unlock(&group->lock);
         if (pending) ddp_group_poison(group, DDP_ERR_PEER_LOST, text);
         if (group->thread_started) pthread_join(group->thread, NULL);
@@ -10618,22 +10617,6 @@ static void ddp__bucket_copy_f32(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* Reduces elements of a bucket that are adjacent in memory: with the hook, or an all-reduce. */
-static ddp_result ddp__bucket_reduce_range(ddp__bucket *bucket, void *data, size_t count) {
-    ddp_reducer *reducer = bucket->reducer;
-    if (count == 0) return DDP_OK;
-    if (reducer->group->world_size > 1) reducer->bytes_reduced += count * ddp_dtype_size(bucket->wire);
-    if (reducer->desc.hook) return ddp__bucket_hook(bucket, data, count);
-    if (ddp__reducer_is_local(reducer)) {
-        reducer->device->divide(data, count, bucket->wire, bucket->divisor);
-        return DDP_OK;
-    }
-    ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
-    call.op = DDP_OP_AVG;
-    call.divisor = bucket->divisor;
-    return ddp__run_call(reducer->group, &call);
-}
-
 /* Reduces one bucket. A gradient that was not announced counts as zeros. */
 static ddp_result ddp__bucket_reduce(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
@@ -10657,12 +10640,28 @@ static ddp_result ddp__bucket_reduce(ddp_group *group, void *argument) {
         ddp__bucket_copy_f32(bucket, 1);
     else
         ddp__bucket_copy(bucket, 1);
-    DDP_TRY(ddp__bucket_reduce_range(bucket, reducer->flat, bucket->flat_count));
-    for (int k = bucket->first; k <= bucket->last; k++) {
-        int param = reducer->order[k];
-        const ddp__grad *grad = &reducer->grads[param];
-        void *data = f32_sums ? reducer->desc.params[param].sum.data : grad->data;
-        if (grad->in_place) DDP_TRY(ddp__bucket_reduce_range(bucket, data, grad->range_count));
+    /* first the flat part of the bucket, then the gradients that are reduced in place */
+    for (int k = bucket->first - 1; k <= bucket->last; k++) {
+        void *data = reducer->flat;
+        size_t count = bucket->flat_count;
+        if (k >= bucket->first) {
+            int param = reducer->order[k];
+            const ddp__grad *grad = &reducer->grads[param];
+            data = f32_sums ? reducer->desc.params[param].sum.data : grad->data;
+            count = grad->in_place ? grad->range_count : 0;
+        }
+        if (count == 0) continue;
+        if (group->world_size > 1) reducer->bytes_reduced += count * ddp_dtype_size(bucket->wire);
+        if (reducer->desc.hook) {
+            DDP_TRY(ddp__bucket_hook(bucket, data, count));
+        } else if (ddp__reducer_is_local(reducer)) {
+            reducer->device->divide(data, count, bucket->wire, bucket->divisor);
+        } else {
+            ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
+            call.op = DDP_OP_AVG;
+            call.divisor = bucket->divisor;
+            DDP_TRY(ddp__run_call(group, &call));
+        }
     }
     if (f32_sums)
         ddp__bucket_copy_f32(bucket, 0);
