@@ -1,232 +1,295 @@
-/*  train_mlp.c - Fashion-MNIST by DDP, in one page: data, ranks, gradients that are averaged while backward runs, a test that counts each image once.
+/*  train_mlp.c - a classifier of Fashion-MNIST on several ranks, with data parallelism (DDP)
 
-    apt-get install dataset-fashion-mnist          the data; or give a folder with the four files of MNIST or one of its family, gzipped or not
-    cc -O3 -march=native examples/train_mlp.c -o train_mlp -lm -lpthread
-    ./train_mlp                                    on every core; --help lists the flags; mpirun -n 2 ./train_mlp takes the ranks of a launcher
+        cc -O3 -march=native examples/train_mlp.c -o train_mlp -lm -lpthread
+        ./train_mlp             2 ranks; a synthetic data set
+        ./train_mlp 2 data      2 ranks, and a folder with the files of MNIST or Fashion-MNIST:
+                                apt-get install dataset-fashion-mnist
+                                cp -r /usr/share/datasets/fashion-mnist data && gunzip -r data
 
-    A step takes --batch images, in micro-batches of MICRO: those of a rank add up in pairs, then over ranks in the same tree. So 1, 2 and 4 ranks end
-    with the same weights, bit for bit, as the last line shows. */
+    Every rank holds the whole model and trains on its part of each batch. The reducer averages the gradients
+    over the ranks while backward still computes the layers below. 1, 2 and 4 ranks end with the same bits:
+    the last line prints a hash of the weights. train_mlp_fsdp.c, train_mlp_pipeline.c and train_mlp_tensor.c
+    train the same model with other strategies; diff shows what changes. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "launcher.h"
-#include "mlp.h"
-#include "options.h"
-#include "sources.h"
-#include "training.h"
+#include "../ddp_fsdp.h" /* ddp_optimizer, ddp_lr_at */
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-enum { LAYERS = 3, PARAMS = 2 * LAYERS, MICRO = 64, HIDDEN = 256, TRAIN = 0, TEST = 1 };
-#define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
-#define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
+enum { PIXELS = 784, HIDDEN = 128, CLASSES = 10, LAYERS = 4, PARAMS = 2 * LAYERS };
+enum { MICRO = 64, BATCH = 4 * MICRO, EPOCHS = 4 };
+static const int width[LAYERS + 1] = {PIXELS, HIDDEN, HIDDEN, HIDDEN, CLASSES};
 
-typedef struct job {
-    int ranks, epochs, batch, threads;
-    double lr;
-    source images[2], labels[2]; /* of TRAIN and TEST; opened once, before there are ranks, which share the pages */
-    source *fields[2][3];        /* both, and NULL */
-    int widths[LAYERS + 1];      /* pixels, HIDDEN, HIDDEN, classes */
-} job;
+//== data =======================================================================================
+typedef struct dataset {
+    int64_t count;
+    const uint8_t *images, *labels; /* (count, PIXELS), (count) */
+} dataset;
+
+/* Maps a file of MNIST: a header of `header` bytes, then size bytes of pixels or labels. NULL on failure. */
+static const uint8_t *map_idx(const char *folder, const char *name, int64_t header, int64_t size) {
+    char path[1024];
+    struct stat info;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    int fd = open(path, O_RDONLY);
+    int fits = fd >= 0 && fstat(fd, &info) == 0 && info.st_size == header + size;
+    void *file = fits ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
+    if (fd >= 0) close(fd);
+    if (file == MAP_FAILED) ddp_fail(DDP_ERR_INVALID, "%s is missing, or not a file of MNIST", path);
+    return file == MAP_FAILED ? NULL : (const uint8_t *)file + header;
+}
+
+static ddp_result open_data(const char *folder, dataset *train, dataset *test) {
+    *train = (dataset){60000, map_idx(folder, "train-images-idx3-ubyte", 16, 60000 * PIXELS),
+                       map_idx(folder, "train-labels-idx1-ubyte", 8, 60000)};
+    *test = (dataset){10000, map_idx(folder, "t10k-images-idx3-ubyte", 16, 10000 * PIXELS),
+                      map_idx(folder, "t10k-labels-idx1-ubyte", 8, 10000)};
+    return train->images && train->labels && test->images && test->labels ? DDP_OK : DDP_ERR_INVALID;
+}
+
+/* Without files: noise, and a bright stripe at the height of the label. */
+static ddp_result make_data(dataset *train, dataset *test) {
+    enum { TRAIN = 4096, TEST = 1024, COUNT = TRAIN + TEST };
+    uint8_t *images = (uint8_t *)malloc(COUNT * (PIXELS + 1)), *labels = images + COUNT * PIXELS;
+    uint32_t random = 1;
+    if (!images) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the data set");
+    for (int i = 0; i < COUNT * PIXELS; i++) {
+        random = random * 1664525 + 1013904223;
+        images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
+    }
+    for (int i = 0; i < COUNT; i++) labels[i] = (uint8_t)(i % CLASSES);
+    *train = (dataset){TRAIN, images, labels};
+    *test = (dataset){TEST, images + TRAIN * PIXELS, labels + TRAIN};
+    return DDP_OK;
+}
+
+/* Called by the loader's threads: copies one image and its label. */
+static ddp_result fetch(void *user, int64_t index, void *const *fields) {
+    const dataset *data = (const dataset *)user;
+    memcpy(fields[0], data->images + index * PIXELS, PIXELS);
+    memcpy(fields[1], data->labels + index, 1);
+    return data->labels[index] < CLASSES ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "a label is not below 10");
+}
+
+//== model ======================================================================================
+typedef struct metrics {
+    ddp_mean loss, accuracy;
+} metrics;
 
 typedef struct trainer {
-    job *plan;
     ddp_group *world;
-    mlp model;
-    ddp_param params[PARAMS]; /* weight and bias of each layer */
-    float *moments[PARAMS];   /* Adam's, two for each number */
-    ddp_loader *loader[2];
+    ddp_loader *train, *test;
+    ddp_param params[PARAMS]; /* of layer l: 2l weight (width[l], width[l + 1]), 2l + 1 bias */
+    float value[PARAMS][PIXELS * HIDDEN];
+    float out[LAYERS + 1][MICRO * PIXELS]; /* (MICRO, width) each; out[0] are the pixels */
+    float d_out[LAYERS + 1][MICRO * PIXELS];
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
+    ddp_optimizer *optimizer;
 } trainer;
 
-//== data ====================================================================================================
+/* out[l + 1] = relu(out[l] weight + bias) for n rows; the last layer has no relu. */
+static void forward_layer(trainer *t, int l, int n) {
+    const float *weight = (const float *)t->params[2 * l].value.data;
+    const float *bias = (const float *)t->params[2 * l + 1].value.data;
+    int inputs = width[l], outputs = width[l + 1];
+    for (int b = 0; b < n; b++) {
+        const float *in = t->out[l] + b * inputs;
+        float *out = t->out[l + 1] + b * outputs;
+        for (int j = 0; j < outputs; j++) out[j] = bias[j];
+        for (int i = 0; i < inputs; i++)
+            for (int j = 0; j < outputs; j++) out[j] += in[i] * weight[i * outputs + j];
+        for (int j = 0; l < LAYERS - 1 && j < outputs; j++) out[j] = out[j] > 0 ? out[j] : 0;
+    }
+}
 
-static ddp_result open_data(job *j, const char *folder) {
-    static const char *const names[] = {"train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"};
-    for (int i = 0; i < 4; i++) {
-        source *images = &j->images[i / 2], *s = i % 2 ? &j->labels[i / 2] : images;
-        int32_t label = 0;
-        void *field = &label;
-        char path[4096];
-        snprintf(path, sizeof path - 4, "%s/%s", folder, names[i]);
-        if (access(path, R_OK) != 0) strcat(path, ".gz");
-        if (access(path, R_OK) != 0) return WRONG("there is no %.300s; run `apt-get install dataset-fashion-mnist`, or give a folder that has it", path);
-        TRY(source_open_idx(s, path));
-        if (s->sample.dtype != DDP_U8 || (i % 2 ? s->sample.ndim != 0 : ddp_tensor_count(&s->sample) > 1 << 20))
-            return WRONG("%.300s does not hold %s of one byte each; give files as MNIST has them", path, i % 2 ? "labels" : "pixels");
-        if (s->count != images->count || (i == 2 && ddp_tensor_count(&s->sample) != j->widths[0]))
-            return WRONG("%.300s has another number of %s than the file before it; give files that belong together", path, i % 2 ? "samples" : "pixels");
-        if (i == 0) j->widths[0] = (int)ddp_tensor_count(&s->sample);
-        for (int64_t k = 0; i % 2 && k < s->count; k++) {
-            TRY(source_fetch(s, k, &field));
-            memcpy(&label, field, 1);
-            j->widths[LAYERS] = label >= j->widths[LAYERS] ? label + 1 : j->widths[LAYERS];
+/* From d_out[l + 1]: the gradients of weight and bias, and d_out[l]. */
+static void backward_layer(trainer *t, int l, int n) {
+    const float *weight = (const float *)t->params[2 * l].value.data;
+    float *d_weight = (float *)t->params[2 * l].grad.data, *d_bias = (float *)t->params[2 * l + 1].grad.data;
+    int inputs = width[l], outputs = width[l + 1];
+    memset(d_weight, 0, sizeof(float) * (size_t)(inputs * outputs));
+    memset(d_bias, 0, sizeof(float) * (size_t)outputs);
+    for (int b = 0; b < n; b++) {
+        const float *in = t->out[l] + b * inputs, *out = t->out[l + 1] + b * outputs;
+        float *d_in = t->d_out[l] + b * inputs, *d = t->d_out[l + 1] + b * outputs;
+        for (int j = 0; l < LAYERS - 1 && j < outputs; j++) d[j] = out[j] > 0 ? d[j] : 0;
+        for (int j = 0; j < outputs; j++) d_bias[j] += d[j];
+        for (int i = 0; i < inputs; i++) {
+            float sum = 0;
+            for (int j = 0; j < outputs; j++) d_weight[i * outputs + j] += in[i] * d[j];
+            for (int j = 0; l > 0 && j < outputs; j++) sum += weight[i * outputs + j] * d[j];
+            d_in[i] = sum;
         }
     }
-    return DDP_OK;
 }
 
-/* Threads of its own fetch micro-batches ahead, in the sampler's order. */
-static ddp_result build_loader(trainer *t, int set) {
-    job *j = t->plan;
-    ddp_tensor fields[2] = {j->images[set].sample, j->labels[set].sample};
-    ddp_loader_desc desc = DDP_ZERO;
-    desc.sampler.dataset_size = j->images[set].count;
-    desc.sampler.num_replicas = ddp_world_size(t->world);
-    desc.sampler.rank = ddp_rank(t->world);
-    desc.sampler.global_batch = set == TRAIN ? j->batch : 0;              /* the same global batches on any number of ranks, the last one padded */
-    desc.sampler.no_shuffle = desc.sampler.no_pad = set == TEST;          /* every image once: ranks may have different numbers of them */
-    desc.batch_size = MICRO;
-    desc.fields = fields;
-    desc.field_count = 2;
-    desc.fetch = source_fetch_each;
-    desc.fetch_user = j->fields[set];
-    return ddp_loader_create(&t->loader[set], &desc);
+/* Adds loss and accuracy of the logits out[LAYERS], without padding, and sets their gradient. */
+static void cross_entropy(trainer *t, const ddp_batch *batch, metrics *m) {
+    for (int b = 0; b < batch->count; b++) {
+        const float *logits = t->out[LAYERS] + b * CLASSES;
+        float *d_logits = t->d_out[LAYERS] + b * CLASSES, max = logits[0], sum = 0;
+        int label = ((const uint8_t *)batch->fields[1].data)[b];
+        for (int j = 1; j < CLASSES; j++) max = logits[j] > max ? logits[j] : max;
+        for (int j = 0; j < CLASSES; j++) sum += expf(logits[j] - max);
+        for (int j = 0; j < CLASSES; j++)
+            d_logits[j] = (expf(logits[j] - max) / sum - (j == label)) / (float)batch->count;
+        if (batch->is_padding[b]) continue;
+        ddp_mean_add(&m->loss, logf(sum) + max - logits[label], 1);
+        ddp_mean_add(&m->accuracy, logits[label] == max, 1);
+    }
 }
 
-//== a step ==================================================================================================
-
-/* What makes the model parallel. Gradients are NULL: the reducer places them where peers read them. Collective. */
-static ddp_result build(trainer *t) {
-    ddp_reducer_desc reducer = DDP_ZERO;
-    ddp_accumulator_desc accumulator = DDP_ZERO;
-    if (mlp_create(&t->model, LAYERS, t->plan->widths, MICRO, 1)) return ddp_fail(DDP_ERR_NO_MEMORY, "the model does not fit in memory");
+/* He et al. 2015: uniform weights of variance 2 / inputs. */
+static void create_model(trainer *t) {
+    static const char *const names[] = {"w0", "b0", "w1", "b1", "w2", "b2", "w3", "b3"};
+    uint32_t random = 1;
     for (int i = 0; i < PARAMS; i++) {
-        const mlp_layer *l = &t->model.layer[i / 2];
-        ddp_param param = {i % 2 ? "bias" : "weight", {i % 2 ? l->bias : l->weight, DDP_F32, 1, {(int64_t)(i % 2 ? 1 : l->inputs) * l->outputs}}, DDP_ZERO, DDP_ZERO};
-        t->params[i] = param;
-        t->moments[i] = (float *)calloc(2 * (size_t)param.value.shape[0], sizeof(float));
-        if (!t->moments[i]) return ddp_fail(DDP_ERR_NO_MEMORY, "the optimizer does not fit in memory");
-    }
-    reducer.params = accumulator.params = t->params;
-    reducer.param_count = accumulator.param_count = PARAMS;
-    reducer.micro_batch_count = accumulator.micro_batch_count = t->plan->batch / MICRO / ddp_world_size(t->world);
-    TRY(ddp_reducer_create(&t->reducer, t->world, &reducer));
-    for (int i = 0; i < PARAMS; i++) *(i % 2 ? &t->model.layer[i / 2].d_bias : &t->model.layer[i / 2].d_weight) = (float *)t->params[i].grad.data;
-    accumulator.reducer = t->reducer;
-    TRY(ddp_accumulator_create(&t->accumulator, t->world, &accumulator));
-    TRY(build_loader(t, TRAIN));
-    return build_loader(t, TEST);
-}
-
-/* metrics: the loss, and how many are right. */
-static void forward(trainer *t, const ddp_batch *batch, metric *metrics) {
-    mlp *m = &t->model;
-    const uint8_t *pixels = (const uint8_t *)batch->fields[0].data, *labels = (const uint8_t *)batch->fields[1].data;
-    int classes = t->plan->widths[LAYERS], rows = (int)batch->count, is_right;
-    for (int i = 0; i < rows * t->plan->widths[0]; i++) m->out[0][i] = (float)pixels[i] / 128 - 0.5f;
-    for (int i = 0; i < LAYERS; i++) mlp_forward(&m->layer[i], m->pack, rows, m->out[i], m->out[i + 1]);
-    for (int r = 0; r < rows; r++) {
-        double loss = mlp_loss(classes, m->out[LAYERS] + r * classes, labels[r], &is_right, m->d_out[LAYERS] + r * classes, 1.0f / (float)rows);
-        metric_add(&metrics[0], loss, batch->is_padding[r]);
-        metric_add(&metrics[1], is_right, batch->is_padding[r]);
-    }
-}
-
-/* Announces gradients as soon as they are final: after the last micro-batch they are on their way while the layers below are computed. */
-static ddp_result backward(trainer *t, int rows, int *last) {
-    mlp *m = &t->model;
-    for (int i = LAYERS - 1; i >= 0; i--) {
-        mlp_backward(&m->layer[i], m->pack, rows, m->out[i], m->out[i + 1], m->d_out[i + 1], i ? m->d_out[i] : NULL);
-        TRY(ddp_accumulator_ready(t->accumulator, 2 * i + 1));
-        TRY(ddp_accumulator_ready(t->accumulator, 2 * i));
-    }
-    return ddp_accumulator_next(t->accumulator, last);
-}
-
-/* One epoch: trains, or tests. *step counts those of all epochs. Collective. */
-static ddp_result run_epoch(trainer *t, int set, int epoch, int *step, int steps, metric_total *totals) {
-    metric metrics[2];
-    ddp_batch batch;
-    int last;
-    memset(metrics, 0, sizeof metrics);
-    TRY(ddp_loader_set_epoch(t->loader[set], (uint64_t)epoch));
-    for (;;) {
-        TRY(ddp_loader_next(t->loader[set], &batch));
-        if (batch.count == 0) return metric_all_reduce(t->world, metrics, 2, t->plan->images[set].count, totals);
-        forward(t, &batch, metrics);
-        if (set == TEST) continue;
-        TRY(backward(t, (int)batch.count, &last));
-        if (!last) continue;
-        TRY(ddp_reducer_wait(t->reducer)); /* every gradient is the average over ranks */
-        ++*step;
-        for (int i = 0; i < PARAMS; i++) {
-            size_t count = (size_t)t->params[i].value.shape[0];
-            gpt_adamw((float *)t->params[i].value.data, (const float *)t->params[i].grad.data, t->moments[i], t->moments[i] + count, count,
-                      (float)(t->plan->lr * (steps + 1 - *step) / steps), 0.9f, 0.999f, 1e-8f, i % 2 ? 0.0f : 0.01f, *step, 1.0f);
+        int rows = i % 2 ? 1 : width[i / 2], columns = width[i / 2 + 1];
+        t->params[i] = (ddp_param){.name = names[i], .value = {t->value[i], DDP_F32, 2, {rows, columns}}};
+        for (int k = 0; i % 2 == 0 && k < rows * columns; k++) {
+            random = random * 1664525 + 1013904223;
+            t->value[i][k] = sqrtf(6.0f / (float)rows) * ((float)(random >> 8) / 8388608.0f - 1);
         }
-        TRY(drift_check(t->world, t->params, PARAMS, *step, 100));
     }
 }
 
-//== the whole ===============================================================================================
+/* The reducer allocates the gradients, broadcasts the weights of rank 0, and averages. The accumulator adds
+   the micro-batches of this rank in the order in which the reducer adds ranks: as a binary tree. */
+static ddp_result create_strategy(trainer *t) {
+    int micro_batches = BATCH / MICRO / ddp_world_size(t->world);
+    ddp_reducer_desc reducer = {
+        .params = t->params, .param_count = PARAMS, .micro_batch_count = micro_batches};
+    DDP_TRY(ddp_reducer_create(&t->reducer, t->world, &reducer));
+    ddp_accumulator_desc accumulator = {.reducer = t->reducer,
+                                        .params = t->params,
+                                        .param_count = PARAMS,
+                                        .micro_batch_count = micro_batches};
+    DDP_TRY(ddp_accumulator_create(&t->accumulator, t->world, &accumulator));
+    ddp_optimizer_desc adamw = {.params = t->params, .param_count = PARAMS, .weight_decay = 0.01f};
+    return ddp_optimizer_create(&t->optimizer, t->world, &adamw);
+}
 
-static ddp_result train(trainer *t) {
-    job *j = t->plan;
-    int step = 0, steps = (int)((j->images[TRAIN].count + j->batch - 1) / j->batch) * j->epochs, speaks = ddp_rank(t->world) == 0;
-    metric_total trained[2], tested[2];
-    ddp_loader_stats stats = DDP_ZERO;
-    uint64_t hash = 0;
-    double start = ddp_now();
-    for (int epoch = 0; epoch < j->epochs; epoch++) {
-        TRY(run_epoch(t, TRAIN, epoch, &step, steps, trained));
-        TRY(run_epoch(t, TEST, epoch, &step, steps, tested));
-        if (!speaks) continue;
-        printf("epoch %2d/%d   loss %.4f   test loss %.4f   accuracy %.2f%%   %.1f s\n", epoch + 1, j->epochs, trained[0].mean, tested[0].mean,
-               100 * tested[1].mean, ddp_now() - start);
-        fflush(stdout);
-    }
-    for (int i = 0; i < PARAMS; i++) hash = hash * 31 + drift_hash(t->params[i].value.data, (size_t)t->params[i].value.shape[0] * sizeof(float));
-    TRY(drift_check(t->world, t->params, PARAMS, step, 1));
-    TRY(ddp_loader_get_stats(t->loader[TRAIN], &stats));
-    if (speaks)
-        printf("ranks: %d, %.2f s of the time waiting for data\ntest images right: %.0f of %lld\nweights hash: %016llx\n", ddp_world_size(t->world),
-               stats.wait_seconds, tested[1].sum, (long long)tested[1].count, (unsigned long long)hash);
+/* With global_batch, the batches of an epoch are the same on any number of ranks; rank r takes block r. */
+static ddp_result create_loader(ddp_loader **out, trainer *t, dataset *data, int64_t count,
+                                int global_batch) {
+    const ddp_tensor fields[2] = {{NULL, DDP_U8, 1, {PIXELS}}, {NULL, DDP_U8, 0, {0}}};
+    ddp_sampler_desc sampler = {.dataset_size = count,
+                                .num_replicas = ddp_world_size(t->world),
+                                .rank = ddp_rank(t->world),
+                                .global_batch = global_batch};
+    ddp_loader_desc desc = {sampler, MICRO, fields, .field_count = 2, .fetch = fetch, .fetch_user = data};
+    return ddp_loader_create(out, &desc);
+}
+
+static ddp_result forward(trainer *t, const ddp_batch *batch, metrics *m) {
+    const uint8_t *pixels = (const uint8_t *)batch->fields[0].data;
+    for (int64_t i = 0; i < batch->count * PIXELS; i++) t->out[0][i] = (float)pixels[i] / 128 - 0.5f;
+    for (int l = 0; l < LAYERS; l++) forward_layer(t, l, (int)batch->count);
+    cross_entropy(t, batch, m);
     return DDP_OK;
+}
+
+/* The reducer sends a bucket as soon as its gradients are ready, while the layers below are computed. */
+static ddp_result backward(trainer *t, int n) {
+    for (int l = LAYERS - 1; l >= 0; l--) {
+        backward_layer(t, l, n);
+        DDP_TRY(ddp_accumulator_ready(t->accumulator, 2 * l + 1));
+        DDP_TRY(ddp_accumulator_ready(t->accumulator, 2 * l));
+    }
+    return ddp_accumulator_next(t->accumulator, NULL);
+}
+
+/* A hash of all weights, the same on every rank. */
+static ddp_result hash_weights(trainer *t, uint64_t *hash) {
+    *hash = 14695981039346656037u;
+    for (int i = 0; i < PARAMS; i++)
+        for (size_t k = 0; k < sizeof(float) * (size_t)(i % 2 ? 1 : width[i / 2]) * (size_t)width[i / 2 + 1];
+             k++)
+            *hash = (*hash ^ ((const uint8_t *)t->value[i])[k]) * 1099511628211u;
+    return DDP_OK;
+}
+
+/* Trains for one epoch, then tests. *step counts the steps of all epochs. */
+static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_t *step, metrics *trained,
+                            metrics *tested) {
+    int micro_batches = BATCH / MICRO / ddp_world_size(t->world);
+    ddp_batch batch;
+    DDP_TRY(ddp_loader_set_epoch(t->train, (uint64_t)epoch));
+    for (int64_t left = ddp_loader_length(t->train); left > 0; left -= micro_batches) {
+        for (int m = 0; m < micro_batches; m++) {
+            DDP_TRY(ddp_loader_next(t->train, &batch));
+            DDP_TRY(forward(t, &batch, trained));
+            DDP_TRY(backward(t, (int)batch.count));
+        }
+        DDP_TRY(ddp_reducer_wait(t->reducer));
+        DDP_TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(lr, ++*step)));
+        if (ddp_rank(t->world) == 0 && isatty(STDOUT_FILENO) && *step % 10 == 0) {
+            printf("\rstep %lld/%lld ", (long long)*step, (long long)lr->total_steps);
+            fflush(stdout);
+        }
+    }
+    DDP_TRY(ddp_loader_set_epoch(t->test, 0));
+    for (int64_t left = ddp_loader_length(t->test); left > 0; left--) {
+        DDP_TRY(ddp_loader_next(t->test, &batch));
+        DDP_TRY(forward(t, &batch, tested));
+    }
+    DDP_TRY(ddp_mean_reduce(t->world, &trained->loss));
+    return ddp_mean_reduce(t->world, &tested->accuracy);
+}
+
+static ddp_result train(trainer *t, dataset *data) {
+    int64_t step = 0, steps = data[0].count / BATCH; /* per epoch */
+    ddp_lr_desc lr = {.kind = DDP_LR_COSINE, .max_lr = 2e-3, .total_steps = EPOCHS * steps};
+    uint64_t hash;
+    double start = ddp_now(), right = 0;
+    create_model(t);
+    DDP_TRY(create_strategy(t));
+    DDP_TRY(create_loader(&t->train, t, &data[0], steps * BATCH, BATCH));
+    DDP_TRY(create_loader(&t->test, t, &data[1], data[1].count, 0));
+    for (int epoch = 0; epoch < EPOCHS; epoch++) {
+        metrics trained = {0}, tested = {0};
+        DDP_TRY(run_epoch(t, epoch, &lr, &step, &trained, &tested));
+        right = 100 * ddp_mean_value(&tested.accuracy);
+        if (ddp_rank(t->world) == 0)
+            printf("\repoch %d/%d   loss %.4f   test accuracy %.2f%%   %.1f s\n", epoch + 1, EPOCHS,
+                   ddp_mean_value(&trained.loss), right, ddp_now() - start);
+    }
+    DDP_TRY(hash_weights(t, &hash));
+    if (ddp_rank(t->world) == 0) printf("weights %016llx\n", (unsigned long long)hash);
+    return right > 80 ? DDP_OK : ddp_fail(DDP_ERR_CORRUPT, "test accuracy %.2f%% is below 80%%", right);
 }
 
 static ddp_result rank_main(ddp_group *world, void *user) {
-    trainer t;
-    int ranks = ddp_world_size(world), share = ((job *)user)->batch / (MICRO * ranks);
-    ddp_result result;
-    memset(&t, 0, sizeof t);
-    t.plan = (job *)user;
-    t.world = world;
-    if (share < 1 || t.plan->batch != share * MICRO * ranks || (share & (share - 1) && ranks > 1))
-        return WRONG("--batch %d is not 1, 2, 4 ... micro-batches of %d for each of %d ranks; use --batch %d", t.plan->batch, MICRO, ranks, MICRO * ranks);
-    result = build(&t);
-    if (result == DDP_OK) result = train(&t);
-    for (int set = 0; set < 2; set++) ddp_loader_destroy(t.loader[set]);
-    ddp_accumulator_destroy(t.accumulator);
-    ddp_reducer_destroy(t.reducer);
-    for (int i = 0; i < PARAMS; i++) free(t.moments[i]);
-    free(t.model.memory);
+    int ranks = ddp_world_size(world);
+    if (BATCH / MICRO % ranks) return ddp_fail(DDP_ERR_INVALID, "%d ranks: use 1, 2 or 4", ranks);
+    trainer *t = (trainer *)calloc(1, sizeof *t);
+    if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the model");
+    t->world = world;
+    ddp_result result = train(t, (dataset *)user);
+    ddp_loader_destroy(t->train);
+    ddp_loader_destroy(t->test);
+    ddp_optimizer_destroy(t->optimizer);
+    ddp_accumulator_destroy(t->accumulator);
+    ddp_reducer_destroy(t->reducer);
+    free(t);
     return result;
 }
 
 int main(int argc, char **argv) {
-    job j = {0, 10, 256, 0, 1.5e-3, {DDP_ZERO, DDP_ZERO}, {DDP_ZERO, DDP_ZERO}, {{NULL, NULL, NULL}, {NULL, NULL, NULL}}, {0}};
-    const option options[] = {{"--ranks", "N", &j.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS,
-                               "ranks to start; 0 = one per core, up to 4, or those of a launcher"},
-                              {"--epochs", "N", &j.epochs, NULL, NULL, 1, 10000, "times through the data"},
-                              {"--batch", "N", &j.batch, NULL, NULL, MICRO, 65536, "images of a step, over all ranks"},
-                              {"--lr", "X", NULL, &j.lr, NULL, 1e-9, 10, "learning rate at the start"},
-                              {"--threads-as-ranks", NULL, &j.threads, NULL, NULL, 0, 1, "ranks are threads of one process"}};
-    const char *folder = "/usr/share/datasets/fashion-mnist", **paths = (const char **)calloc((size_t)argc + 1, sizeof *paths);
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    ddp_launch_desc desc = DDP_ZERO;
-    ddp_result result;
-    int status = paths ? options_read("train_mlp: trains a classifier on the images of a folder", options, 5, argc, argv, paths) : 1;
-    if (status < 0) {
-        if (paths[0]) folder = paths[0];
-        for (int i = 1; i < LAYERS; i++) j.widths[i] = HIDDEN;
-        for (int set = 0; set < 2; set++) j.fields[set][0] = &j.images[set], j.fields[set][1] = &j.labels[set];
-        desc.world_size = ranks_to_start(j.ranks, cores >= 4 ? 4 : cores >= 2 ? 2 : 1);
-        desc.group.log_fn = print_notice;
-        desc.mode = j.threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
-        result = open_data(&j, folder);
-        if (result == DDP_OK) result = ddp_launch(&desc, rank_main, &j);
-        if ((status = result != DDP_OK) != 0) fprintf(stderr, "train_mlp: %s\n", ddp_last_error());
-        for (int i = 0; i < 4; i++) source_close(i % 2 ? &j.labels[i / 2] : &j.images[i / 2]);
-    }
-    free(paths);
-    return status;
+    dataset data[2]; /* training set, test set; opened before the ranks start, which share the memory */
+    ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
+    ddp_result result = argc > 2 ? open_data(argv[2], &data[0], &data[1]) : make_data(&data[0], &data[1]);
+    if (desc.world_size < 1) result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [folder]]", argv[0]);
+    if (result == DDP_OK) result = ddp_launch(&desc, rank_main, data);
+    if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
+    return result != DDP_OK;
 }
+
+/* MIT License: see LICENSE. */

@@ -1,0 +1,297 @@
+/*  train_mlp_fsdp.c - a classifier of Fashion-MNIST on several ranks, with sharded parameters (FSDP, ZeRO-3)
+
+        cc -O3 -march=native examples/train_mlp_fsdp.c -o train_mlp_fsdp -lm -lpthread
+        ./train_mlp_fsdp        2 ranks; a synthetic data set
+        ./train_mlp_fsdp 2 data 2 ranks, and a folder with the files of MNIST: see train_mlp.c
+
+    Every rank trains on its part of each batch, but keeps only its rows of weights, gradients and optimizer
+    state. A layer's weights are gathered before its forward and again before its backward; its gradients are
+    reduce-scattered afterwards. 1, 2 and 4 ranks end with the same bits, which are those of train_mlp.c: the
+    last line prints a hash of the weights. diff train_mlp.c train_mlp_fsdp.c shows what changes. */
+#define DDP_IMPLEMENTATION
+#include "../ddp.h"
+#include "../ddp_fsdp.h"
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { PIXELS = 784, HIDDEN = 128, CLASSES = 10, LAYERS = 4, PARAMS = 2 * LAYERS };
+enum { MICRO = 64, BATCH = 4 * MICRO, EPOCHS = 4 };
+static const int width[LAYERS + 1] = {PIXELS, HIDDEN, HIDDEN, HIDDEN, CLASSES};
+
+//== data =======================================================================================
+typedef struct dataset {
+    int64_t count;
+    const uint8_t *images, *labels; /* (count, PIXELS), (count) */
+} dataset;
+
+/* Maps a file of MNIST: a header of `header` bytes, then size bytes of pixels or labels. NULL on failure. */
+static const uint8_t *map_idx(const char *folder, const char *name, int64_t header, int64_t size) {
+    char path[1024];
+    struct stat info;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    int fd = open(path, O_RDONLY);
+    int fits = fd >= 0 && fstat(fd, &info) == 0 && info.st_size == header + size;
+    void *file = fits ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
+    if (fd >= 0) close(fd);
+    if (file == MAP_FAILED) ddp_fail(DDP_ERR_INVALID, "%s is missing, or not a file of MNIST", path);
+    return file == MAP_FAILED ? NULL : (const uint8_t *)file + header;
+}
+
+static ddp_result open_data(const char *folder, dataset *train, dataset *test) {
+    *train = (dataset){60000, map_idx(folder, "train-images-idx3-ubyte", 16, 60000 * PIXELS),
+                       map_idx(folder, "train-labels-idx1-ubyte", 8, 60000)};
+    *test = (dataset){10000, map_idx(folder, "t10k-images-idx3-ubyte", 16, 10000 * PIXELS),
+                      map_idx(folder, "t10k-labels-idx1-ubyte", 8, 10000)};
+    return train->images && train->labels && test->images && test->labels ? DDP_OK : DDP_ERR_INVALID;
+}
+
+/* Without files: noise, and a bright stripe at the height of the label. */
+static ddp_result make_data(dataset *train, dataset *test) {
+    enum { TRAIN = 4096, TEST = 1024, COUNT = TRAIN + TEST };
+    uint8_t *images = (uint8_t *)malloc(COUNT * (PIXELS + 1)), *labels = images + COUNT * PIXELS;
+    uint32_t random = 1;
+    if (!images) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the data set");
+    for (int i = 0; i < COUNT * PIXELS; i++) {
+        random = random * 1664525 + 1013904223;
+        images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
+    }
+    for (int i = 0; i < COUNT; i++) labels[i] = (uint8_t)(i % CLASSES);
+    *train = (dataset){TRAIN, images, labels};
+    *test = (dataset){TEST, images + TRAIN * PIXELS, labels + TRAIN};
+    return DDP_OK;
+}
+
+/* Called by the loader's threads: copies one image and its label. */
+static ddp_result fetch(void *user, int64_t index, void *const *fields) {
+    const dataset *data = (const dataset *)user;
+    memcpy(fields[0], data->images + index * PIXELS, PIXELS);
+    memcpy(fields[1], data->labels + index, 1);
+    return data->labels[index] < CLASSES ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "a label is not below 10");
+}
+
+//== model ======================================================================================
+typedef struct metrics {
+    ddp_mean loss, accuracy;
+} metrics;
+
+typedef struct trainer {
+    ddp_group *world;
+    ddp_loader *train, *test;
+    ddp_fsdp_param params[PARAMS]; /* of layer l: 2l weight (width[l], width[l + 1]), 2l + 1 bias */
+    float value[PARAMS][PIXELS * HIDDEN];
+    float out[LAYERS + 1][MICRO * PIXELS]; /* (MICRO, width) each; out[0] are the pixels */
+    float d_out[LAYERS + 1][MICRO * PIXELS];
+    ddp_fsdp_unit_desc units[LAYERS];
+    ddp_fsdp *fsdp;
+} trainer;
+
+/* out[l + 1] = relu(out[l] weight + bias) for n rows; the last layer has no relu. */
+static void forward_layer(trainer *t, int l, int n) {
+    const float *weight = (const float *)t->params[2 * l].param.value.data;
+    const float *bias = (const float *)t->params[2 * l + 1].param.value.data;
+    int inputs = width[l], outputs = width[l + 1];
+    for (int b = 0; b < n; b++) {
+        const float *in = t->out[l] + b * inputs;
+        float *out = t->out[l + 1] + b * outputs;
+        for (int j = 0; j < outputs; j++) out[j] = bias[j];
+        for (int i = 0; i < inputs; i++)
+            for (int j = 0; j < outputs; j++) out[j] += in[i] * weight[i * outputs + j];
+        for (int j = 0; l < LAYERS - 1 && j < outputs; j++) out[j] = out[j] > 0 ? out[j] : 0;
+    }
+}
+
+/* From d_out[l + 1]: the gradients of weight and bias, and d_out[l]. */
+static void backward_layer(trainer *t, int l, int n) {
+    const float *weight = (const float *)t->params[2 * l].param.value.data;
+    float *d_weight = (float *)t->params[2 * l].param.grad.data,
+          *d_bias = (float *)t->params[2 * l + 1].param.grad.data;
+    int inputs = width[l], outputs = width[l + 1];
+    memset(d_weight, 0, sizeof(float) * (size_t)(inputs * outputs));
+    memset(d_bias, 0, sizeof(float) * (size_t)outputs);
+    for (int b = 0; b < n; b++) {
+        const float *in = t->out[l] + b * inputs, *out = t->out[l + 1] + b * outputs;
+        float *d_in = t->d_out[l] + b * inputs, *d = t->d_out[l + 1] + b * outputs;
+        for (int j = 0; l < LAYERS - 1 && j < outputs; j++) d[j] = out[j] > 0 ? d[j] : 0;
+        for (int j = 0; j < outputs; j++) d_bias[j] += d[j];
+        for (int i = 0; i < inputs; i++) {
+            float sum = 0;
+            for (int j = 0; j < outputs; j++) d_weight[i * outputs + j] += in[i] * d[j];
+            for (int j = 0; l > 0 && j < outputs; j++) sum += weight[i * outputs + j] * d[j];
+            d_in[i] = sum;
+        }
+    }
+}
+
+/* Adds loss and accuracy of the logits out[LAYERS], without padding, and sets their gradient. */
+static void cross_entropy(trainer *t, const ddp_batch *batch, metrics *m) {
+    for (int b = 0; b < batch->count; b++) {
+        const float *logits = t->out[LAYERS] + b * CLASSES;
+        float *d_logits = t->d_out[LAYERS] + b * CLASSES, max = logits[0], sum = 0;
+        int label = ((const uint8_t *)batch->fields[1].data)[b];
+        for (int j = 1; j < CLASSES; j++) max = logits[j] > max ? logits[j] : max;
+        for (int j = 0; j < CLASSES; j++) sum += expf(logits[j] - max);
+        for (int j = 0; j < CLASSES; j++)
+            d_logits[j] = (expf(logits[j] - max) / sum - (j == label)) / (float)batch->count;
+        if (batch->is_padding[b]) continue;
+        ddp_mean_add(&m->loss, logf(sum) + max - logits[label], 1);
+        ddp_mean_add(&m->accuracy, logits[label] == max, 1);
+    }
+}
+
+/* He et al. 2015: uniform weights of variance 2 / inputs. */
+static void create_model(trainer *t) {
+    static const char *const names[] = {"w0", "b0", "w1", "b1", "w2", "b2", "w3", "b3"};
+    uint32_t random = 1;
+    for (int i = 0; i < PARAMS; i++) {
+        int rows = i % 2 ? 1 : width[i / 2], columns = width[i / 2 + 1];
+        t->params[i].param = (ddp_param){.name = names[i],
+                                         .value = {t->value[i], DDP_F32, 2, {rows, columns}}};
+        for (int k = 0; i % 2 == 0 && k < rows * columns; k++) {
+            random = random * 1664525 + 1013904223;
+            t->value[i][k] = sqrtf(6.0f / (float)rows) * ((float)(random >> 8) / 8388608.0f - 1);
+        }
+    }
+}
+
+/* One unit for each layer. Micro-batch k of rank r is number k W + r of the step: sums over ranks, and then
+   over micro-batches, are the binary tree that train_mlp.c adds, too. */
+static ddp_result create_strategy(trainer *t) {
+    for (int l = 0; l < LAYERS; l++)
+        t->units[l] = (ddp_fsdp_unit_desc){.params = &t->params[2 * l], .param_count = 2};
+    ddp_fsdp_desc desc = {.units = t->units,
+                          .unit_count = LAYERS,
+                          .micro_batch_count = BATCH / MICRO / ddp_world_size(t->world),
+                          .overwrite_gradients = 1,
+                          .optimizer = {.weight_decay = 0.01f}}; /* AdamW */
+    return ddp_fsdp_create(&t->fsdp, t->world, &desc);
+}
+
+/* With global_batch, the batches of an epoch are the same on any number of ranks; rank r takes block r. */
+static ddp_result create_loader(ddp_loader **out, trainer *t, dataset *data, int64_t count,
+                                int global_batch) {
+    const ddp_tensor fields[2] = {{NULL, DDP_U8, 1, {PIXELS}}, {NULL, DDP_U8, 0, {0}}};
+    ddp_sampler_desc sampler = {.dataset_size = count,
+                                .num_replicas = ddp_world_size(t->world),
+                                .rank = ddp_rank(t->world),
+                                .global_batch = global_batch};
+    ddp_loader_desc desc = {sampler, MICRO, fields, .field_count = 2, .fetch = fetch, .fetch_user = data};
+    return ddp_loader_create(out, &desc);
+}
+
+static ddp_result forward(trainer *t, const ddp_batch *batch, metrics *m) {
+    const uint8_t *pixels = (const uint8_t *)batch->fields[0].data;
+    for (int64_t i = 0; i < batch->count * PIXELS; i++) t->out[0][i] = (float)pixels[i] / 128 - 0.5f;
+    for (int l = 0; l < LAYERS; l++) {
+        DDP_TRY(ddp_fsdp_unshard(t->fsdp, l)); /* also starts to gather the next layer */
+        forward_layer(t, l, (int)batch->count);
+        DDP_TRY(ddp_fsdp_reshard(t->fsdp, l));
+    }
+    cross_entropy(t, batch, m);
+    return DDP_OK;
+}
+
+/* Gradients of a layer are added over ranks while the layers below are computed. */
+static ddp_result backward(trainer *t, int n) {
+    for (int l = LAYERS - 1; l >= 0; l--) {
+        DDP_TRY(ddp_fsdp_unshard(t->fsdp, l));
+        backward_layer(t, l, n);
+        DDP_TRY(ddp_fsdp_reduce_grads(t->fsdp, l));
+    }
+    return DDP_OK;
+}
+
+/* A hash of all weights, the same on every rank. */
+static ddp_result hash_weights(trainer *t, uint64_t *hash) {
+    *hash = 14695981039346656037u;
+    for (int i = 0; i < PARAMS; i++) {
+        size_t size = sizeof(float) * (size_t)(i % 2 ? 1 : width[i / 2]) * (size_t)width[i / 2 + 1];
+        DDP_TRY(ddp_fsdp_unshard(t->fsdp, i / 2));
+        for (size_t k = 0; k < size; k++)
+            *hash = (*hash ^ ((const uint8_t *)t->params[i].param.value.data)[k]) * 1099511628211u;
+        if (i % 2) DDP_TRY(ddp_fsdp_reshard(t->fsdp, i / 2));
+    }
+    return DDP_OK;
+}
+
+/* Trains for one epoch, then tests. *step counts the steps of all epochs. */
+static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_t *step, metrics *trained,
+                            metrics *tested) {
+    int micro_batches = BATCH / MICRO / ddp_world_size(t->world);
+    ddp_batch batch;
+    DDP_TRY(ddp_loader_set_epoch(t->train, (uint64_t)epoch));
+    for (int64_t left = ddp_loader_length(t->train); left > 0; left -= micro_batches) {
+        for (int m = 0; m < micro_batches; m++) {
+            DDP_TRY(ddp_loader_next(t->train, &batch));
+            DDP_TRY(forward(t, &batch, trained));
+            DDP_TRY(backward(t, (int)batch.count));
+        }
+        DDP_TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(lr, ++*step)));
+        if (ddp_rank(t->world) == 0 && isatty(STDOUT_FILENO) && *step % 10 == 0) {
+            printf("\rstep %lld/%lld ", (long long)*step, (long long)lr->total_steps);
+            fflush(stdout);
+        }
+    }
+    DDP_TRY(ddp_fsdp_no_grad(t->fsdp, 1));
+    DDP_TRY(ddp_loader_set_epoch(t->test, 0));
+    for (int64_t left = ddp_loader_length(t->test); left > 0; left--) {
+        DDP_TRY(ddp_loader_next(t->test, &batch));
+        DDP_TRY(forward(t, &batch, tested));
+    }
+    DDP_TRY(ddp_fsdp_no_grad(t->fsdp, 0));
+    DDP_TRY(ddp_mean_reduce(t->world, &trained->loss));
+    return ddp_mean_reduce(t->world, &tested->accuracy);
+}
+
+static ddp_result train(trainer *t, dataset *data) {
+    int64_t step = 0, steps = data[0].count / BATCH; /* per epoch */
+    ddp_lr_desc lr = {.kind = DDP_LR_COSINE, .max_lr = 2e-3, .total_steps = EPOCHS * steps};
+    uint64_t hash;
+    double start = ddp_now(), right = 0;
+    create_model(t);
+    DDP_TRY(create_strategy(t));
+    DDP_TRY(create_loader(&t->train, t, &data[0], steps * BATCH, MICRO * ddp_world_size(t->world)));
+    DDP_TRY(create_loader(&t->test, t, &data[1], data[1].count, 0));
+    for (int epoch = 0; epoch < EPOCHS; epoch++) {
+        metrics trained = {0}, tested = {0};
+        DDP_TRY(run_epoch(t, epoch, &lr, &step, &trained, &tested));
+        right = 100 * ddp_mean_value(&tested.accuracy);
+        if (ddp_rank(t->world) == 0)
+            printf("\repoch %d/%d   loss %.4f   test accuracy %.2f%%   %.1f s\n", epoch + 1, EPOCHS,
+                   ddp_mean_value(&trained.loss), right, ddp_now() - start);
+    }
+    DDP_TRY(hash_weights(t, &hash));
+    if (ddp_rank(t->world) == 0) printf("weights %016llx\n", (unsigned long long)hash);
+    return right > 80 ? DDP_OK : ddp_fail(DDP_ERR_CORRUPT, "test accuracy %.2f%% is below 80%%", right);
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    int ranks = ddp_world_size(world);
+    if (BATCH / MICRO % ranks) return ddp_fail(DDP_ERR_INVALID, "%d ranks: use 1, 2 or 4", ranks);
+    trainer *t = (trainer *)calloc(1, sizeof *t);
+    if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the model");
+    t->world = world;
+    ddp_result result = train(t, (dataset *)user);
+    ddp_loader_destroy(t->train);
+    ddp_loader_destroy(t->test);
+    ddp_fsdp_destroy(t->fsdp);
+    free(t);
+    return result;
+}
+
+int main(int argc, char **argv) {
+    dataset data[2]; /* training set, test set; opened before the ranks start, which share the memory */
+    ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
+    ddp_result result = argc > 2 ? open_data(argv[2], &data[0], &data[1]) : make_data(&data[0], &data[1]);
+    if (desc.world_size < 1) result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [folder]]", argv[0]);
+    if (result == DDP_OK) result = ddp_launch(&desc, rank_main, data);
+    if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
+    return result != DDP_OK;
+}
+
+/* MIT License: see LICENSE. */
