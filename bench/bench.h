@@ -38,10 +38,22 @@
 #define BENCH_DEAD_S 120
 
 enum {
-    BENCH_ALL_REDUCE, BENCH_REDUCE_SCATTER, BENCH_REDUCE_SCATTER_IN_PLACE, BENCH_ALL_GATHER, BENCH_BROADCAST, BENCH_SEND_RECV, BENCH_BARRIER,
+    BENCH_ALL_REDUCE,
+    BENCH_REDUCE_SCATTER,
+    BENCH_REDUCE_SCATTER_IN_PLACE,
+    BENCH_ALL_GATHER,
+    BENCH_BROADCAST,
+    BENCH_SEND_RECV,
+    BENCH_BARRIER,
     BENCH_COPY
 };
-static const char *const bench_op_name[] = {"all_reduce", "reduce_scatter", "reduce_scatter_in_place", "all_gather", "broadcast", "send_recv", "barrier",
+static const char *const bench_op_name[] = {"all_reduce",
+                                            "reduce_scatter",
+                                            "reduce_scatter_in_place",
+                                            "all_gather",
+                                            "broadcast",
+                                            "send_recv",
+                                            "barrier",
                                             "copy"};
 
 /* bytes: size of the larger buffer of a rank; W blocks for reduce_scatter and all_gather. */
@@ -56,11 +68,15 @@ typedef struct bench_word {
     char pad[120]; /* two lines: the prefetcher fetches them in pairs */
 } bench_word;
 
-typedef struct bench_region { /* state of one program */
+typedef struct bench_region {            /* state of one program */
     bench_word go;                       /* number of the turn granted to this program; futex */
     bench_word arrived[BENCH_MAX_RANKS]; /* barriers entered */
     bench_word ping, pong, pinged, stop;
-    struct { double elapsed_s; long preempted; char pad[112]; } rank[BENCH_MAX_RANKS];
+    struct {
+        double elapsed_s;
+        long preempted;
+        char pad[112];
+    } rank[BENCH_MAX_RANKS];
 } bench_region;
 
 typedef struct bench_share {
@@ -72,7 +88,7 @@ typedef struct bench_share {
 /* State of one rank. */
 typedef struct bench {
     const char *system, *setting, *share_path, *out_path, *plan;
-    const char *ops;         /* operations to measure, "all_reduce,barrier"; NULL = all */
+    const char *ops; /* operations to measure, "all_reduce,barrier"; NULL = all */
     size_t from_bytes, to_bytes;
     int slot, slot_count, rank, rank_count, round_count, huge;
     double seconds, start_s;
@@ -107,7 +123,8 @@ static double bench_now(void) {
 static void bench_relax(const bench *b) {
     if (b->rank_count > b->cpu_count) sched_yield();
 #if defined(__x86_64__)
-    else __builtin_ia32_pause();
+    else
+        __builtin_ia32_pause();
 #endif
 }
 
@@ -123,7 +140,8 @@ static void bench_barrier(bench *b) {
     for (int r = 0; r < b->rank_count; r++) {
         while (__atomic_load_n(&b->region->arrived[r].value, __ATOMIC_ACQUIRE) < target) {
             bench_relax(b);
-            if (++spins % 1000000 == 0 && __atomic_load_n(&b->share->failed.value, __ATOMIC_RELAXED)) _exit(1);
+            if (++spins % 1000000 == 0 && __atomic_load_n(&b->share->failed.value, __ATOMIC_RELAXED))
+                _exit(1);
         }
     }
 }
@@ -172,9 +190,11 @@ static double bench_ping_ns(bench *b) {
                 uint64_t n = done * 4000 + (uint64_t)batch * 400 + (uint64_t)i;
                 if (b->rank == 0) {
                     __atomic_store_n(&g->ping.value, n, __ATOMIC_RELEASE);
-                    while (__atomic_load_n(&g->pong.value, __ATOMIC_ACQUIRE) != n) {}
+                    while (__atomic_load_n(&g->pong.value, __ATOMIC_ACQUIRE) != n) {
+                    }
                 } else {
-                    while (__atomic_load_n(&g->ping.value, __ATOMIC_ACQUIRE) != n) {}
+                    while (__atomic_load_n(&g->ping.value, __ATOMIC_ACQUIRE) != n) {
+                    }
                     __atomic_store_n(&g->pong.value, n, __ATOMIC_RELEASE);
                 }
             }
@@ -275,23 +295,39 @@ static void bench_arguments(bench *b, int argc, char **argv) {
     b->to_bytes = SIZE_MAX;
     for (int i = 1; i + 1 < argc; i += 2) {
         const char *name = argv[i], *value = argv[i + 1];
-        if (strcmp(name, "--system") == 0) b->system = value;
-        else if (strcmp(name, "--setting") == 0) b->setting = value;
-        else if (strcmp(name, "--share") == 0) b->share_path = value;
-        else if (strcmp(name, "--out") == 0) b->out_path = value;
-        else if (strcmp(name, "--plan") == 0) b->plan = value;
-        else if (strcmp(name, "--slot") == 0) b->slot = atoi(value);
-        else if (strcmp(name, "--slots") == 0) b->slot_count = atoi(value);
-        else if (strcmp(name, "--ranks") == 0) b->rank_count = atoi(value);
-        else if (strcmp(name, "--rounds") == 0) b->round_count = atoi(value);
-        else if (strcmp(name, "--seconds") == 0) b->seconds = atof(value);
-        else if (strcmp(name, "--ops") == 0) b->ops = value;
-        else if (strcmp(name, "--from") == 0) b->from_bytes = (size_t)strtoull(value, NULL, 10);
-        else if (strcmp(name, "--to") == 0) b->to_bytes = (size_t)strtoull(value, NULL, 10);
-        else if (strcmp(name, "--huge") == 0) b->huge = atoi(value);
-        else bench_die(b, "unknown argument; bench/run.sh starts this program");
+        if (strcmp(name, "--system") == 0)
+            b->system = value;
+        else if (strcmp(name, "--setting") == 0)
+            b->setting = value;
+        else if (strcmp(name, "--share") == 0)
+            b->share_path = value;
+        else if (strcmp(name, "--out") == 0)
+            b->out_path = value;
+        else if (strcmp(name, "--plan") == 0)
+            b->plan = value;
+        else if (strcmp(name, "--slot") == 0)
+            b->slot = atoi(value);
+        else if (strcmp(name, "--slots") == 0)
+            b->slot_count = atoi(value);
+        else if (strcmp(name, "--ranks") == 0)
+            b->rank_count = atoi(value);
+        else if (strcmp(name, "--rounds") == 0)
+            b->round_count = atoi(value);
+        else if (strcmp(name, "--seconds") == 0)
+            b->seconds = atof(value);
+        else if (strcmp(name, "--ops") == 0)
+            b->ops = value;
+        else if (strcmp(name, "--from") == 0)
+            b->from_bytes = (size_t)strtoull(value, NULL, 10);
+        else if (strcmp(name, "--to") == 0)
+            b->to_bytes = (size_t)strtoull(value, NULL, 10);
+        else if (strcmp(name, "--huge") == 0)
+            b->huge = atoi(value);
+        else
+            bench_die(b, "unknown argument; bench/run.sh starts this program");
     }
-    if (b->rank_count < 1 || b->rank_count > BENCH_MAX_RANKS || b->slot < 0 || b->slot >= b->slot_count || b->slot_count > BENCH_MAX_SLOTS) {
+    if (b->rank_count < 1 || b->rank_count > BENCH_MAX_RANKS || b->slot < 0 || b->slot >= b->slot_count
+        || b->slot_count > BENCH_MAX_SLOTS) {
         bench_die(b, "ranks or slots out of range; bench/run.sh starts this program");
     }
     bench_make_plan(b);
@@ -317,7 +353,8 @@ static void bench_join(bench *b, int rank) {
 
 static float *bench_private(bench *b, size_t bytes) {
     const size_t page = (size_t)2 << 20;
-    char *memory = (char *)mmap(NULL, bytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *memory = (char *)mmap(NULL, bytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                                0);
     if (memory == (char *)MAP_FAILED) bench_die(b, "no memory");
     if (b->huge) {
         memory += (page - (uintptr_t)memory % page) % page;
@@ -357,7 +394,8 @@ static int bench_wrong(const bench *b, const bench_driver *d, const bench_cell *
         for (size_t i = 0; i < block; i++) wrong += out[i] != bench_sum(b, (size_t)b->rank * block + i);
         break;
     case BENCH_ALL_GATHER:
-        for (size_t i = 0; i < block * (size_t)b->rank_count; i++) wrong += data[i] != bench_value((int)(i / block), i);
+        for (size_t i = 0; i < block * (size_t)b->rank_count; i++)
+            wrong += data[i] != bench_value((int)(i / block), i);
         break;
     case BENCH_BROADCAST:
     case BENCH_SEND_RECV:
@@ -427,12 +465,15 @@ static void bench_block(bench *b, bench_driver *d, const bench_cell *cell, int k
     if (b->rank != 0) return;
     preempted = 0;
     for (int r = 0; r < b->rank_count; r++) preempted += b->region->rank[r].preempted;
-    const char *before = before_ns < BENCH_FAR_NS ? "near" : "far", *after = after_ns < BENCH_FAR_NS ? "near" : "far";
+    const char *before = before_ns < BENCH_FAR_NS ? "near" : "far",
+               *after = after_ns < BENCH_FAR_NS ? "near" : "far";
     qsort(b->samples, (size_t)count, sizeof(double), bench_by_value);
-    double middle = count % 2 ? b->samples[count / 2] : .5 * (b->samples[count / 2 - 1] + b->samples[count / 2]);
-    fprintf(b->out, "%s,%s,%s,%s,%d,%zu,%d,%.3f,%s,%.1f,%.1f,%.4f,%.4f,%.4f,%d,%ld\n", b->system, b->setting, bench_op_name[cell->op],
-            kind ? "group" : "private", b->rank_count, cell->bytes, round, bench_now(), strcmp(before, after) ? "mixed" : before, before_ns,
-            after_ns, middle * 1e6, b->samples[count / 10] * 1e6, b->samples[count - 1 - count / 10] * 1e6, count, preempted);
+    double middle = count % 2 ? b->samples[count / 2]
+                              : .5 * (b->samples[count / 2 - 1] + b->samples[count / 2]);
+    fprintf(b->out, "%s,%s,%s,%s,%d,%zu,%d,%.3f,%s,%.1f,%.1f,%.4f,%.4f,%.4f,%d,%ld\n", b->system, b->setting,
+            bench_op_name[cell->op], kind ? "group" : "private", b->rank_count, cell->bytes, round,
+            bench_now(), strcmp(before, after) ? "mixed" : before, before_ns, after_ns, middle * 1e6,
+            b->samples[count / 10] * 1e6, b->samples[count - 1 - count / 10] * 1e6, count, preempted);
     fflush(b->out);
 }
 
@@ -455,7 +496,8 @@ static void bench_run(bench *b, bench_driver *d) {
         double limit_s = bench_now() + BENCH_DEAD_S;
         __atomic_fetch_add(&b->share->ready.value, 1, __ATOMIC_SEQ_CST);
         while (__atomic_load_n(&b->share->ready.value, __ATOMIC_SEQ_CST) < (uint64_t)b->slot_count) {
-            if (bench_now() > limit_s || b->share->failed.value) bench_die(b, "the other programs of this run did not start");
+            if (bench_now() > limit_s || b->share->failed.value)
+                bench_die(b, "the other programs of this run did not start");
             usleep(20000);
         }
         if (b->slot == 0) bench_give_turn(b, 0, turn);

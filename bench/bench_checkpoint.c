@@ -21,7 +21,8 @@
 #include <time.h>
 
 enum { MAX_ROUNDS = 51, MAX_TENSORS = 4096, KINDS = 6, MAX_WORLDS = 4 };
-static const char *const kind_names[KINDS] = {"write", "save", "warm read", "warm load", "cold read", "cold load"};
+static const char *const kind_names[KINDS] = {"write",     "save",      "warm read",
+                                              "warm load", "cold read", "cold load"};
 
 static size_t mib = 1024;
 static int rounds = 7, worlds[MAX_WORLDS] = {1, 2}, world_count = 2;
@@ -41,15 +42,22 @@ static void die(const char *what) {
 }
 
 /* The rows of one rank, in separate memory. */
-typedef struct part { ddp__checkpoint_slice slices[MAX_TENSORS]; char names[MAX_TENSORS][24]; int count; uint64_t bytes; } part;
+typedef struct part {
+    ddp__checkpoint_slice slices[MAX_TENSORS];
+    char names[MAX_TENSORS][24];
+    int count;
+    uint64_t bytes;
+} part;
 
 static part *part_make(int rank, int world_size) {
     part *p = (part *)calloc(1, sizeof *p);
     uint64_t total = (uint64_t)mib << 20, given = 0;
     for (; given < total && p->count < MAX_TENSORS; p->count++) {
         ddp__checkpoint_slice *s = &p->slices[p->count];
-        int64_t rows = p->count % 2 ? 160 : 4096, each = (rows + world_size - 1) / world_size, first = each * rank < rows ? each * rank : rows;
-        snprintf(p->names[p->count], sizeof p->names[0], "layer.%d.%s", p->count / 2, p->count % 2 ? "bias" : "weight");
+        int64_t rows = p->count % 2 ? 160 : 4096, each = (rows + world_size - 1) / world_size,
+                first = each * rank < rows ? each * rank : rows;
+        snprintf(p->names[p->count], sizeof p->names[0], "layer.%d.%s", p->count / 2,
+                 p->count % 2 ? "bias" : "weight");
         s->name = p->names[p->count];
         s->dtype = DDP_F32;
         s->ndim = 2;
@@ -129,8 +137,10 @@ static double measured(ddp_group *group, part *p, int save) {
     ddp_result result;
     if (ddp_barrier(group) != DDP_OK) die("barrier");
     start = now();
-    if (save) result = ddp__checkpoint_save(group, dir, p->slices, p->count, &state, 0, 1);
-    else result = ddp__checkpoint_load(group, NULL, dir, p->slices, p->count, NULL, &state);
+    if (save)
+        result = ddp__checkpoint_save(group, dir, p->slices, p->count, &state, 0, 1);
+    else
+        result = ddp__checkpoint_load(group, NULL, dir, p->slices, p->count, NULL, &state);
     if (result != DDP_OK) die(dir);
     if (ddp_barrier(group) != DDP_OK) die("barrier");
     return now() - start;
@@ -147,10 +157,14 @@ static ddp_result rank_main(ddp_group *group, void *user) {
             if (rank == 0 && kind == 1) sync();
             if (rank == 0 && kind == 4) drop_file(plain);
             if (rank == 0 && kind == 5) drop_checkpoint();
-            if (kind % 2) s = measured(group, p, kind == 1);
-            else if (kind && rank == 0) s = plain_read(whole);
+            if (kind % 2)
+                s = measured(group, p, kind == 1);
+            else if (kind && rank == 0)
+                s = plain_read(whole);
             if (rank == 0) seconds[world][kind][round] = s;
-            if (rank == 0) fprintf(stderr, "%d,%s,%d,%.4f,%.3f\n", ddp_world_size(group), kind_names[kind], round, s, (double)p->bytes / s / 1e9);
+            if (rank == 0)
+                fprintf(stderr, "%d,%s,%d,%.4f,%.3f\n", ddp_world_size(group), kind_names[kind], round, s,
+                        (double)p->bytes / s / 1e9);
         }
     if (whole) part_free(whole);
     part_free(p);
@@ -159,18 +173,26 @@ static ddp_result rank_main(ddp_group *group, void *user) {
 
 int main(int argc, char **argv) {
     for (int i = 1; i + 1 < argc; i += 2) {
-        if (strcmp(argv[i], "--mib") == 0) mib = (size_t)atol(argv[i + 1]);
-        else if (strcmp(argv[i], "--rounds") == 0 && atoi(argv[i + 1]) > 0 && atoi(argv[i + 1]) <= MAX_ROUNDS) rounds = atoi(argv[i + 1]);
-        else if (strcmp(argv[i], "--dir") == 0) folder = argv[i + 1];
+        if (strcmp(argv[i], "--mib") == 0)
+            mib = (size_t)atol(argv[i + 1]);
+        else if (strcmp(argv[i], "--rounds") == 0 && atoi(argv[i + 1]) > 0 && atoi(argv[i + 1]) <= MAX_ROUNDS)
+            rounds = atoi(argv[i + 1]);
+        else if (strcmp(argv[i], "--dir") == 0)
+            folder = argv[i + 1];
         else if (strcmp(argv[i], "--ranks") == 0) {
             world_count = 0;
-            for (char *word = strtok(argv[i + 1], ","); word && world_count < MAX_WORLDS; word = strtok(NULL, ",")) worlds[world_count++] = atoi(word);
-        } else return fprintf(stderr, "usage: %s [--mib 1024] [--rounds 7] [--dir .] [--ranks 1,2]\n", argv[0]), 1;
+            for (char *word = strtok(argv[i + 1], ","); word && world_count < MAX_WORLDS;
+                 word = strtok(NULL, ","))
+                worlds[world_count++] = atoi(word);
+        } else
+            return fprintf(stderr, "usage: %s [--mib 1024] [--rounds 7] [--dir .] [--ranks 1,2]\n", argv[0]),
+                   1;
     }
     snprintf(dir, sizeof dir, "%s/bench_checkpoint", folder);
     snprintf(plain, sizeof plain, "%s/bench_checkpoint.plain", folder);
     fprintf(stderr, "ranks,what,round,seconds,gb_per_s\n");
-    printf("| ranks | write, GB/s | save | save / write | warm read | warm load | load / read | cold read | cold load | load / read |\n|---|---|---|---|---|---|---|---|---|---|\n");
+    printf("| ranks | write, GB/s | save | save / write | warm read | warm load | load / read | cold read | "
+           "cold load | load / read |\n|---|---|---|---|---|---|---|---|---|---|\n");
     for (int w = 0; w < world_count; w++) {
         ddp_launch_desc desc = DDP_ZERO;
         desc.world_size = worlds[w];
@@ -179,8 +201,10 @@ int main(int argc, char **argv) {
         if (ddp_launch(&desc, rank_main, &w) != DDP_OK) die("launch");
         printf("| %d |", worlds[w]);
         for (int kind = 0; kind < KINDS; kind += 2) {
-            double file_s = median(seconds[w][kind], rounds), ddp_s = median(seconds[w][kind + 1], rounds), bytes = (double)mib * 1048576;
-            printf(" %.2f | %.2f | %.0f%% |", bytes / file_s / 1e9, bytes / ddp_s / 1e9, 100 * file_s / ddp_s);
+            double file_s = median(seconds[w][kind], rounds), ddp_s = median(seconds[w][kind + 1], rounds),
+                   bytes = (double)mib * 1048576;
+            printf(" %.2f | %.2f | %.0f%% |", bytes / file_s / 1e9, bytes / ddp_s / 1e9,
+                   100 * file_s / ddp_s);
         }
         printf("\n");
     }

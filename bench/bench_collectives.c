@@ -45,14 +45,17 @@ static ddp_result run_calls(ddp_user *u, const bench_cell *cell, int kind, int c
     ddp_result result = DDP_OK;
     switch (cell->op) {
     case BENCH_ALL_REDUCE:
-        for (int i = 0; i < calls && result == DDP_OK; i++) result = ddp_all_reduce(group, data, data, count, DDP_F32, DDP_OP_SUM, NULL);
+        for (int i = 0; i < calls && result == DDP_OK; i++)
+            result = ddp_all_reduce(group, data, data, count, DDP_F32, DDP_OP_SUM, NULL);
         return result;
     case BENCH_REDUCE_SCATTER:
-        for (int i = 0; i < calls && result == DDP_OK; i++) result = ddp_reduce_scatter(group, data, out, block, DDP_F32, DDP_OP_SUM, NULL);
+        for (int i = 0; i < calls && result == DDP_OK; i++)
+            result = ddp_reduce_scatter(group, data, out, block, DDP_F32, DDP_OP_SUM, NULL);
         return result;
     case BENCH_REDUCE_SCATTER_IN_PLACE:
         out = data + (size_t)u->b->rank * block;
-        for (int i = 0; i < calls && result == DDP_OK; i++) result = ddp_reduce_scatter(group, data, out, block, DDP_F32, DDP_OP_SUM, NULL);
+        for (int i = 0; i < calls && result == DDP_OK; i++)
+            result = ddp_reduce_scatter(group, data, out, block, DDP_F32, DDP_OP_SUM, NULL);
         return result;
     case BENCH_ALL_GATHER:
         for (int i = 0; i < calls && result == DDP_OK; i++) {
@@ -60,7 +63,8 @@ static ddp_result run_calls(ddp_user *u, const bench_cell *cell, int kind, int c
         }
         return result;
     case BENCH_BROADCAST:
-        for (int i = 0; i < calls && result == DDP_OK; i++) result = ddp_broadcast(group, data, count, DDP_F32, 0, NULL);
+        for (int i = 0; i < calls && result == DDP_OK; i++)
+            result = ddp_broadcast(group, data, count, DDP_F32, 0, NULL);
         return result;
     case BENCH_SEND_RECV: return send_recv(group, data, count, calls);
     case BENCH_BARRIER:
@@ -83,7 +87,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     size_t largest = bench_largest(&b), block_bytes = (size_t)25 << 20;
     void *data = NULL, *out = NULL;
     bench_join(&b, ddp_rank(world));
-    if (ddp_group_alloc(world, largest, &data) != DDP_OK || ddp_group_alloc(world, block_bytes, &out) != DDP_OK) {
+    if (ddp_group_alloc(world, largest, &data) != DDP_OK
+        || ddp_group_alloc(world, block_bytes, &out) != DDP_OK) {
         bench_die(&b, ddp_last_error());
     }
     u.b = &b;

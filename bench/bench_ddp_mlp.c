@@ -26,15 +26,20 @@ typedef struct mlp {
     ddp_param params[2 * LAYERS]; /* weight, bias, weight, ... */
     float *activation[LAYERS + 1], *gradient[LAYERS + 1], *target, *pack;
     int batch;
-    ddp_reducer *reducer;         /* NULL = gradients are not averaged */
-    double reducer_seconds;       /* time inside the reducer's calls */
+    ddp_reducer *reducer;   /* NULL = gradients are not averaged */
+    double reducer_seconds; /* time inside the reducer's calls */
 } mlp;
 
-typedef struct setup { int ranks, rounds, batch; } setup;
+typedef struct setup {
+    int ranks, rounds, batch;
+} setup;
 
 static float *floats(size_t count) {
     float *memory = (float *)calloc(count, sizeof(float));
-    if (!memory) { fprintf(stderr, "bench_ddp_mlp: not enough memory\n"); exit(1); }
+    if (!memory) {
+        fprintf(stderr, "bench_ddp_mlp: not enough memory\n");
+        exit(1);
+    }
     return memory;
 }
 
@@ -63,15 +68,20 @@ static void mlp_init(mlp *m, int batch, int rank) {
                 ((float *)param->value.data)[i] = ((float)(seed >> 8) / 16777216.0f - 0.5f) * 0.05f;
             }
         }
-    for (int i = 0; i < batch * width[0]; i++) m->activation[0][i] = (float)((i * 7 + rank * 13) % 31) / 31.0f - 0.5f;
-    for (int i = 0; i < batch * width[LAYERS]; i++) m->target[i] = (float)((i * 5 + rank * 3) % 17) / 17.0f - 0.5f;
+    for (int i = 0; i < batch * width[0]; i++)
+        m->activation[0][i] = (float)((i * 7 + rank * 13) % 31) / 31.0f - 0.5f;
+    for (int i = 0; i < batch * width[LAYERS]; i++)
+        m->target[i] = (float)((i * 5 + rank * 3) % 17) / 17.0f - 0.5f;
 }
 
 static void mlp_ready(mlp *m, int index) {
     double begin;
     if (!m->reducer) return;
     begin = ddp_now();
-    if (ddp_reducer_ready(m->reducer, index) != DDP_OK) { fprintf(stderr, "bench_ddp_mlp: %s\n", ddp_last_error()); exit(1); }
+    if (ddp_reducer_ready(m->reducer, index) != DDP_OK) {
+        fprintf(stderr, "bench_ddp_mlp: %s\n", ddp_last_error());
+        exit(1);
+    }
     m->reducer_seconds += ddp_now() - begin;
 }
 
@@ -80,14 +90,18 @@ static void mlp_ready(mlp *m, int index) {
 static void mlp_forward(mlp *m) {
     for (int l = 0; l < LAYERS; l++) {
         size_t in = (size_t)width[l], out = (size_t)width[l + 1], count = (size_t)m->batch * out;
-        gpt_gemm(m->pack, m->batch, (int)out, (int)in, gpt__matrix(m->activation[l], in, 1), gpt__matrix((const float *)m->params[2 * l].value.data, out, 1),
-                 gpt__output(m->activation[l + 1], out, (const float *)m->params[2 * l + 1].value.data, NULL));
-        for (size_t i = 0; i < count && l + 1 < LAYERS; i++) m->activation[l + 1][i] = m->activation[l + 1][i] > 0 ? m->activation[l + 1][i] : 0;
+        gpt_gemm(
+            m->pack, m->batch, (int)out, (int)in, gpt__matrix(m->activation[l], in, 1),
+            gpt__matrix((const float *)m->params[2 * l].value.data, out, 1),
+            gpt__output(m->activation[l + 1], out, (const float *)m->params[2 * l + 1].value.data, NULL));
+        for (size_t i = 0; i < count && l + 1 < LAYERS; i++)
+            m->activation[l + 1][i] = m->activation[l + 1][i] > 0 ? m->activation[l + 1][i] : 0;
     }
 }
 
 static void mlp_backward(mlp *m) {
-    for (int i = 0; i < m->batch * width[LAYERS]; i++) m->gradient[LAYERS][i] = (m->activation[LAYERS][i] - m->target[i]) / (float)m->batch;
+    for (int i = 0; i < m->batch * width[LAYERS]; i++)
+        m->gradient[LAYERS][i] = (m->activation[LAYERS][i] - m->target[i]) / (float)m->batch;
     for (int l = LAYERS - 1; l >= 0; l--) {
         size_t in = (size_t)width[l], out = (size_t)width[l + 1];
         float *bias = (float *)m->params[2 * l + 1].grad.data, *d_out = m->gradient[l + 1];
@@ -95,13 +109,16 @@ static void mlp_backward(mlp *m) {
         for (int b = 0; b < m->batch; b++)
             for (size_t j = 0; j < out; j++) bias[j] += d_out[(size_t)b * out + j];
         mlp_ready(m, 2 * l + 1);
-        gpt_gemm(m->pack, (int)in, (int)out, m->batch, gpt__matrix(m->activation[l], 1, in), gpt__matrix(d_out, out, 1),
+        gpt_gemm(m->pack, (int)in, (int)out, m->batch, gpt__matrix(m->activation[l], 1, in),
+                 gpt__matrix(d_out, out, 1),
                  gpt__output((float *)m->params[2 * l].grad.data, out, NULL, NULL));
         mlp_ready(m, 2 * l);
         if (l == 0) break;
-        gpt_gemm(m->pack, m->batch, (int)in, (int)out, gpt__matrix(d_out, out, 1), gpt__matrix((const float *)m->params[2 * l].value.data, 1, out),
+        gpt_gemm(m->pack, m->batch, (int)in, (int)out, gpt__matrix(d_out, out, 1),
+                 gpt__matrix((const float *)m->params[2 * l].value.data, 1, out),
                  gpt__output(m->gradient[l], in, NULL, NULL));
-        for (size_t i = 0; i < (size_t)m->batch * in; i++) m->gradient[l][i] = m->activation[l][i] > 0 ? m->gradient[l][i] : 0;
+        for (size_t i = 0; i < (size_t)m->batch * in; i++)
+            m->gradient[l][i] = m->activation[l][i] > 0 ? m->gradient[l][i] : 0;
     }
 }
 
@@ -110,7 +127,10 @@ static void mlp_step(mlp *m) {
     mlp_backward(m);
     if (m->reducer) {
         double begin = ddp_now();
-        if (ddp_reducer_wait(m->reducer) != DDP_OK) { fprintf(stderr, "bench_ddp_mlp: %s\n", ddp_last_error()); exit(1); }
+        if (ddp_reducer_wait(m->reducer) != DDP_OK) {
+            fprintf(stderr, "bench_ddp_mlp: %s\n", ddp_last_error());
+            exit(1);
+        }
         m->reducer_seconds += ddp_now() - begin;
     }
     for (int i = 0; i < 2 * LAYERS; i++) {
@@ -145,7 +165,8 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
             begin = ddp_now();
             for (int i = 0; i < BLOCK; i++) mlp_step(&m);
             took = (ddp_now() - begin) / BLOCK;
-            if (result == DDP_OK) result = ddp_all_reduce(world, &took, &slowest, 1, DDP_F64, DDP_OP_MAX, NULL);
+            if (result == DDP_OK)
+                result = ddp_all_reduce(world, &took, &slowest, 1, DDP_F64, DDP_OP_MAX, NULL);
             if (round < 0) continue;
             times[reduced][round] = slowest;
             if (reduced) inside[round] = m.reducer_seconds / BLOCK;
@@ -157,12 +178,19 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
         plain = median(times[0], s->rounds);
         with = median(times[1], s->rounds);
         own = median(inside, s->rounds);
-        printf("%d rank%s, batch %d each, %.1f MiB of gradients in %d buckets, %.1f MiB copied\n", ddp_world_size(world),
-               ddp_world_size(world) == 1 ? "" : "s", s->batch, (double)stats.gradient_bytes / 1048576, stats.bucket_count, (double)stats.bytes_copied / 1048576);
+        printf("%d rank%s, batch %d each, %.1f MiB of gradients in %d buckets, %.1f MiB copied\n",
+               ddp_world_size(world), ddp_world_size(world) == 1 ? "" : "s", s->batch,
+               (double)stats.gradient_bytes / 1048576, stats.bucket_count,
+               (double)stats.bytes_copied / 1048576);
         printf("  without averaging %.2f ms per step, with the reducer %.2f ms\n", plain * 1e3, with * 1e3);
-        if (ddp_world_size(world) == 1) printf("  inside the reducer %.1f us, %.3f%% of a step (target: below 0.5%%)\n", own * 1e6, 100 * own / with);
-        else printf("  communication %.1f%% of a step (target: below 8%%); %.2f ms inside the reducer's calls, %.2f ms reducing buckets\n",
-                    100 * median(share, s->rounds), own * 1e3, stats.total_comm_seconds / (double)stats.steps * 1e3);
+        if (ddp_world_size(world) == 1)
+            printf("  inside the reducer %.1f us, %.3f%% of a step (target: below 0.5%%)\n", own * 1e6,
+                   100 * own / with);
+        else
+            printf("  communication %.1f%% of a step (target: below 8%%); %.2f ms inside the reducer's "
+                   "calls, %.2f ms reducing buckets\n",
+                   100 * median(share, s->rounds), own * 1e3,
+                   stats.total_comm_seconds / (double)stats.steps * 1e3);
     }
     ddp_reducer_destroy(reducer);
     return DDP_OK;

@@ -20,10 +20,23 @@ USAGE
 #include "../examples/gpt.h"
 #include "median.h"
 
-#define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
-enum { MICRO_BATCH = 4, CONTEXT = 128, MICROS = 2, VARIANTS = 5, REDUCER = 4, NO_SHARD = DDP_FSDP_NO_SHARD, ROUNDS_MAX = 400 };
+#define TRY(call)                                    \
+    do {                                             \
+        ddp_result try_result = (call);              \
+        if (try_result != DDP_OK) return try_result; \
+    } while (0)
+enum {
+    MICRO_BATCH = 4,
+    CONTEXT = 128,
+    MICROS = 2,
+    VARIANTS = 5,
+    REDUCER = 4,
+    NO_SHARD = DDP_FSDP_NO_SHARD,
+    ROUNDS_MAX = 400
+};
 /* Indexed by ddp_fsdp_strategy, then train_gpt's DDP. */
-static const char *const names[VARIANTS] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD", "train_gpt"};
+static const char *const names[VARIANTS] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD",
+                                            "train_gpt"};
 
 typedef struct setup {
     int ranks, rounds, layers, channels;
@@ -31,10 +44,10 @@ typedef struct setup {
 } setup;
 
 typedef struct variant {
-    ddp_fsdp *fsdp;             /* NULL = train_gpt's DDP, which uses: */
+    ddp_fsdp *fsdp; /* NULL = train_gpt's DDP, which uses: */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
-    float *first, *second;      /* moments */
+    float *first, *second; /* moments */
     ddp_fsdp_param *params;
     ddp_fsdp_unit_desc *units;
     ddp_param *plain;
@@ -46,17 +59,20 @@ typedef struct variant {
 typedef struct bench {
     ddp_group *world;
     gpt_config config;
-    gpt_model model;            /* activations; values and grads point to those of the current variant */
-    float **own;                /* values of train_gpt's DDP */
+    gpt_model model; /* activations; values and grads point to those of the current variant */
+    float **own;     /* values of train_gpt's DDP */
     gpt_param *infos;
     int64_t parameter_count;
-    int *tokens;                /* of all micro-batches: (MICROS * ranks, MICRO_BATCH, CONTEXT) + 1 */
+    int *tokens; /* of all micro-batches: (MICROS * ranks, MICRO_BATCH, CONTEXT) + 1 */
     variant variants[VARIANTS];
 } bench;
 
 static void *zeros(size_t count, size_t size) {
     void *memory = calloc(count, size);
-    if (!memory) { fprintf(stderr, "bench_fsdp: not enough memory\n"); exit(1); }
+    if (!memory) {
+        fprintf(stderr, "bench_fsdp: not enough memory\n");
+        exit(1);
+    }
     return memory;
 }
 
@@ -69,7 +85,8 @@ static void describe(const bench *b, int i, ddp_param *param) {
     for (int k = 0; k < param->value.ndim; k++) param->value.shape[k] = b->infos[i].shape[k];
 }
 
-static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                            void *user) {
     const bench *b = (const bench *)user;
     int64_t columns = b->infos[param->index].shape[1];
     gpt_param_init(&b->config, 1, param->index, first_row * columns, row_count * columns, (float *)out);
@@ -108,8 +125,11 @@ static ddp_result build_reducer(bench *b) {
     w->plain = (ddp_param *)zeros((size_t)b->model.param_count, sizeof *w->plain);
     for (int i = 0; i < b->model.param_count; i++) {
         describe(b, i, &w->plain[i]);
-        if (b->infos[i].tied_to < 0) gpt_param_init(&b->config, 1, i, 0, b->infos[i].count, b->own[i] = (float *)zeros((size_t)b->infos[i].count, sizeof(float)));
-        else b->own[i] = b->own[b->infos[i].tied_to];
+        if (b->infos[i].tied_to < 0)
+            gpt_param_init(&b->config, 1, i, 0, b->infos[i].count,
+                           b->own[i] = (float *)zeros((size_t)b->infos[i].count, sizeof(float)));
+        else
+            b->own[i] = b->own[b->infos[i].tied_to];
         w->plain[i].value.data = b->own[i];
     }
     w->first = (float *)zeros((size_t)b->parameter_count, sizeof(float));
@@ -123,8 +143,10 @@ static ddp_result build_reducer(bench *b) {
 }
 
 static ddp_result build(bench *b) {
-    int tokens = MICROS * ddp_world_size(b->world) * MICRO_BATCH * CONTEXT + 1, count = gpt_param_count(&b->config);
-    if (gpt_model_create(&b->model, &b->config, MICRO_BATCH, 0) != 0) return ddp_fail(DDP_ERR_NO_MEMORY, "a model");
+    int tokens = MICROS * ddp_world_size(b->world) * MICRO_BATCH * CONTEXT + 1,
+        count = gpt_param_count(&b->config);
+    if (gpt_model_create(&b->model, &b->config, MICRO_BATCH, 0) != 0)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "a model");
     b->infos = (gpt_param *)zeros((size_t)count, sizeof *b->infos);
     b->own = (float **)zeros((size_t)count, sizeof *b->own);
     b->tokens = (int *)zeros((size_t)tokens, sizeof *b->tokens);
@@ -154,7 +176,8 @@ static ddp_result step_fsdp(bench *b, variant *w, int strategy) {
     int dealt = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD;
     gpt_pass pass = gpt_model_pass(&b->model, MICRO_BATCH, CONTEXT);
     for (int micro = 0; micro < MICROS; micro++) {
-        const int *tokens = b->tokens + (dealt ? micro * world + rank : rank * MICROS + micro) * MICRO_BATCH * CONTEXT;
+        const int *tokens = b->tokens
+                            + (dealt ? micro * world + rank : rank * MICROS + micro) * MICRO_BATCH * CONTEXT;
         for (int unit = 0; unit < units; unit++) {
             TRY(gather(b, w, unit));
             gpt_model_unit_forward(&b->model, &pass, unit, tokens, tokens + 1);
@@ -172,7 +195,9 @@ static ddp_result step_fsdp(bench *b, variant *w, int strategy) {
 }
 
 /* ddp_accumulator_next reports failures. */
-static void gradient_ready(void *user, int index) { ddp_accumulator_ready(((variant *)user)->accumulator, index); }
+static void gradient_ready(void *user, int index) {
+    ddp_accumulator_ready(((variant *)user)->accumulator, index);
+}
 
 static ddp_result step_reducer(bench *b, variant *w) {
     int64_t at = 0;
@@ -191,7 +216,8 @@ static ddp_result step_reducer(bench *b, variant *w) {
     for (int i = 0; i < b->model.param_count; i++) {
         const gpt_param *p = &b->infos[i];
         if (p->tied_to >= 0) continue;
-        gpt_adamw(b->own[i], b->model.grads[i], w->first + at, w->second + at, (size_t)p->count, 1e-3f, 0.9f, 0.95f, 1e-8f, p->ndim > 1 ? 0.1f : 0.0f, w->step, 1.0f);
+        gpt_adamw(b->own[i], b->model.grads[i], w->first + at, w->second + at, (size_t)p->count, 1e-3f, 0.9f,
+                  0.95f, 1e-8f, p->ndim > 1 ? 0.1f : 0.0f, w->step, 1.0f);
         at += p->count;
     }
     return DDP_OK;
@@ -208,7 +234,9 @@ static ddp_result turn(bench *b, int which, int steps, double *seconds, double *
     TRY(ddp_barrier(b->world));
     begin = ddp_now();
     ran_begin = processor_seconds();
-    for (int i = 0; i < steps; i++) TRY(which == REDUCER ? step_reducer(b, &b->variants[which]) : step_fsdp(b, &b->variants[which], which));
+    for (int i = 0; i < steps; i++)
+        TRY(which == REDUCER ? step_reducer(b, &b->variants[which])
+                             : step_fsdp(b, &b->variants[which], which));
     *seconds = (ddp_now() - begin) / steps;
     *ran = (processor_seconds() - ran_begin) / steps;
     TRY(ddp_all_reduce(b->world, ran, ran, 1, DDP_F64, DDP_OP_SUM, NULL));
@@ -224,8 +252,11 @@ static ddp_result compare(bench *b) {
         for (int unit = 0; unit < b->config.layers + 2; unit++) {
             TRY(gather(b, &b->variants[s], unit));
             for (int i = 0; i < b->model.param_count; i++)
-                if (b->infos[i].unit == unit && memcmp(b->model.values[i], b->own[i], (size_t)b->infos[i].count * sizeof(float)))
-                    return ddp_fail(DDP_ERR_CORRUPT, "%s: the final weights %s differ from those of train_gpt", names[s], b->infos[i].name);
+                if (b->infos[i].unit == unit
+                    && memcmp(b->model.values[i], b->own[i], (size_t)b->infos[i].count * sizeof(float)))
+                    return ddp_fail(DDP_ERR_CORRUPT,
+                                    "%s: the final weights %s differ from those of train_gpt", names[s],
+                                    b->infos[i].name);
             TRY(ddp_fsdp_reshard(b->variants[s].fsdp, unit));
         }
     }
@@ -235,28 +266,39 @@ static ddp_result compare(bench *b) {
 static void report(bench *b, const setup *s) {
     static const double required[VARIANTS] = {1.08, 1.03, 1.03, 0, 0};
     FILE *dat = s->dat ? fopen(s->dat, "a") : NULL;
-    printf("%d layers, %d channels: %.2f M parameters (f32), %d ranks, %d rounds\n", s->layers, s->channels, (double)b->parameter_count * 1e-6, s->ranks, s->rounds);
-    printf("| | step, ms | against NO_SHARD | quartiles | target | processor time | peak, MB | predicted, MB |\n|---|---|---|---|---|---|---|---|\n");
+    printf("%d layers, %d channels: %.2f M parameters (f32), %d ranks, %d rounds\n", s->layers, s->channels,
+           (double)b->parameter_count * 1e-6, s->ranks, s->rounds);
+    printf("| | step, ms | against NO_SHARD | quartiles | target | processor time | peak, MB | predicted, MB "
+           "|\n|---|---|---|---|---|---|---|---|\n");
     if (dat) fprintf(dat, "# %d layers, %d channels\n", s->layers, s->channels);
     for (int i = VARIANTS - 1; i >= 0; i--) {
         variant *w = &b->variants[i];
         double ms = quantile(w->times, s->rounds, 0.5) * 1e3, ratio = quantile(w->ratios[0], s->rounds, 0.5);
         ddp_fsdp_memory memory = DDP_ZERO;
-        printf("| %s | %.2f | %.3f | %.3f to %.3f |", names[i], ms, ratio, quantile(w->ratios[0], s->rounds, 0.25),
-               quantile(w->ratios[0], s->rounds, 0.75));
-        if (required[i] > 0) printf(" %.2f%s |", required[i], ratio > required[i] ? " missed" : "");
-        else printf(" |");
+        printf("| %s | %.2f | %.3f | %.3f to %.3f |", names[i], ms, ratio,
+               quantile(w->ratios[0], s->rounds, 0.25), quantile(w->ratios[0], s->rounds, 0.75));
+        if (required[i] > 0)
+            printf(" %.2f%s |", required[i], ratio > required[i] ? " missed" : "");
+        else
+            printf(" |");
         printf(" %.3f |", quantile(w->ratios[1], s->rounds, 0.5));
-        if (!w->fsdp) { printf(" | |\n"); continue; }
+        if (!w->fsdp) {
+            printf(" | |\n");
+            continue;
+        }
         ddp_fsdp_get_memory(w->fsdp, &memory);
         printf(" %.2f | %.2f |\n", (double)memory.peak.total * 1e-6, (double)memory.predicted.total * 1e-6);
         if (dat)
-            fprintf(dat, "%s %.4f %.4f %.4f %.4f %.4f %.4f\n", names[i], ratio, (double)memory.peak.shards * 1e-6, (double)memory.peak.gathered * 1e-6,
+            fprintf(dat, "%s %.4f %.4f %.4f %.4f %.4f %.4f\n", names[i], ratio,
+                    (double)memory.peak.shards * 1e-6, (double)memory.peak.gathered * 1e-6,
                     (double)memory.peak.gradients * 1e-6, (double)memory.peak.optimizer * 1e-6,
                     (double)(memory.peak.communication + memory.peak.bookkeeping) * 1e-6);
     }
     printf("\n");
-    if (dat) { fprintf(dat, "\n\n"); fclose(dat); }
+    if (dat) {
+        fprintf(dat, "\n\n");
+        fclose(dat);
+    }
 }
 
 static ddp_result bench_rank(ddp_group *world, void *user) {
@@ -265,7 +307,11 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
     double seconds = 0, ran;
     int steps;
     b->world = world;
-    b->config.vocab = 256; b->config.context = CONTEXT; b->config.layers = s->layers; b->config.heads = 4; b->config.channels = s->channels;
+    b->config.vocab = 256;
+    b->config.context = CONTEXT;
+    b->config.layers = s->layers;
+    b->config.heads = 4;
+    b->config.channels = s->channels;
     TRY(build(b));
     /* warm-up: buckets are rebuilt, orders recorded. */
     for (int i = 0; i < VARIANTS; i++) TRY(turn(b, i, 3, &seconds, &ran));
@@ -277,7 +323,8 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
             TRY(turn(b, i, steps, &b->variants[i].times[round], &b->variants[i].ran[round]));
         }
         for (int i = 0; i < VARIANTS; i++) {
-            b->variants[i].ratios[0][round] = b->variants[i].times[round] / b->variants[NO_SHARD].times[round];
+            b->variants[i].ratios[0][round] = b->variants[i].times[round]
+                                              / b->variants[NO_SHARD].times[round];
             b->variants[i].ratios[1][round] = b->variants[i].ran[round] / b->variants[NO_SHARD].ran[round];
         }
     }
@@ -302,8 +349,12 @@ int main(int argc, char **argv) {
         s.layers = given ? atoi(argv[3]) : sizes[i][0];
         s.channels = given ? atoi(argv[4]) : sizes[i][1];
         desc.world_size = s.ranks;
-        if (s.ranks < 1 || s.ranks > DDP_MAX_LOCAL_RANKS || s.rounds < 1 || s.rounds > ROUNDS_MAX || s.layers < 1 || s.channels < 4 || s.channels % 4) {
-            fprintf(stderr, "usage: bench_fsdp [ranks 1-%d [rounds 1-%d [layers channels [dat]]]], channels divisible by 4\n", DDP_MAX_LOCAL_RANKS, ROUNDS_MAX);
+        if (s.ranks < 1 || s.ranks > DDP_MAX_LOCAL_RANKS || s.rounds < 1 || s.rounds > ROUNDS_MAX
+            || s.layers < 1 || s.channels < 4 || s.channels % 4) {
+            fprintf(stderr,
+                    "usage: bench_fsdp [ranks 1-%d [rounds 1-%d [layers channels [dat]]]], channels "
+                    "divisible by 4\n",
+                    DDP_MAX_LOCAL_RANKS, ROUNDS_MAX);
             return 1;
         }
         if (ddp_launch(&desc, bench_rank, &s) != DDP_OK) {

@@ -21,7 +21,8 @@ static double now(void) {
 /* GFLOP/s of (m, k) times (k, n): plain, with B transposed (a linear layer), and with A transposed (its
    weight gradient). */
 static void bench_gemm(float *pack, int m, int n, int k) {
-    float *a = (float *)calloc((size_t)m * (size_t)k, sizeof *a), *b = (float *)calloc((size_t)k * (size_t)n, sizeof *b);
+    float *a = (float *)calloc((size_t)m * (size_t)k, sizeof *a),
+          *b = (float *)calloc((size_t)k * (size_t)n, sizeof *b);
     float *c = (float *)calloc((size_t)m * (size_t)n, sizeof *c);
     if (!a || !b || !c) exit(1);
     for (int i = 0; i < m * k; i++) a[i] = (float)(i % 7) - 3;
@@ -36,10 +37,16 @@ static void bench_gemm(float *pack, int m, int n, int k) {
             for (int i = 0; i < 4; i++) gpt_gemm(pack, m, n, k, A, B, gpt__output(c, (size_t)n, NULL, NULL));
             times[r] = (now() - start) / 4;
         }
-        printf("  %s %6.1f", kind == 0 ? "AB" : kind == 1 ? "AB'" : "A'B", 2e-9 * m * n * k / median(times, 21));
+        printf("  %s %6.1f",
+               kind == 0   ? "AB"
+               : kind == 1 ? "AB'"
+                           : "A'B",
+               2e-9 * m * n * k / median(times, 21));
     }
     printf(" GFLOP/s\n");
-    free(a); free(b); free(c);
+    free(a);
+    free(b);
+    free(c);
 }
 
 int main(int argc, char **argv) {
@@ -50,7 +57,8 @@ int main(int argc, char **argv) {
     int *tokens = (int *)calloc((size_t)count + 1, sizeof *tokens);
     float **m = (float **)calloc((size_t)gpt_param_count(&config) * 2, sizeof *m), **v;
     gpt_model model;
-    if (steps < 1 || !times || !tokens || !m || gpt_model_create(&model, &config, batch, GPT_OWN_VALUES | GPT_OWN_GRADS) != 0) {
+    if (steps < 1 || !times || !tokens || !m
+        || gpt_model_create(&model, &config, batch, GPT_OWN_VALUES | GPT_OWN_GRADS) != 0) {
         fprintf(stderr, "bench_gpt: bad arguments, or not enough memory\n");
         return 1;
     }
@@ -78,13 +86,14 @@ int main(int argc, char **argv) {
         for (int i = 0; i + 1 < model.param_count; i++) {
             gpt_param p;
             gpt_param_info(&config, i, &p);
-            gpt_adamw(model.values[i], model.grads[i], m[i], v[i], (size_t)p.count, 1e-3f, 0.9f, 0.999f, 1e-8f, 0.1f, step + 3,
-                      1.0f);
+            gpt_adamw(model.values[i], model.grads[i], m[i], v[i], (size_t)p.count, 1e-3f, 0.9f, 0.999f,
+                      1e-8f, 0.1f, step + 3, 1.0f);
         }
         if (step >= 0) times[step] = now() - start;
     }
     backward *= 1e3 / steps;
-    printf("gpt.h: vocab %d, loss %.4f, %.1f ms per step, of which forward and backward %.1f, %.0f tokens/s\n", vocab, loss,
-           median(times, steps) * 1e3, backward, count / median(times, steps));
+    printf(
+        "gpt.h: vocab %d, loss %.4f, %.1f ms per step, of which forward and backward %.1f, %.0f tokens/s\n",
+        vocab, loss, median(times, steps) * 1e3, backward, count / median(times, steps));
     return 0;
 }

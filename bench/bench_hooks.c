@@ -22,11 +22,24 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
+#define TRY(call)                                    \
+    do {                                             \
+        ddp_result try_result = (call);              \
+        if (try_result != DDP_OK) return try_result; \
+    } while (0)
 enum { SIDE = 2560, COUNT = SIDE * SIDE, ROUNDS_MAX = 400, VARIANTS = 8, PLAIN = 0, DILOCO = 7 };
-static const struct { const char *name; int kind, rank; } variants[VARIANTS] = {
-    {"plain all-reduce", 0, 0}, {"BF16", COMM_HOOK_BF16, 0}, {"F16", COMM_HOOK_F16, 0}, {"INT8, blocks of 256", COMM_HOOK_INT8, 0},
-    {"POWERSGD, rank 1", COMM_HOOK_POWERSGD, 1}, {"POWERSGD, rank 4", COMM_HOOK_POWERSGD, 4}, {"DELAY", COMM_HOOK_DELAY, 0}, {"DiLoCo, outer step", 0, 0},
+static const struct {
+    const char *name;
+    int kind, rank;
+} variants[VARIANTS] = {
+    {"plain all-reduce", 0, 0},
+    {"BF16", COMM_HOOK_BF16, 0},
+    {"F16", COMM_HOOK_F16, 0},
+    {"INT8, blocks of 256", COMM_HOOK_INT8, 0},
+    {"POWERSGD, rank 1", COMM_HOOK_POWERSGD, 1},
+    {"POWERSGD, rank 4", COMM_HOOK_POWERSGD, 4},
+    {"DELAY", COMM_HOOK_DELAY, 0},
+    {"DiLoCo, outer step", 0, 0},
 };
 
 typedef struct variant {
@@ -68,7 +81,8 @@ static ddp_result turn(ddp_group *world, variant *w, float *gradient, const floa
     memcpy(gradient, source, (size_t)COUNT * sizeof *gradient);
     TRY(ddp_barrier(world));
     double start = ddp_now();
-    if (w->local) TRY(local_sgd_step(w->local, NULL));
+    if (w->local)
+        TRY(local_sgd_step(w->local, NULL));
     else {
         TRY(ddp_reducer_ready(w->reducer, 0));
         TRY(ddp_reducer_wait(w->reducer));
@@ -81,15 +95,19 @@ static ddp_result turn(ddp_group *world, variant *w, float *gradient, const floa
 static void print_row(variant *all, int index, int ranks, int rounds) {
     variant *w = &all[index];
     comm_hook_stats stats = {(uint64_t)COUNT * 4, (uint64_t)COUNT * 4};
-    double time = median(w->times, rounds), plain = median(all[PLAIN].times, rounds), low = quantile(w->ratios, rounds, 0.25), high = quantile(w->ratios, rounds, 0.75);
+    double time = median(w->times, rounds), plain = median(all[PLAIN].times, rounds),
+           low = quantile(w->ratios, rounds, 0.25), high = quantile(w->ratios, rounds, 0.75);
     char worth[32] = "";
     if (w->hook) comm_hook_get_stats(w->hook, &stats);
     /* Bytes per rank of an all-reduce in a ring. */
-    double share = (double)stats.sent_bytes / (double)stats.gradient_bytes, travels = 2.0 * (ranks - 1) / ranks * COUNT * 4.0;
-    if (share < 1 && time > plain) snprintf(worth, sizeof worth, "%.2f GB/s", (1 - share) * travels / (time - plain) * 1e-9);
+    double share = (double)stats.sent_bytes / (double)stats.gradient_bytes,
+           travels = 2.0 * (ranks - 1) / ranks * COUNT * 4.0;
+    if (share < 1 && time > plain)
+        snprintf(worth, sizeof worth, "%.2f GB/s", (1 - share) * travels / (time - plain) * 1e-9);
     if (share < 1 && time <= plain) snprintf(worth, sizeof worth, "any speed");
-    printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", variants[index].name, time * 1e3, median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0,
-           share * 100, index == DILOCO ? " / H" : "", worth);
+    printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", variants[index].name, time * 1e3,
+           median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0, share * 100,
+           index == DILOCO ? " / H" : "", worth);
 }
 
 static ddp_result measure(ddp_group *world, void *user) {
@@ -99,7 +117,8 @@ static ddp_result measure(ddp_group *world, void *user) {
     void *gradient;
     if (!all || !source) return ddp_fail(DDP_ERR_NO_MEMORY, "a gradient of 25 MiB");
     TRY(ddp_group_alloc(world, (size_t)COUNT * sizeof *source, &gradient));
-    for (int i = 0; i < COUNT; i++) source[i] = (float)(int32_t)(comm__mix((uint64_t)i * 64 + (uint64_t)ddp_rank(world)) >> 32) * 1e-12f;
+    for (int i = 0; i < COUNT; i++)
+        source[i] = (float)(int32_t)(comm__mix((uint64_t)i * 64 + (uint64_t)ddp_rank(world)) >> 32) * 1e-12f;
     for (int i = 0; i < VARIANTS; i++) TRY(build(world, &all[i], i, (float *)gradient));
     for (int round = -2; round < rounds; round++) {
         double seconds[VARIANTS];
@@ -107,11 +126,13 @@ static ddp_result measure(ddp_group *world, void *user) {
             int i = round & 1 ? VARIANTS - 1 - k : k;
             TRY(turn(world, &all[i], (float *)gradient, source, &seconds[i]));
         }
-        for (int i = 0; i < VARIANTS && round >= 0; i++) all[i].times[round] = seconds[i], all[i].ratios[round] = seconds[i] / seconds[PLAIN];
+        for (int i = 0; i < VARIANTS && round >= 0; i++)
+            all[i].times[round] = seconds[i], all[i].ratios[round] = seconds[i] / seconds[PLAIN];
     }
     if (ddp_rank(world) == 0) {
         printf("A bucket of 25 MiB on %d ranks, medians of %d rounds\n\n", ranks, rounds);
-        printf("| hook | ms | time / plain (quartiles) | MiB sent | share of the bytes | worth it below |\n|---|---|---|---|---|---|\n");
+        printf("| hook | ms | time / plain (quartiles) | MiB sent | share of the bytes | worth it below "
+               "|\n|---|---|---|---|---|---|\n");
         for (int i = 0; i < VARIANTS; i++) print_row(all, i, ranks, rounds);
     }
     for (int i = 0; i < VARIANTS; i++) {
@@ -129,7 +150,9 @@ int main(int argc, char **argv) {
     int rounds = argc > 2 ? atoi(argv[2]) : 21;
     desc.world_size = argc > 1 ? atoi(argv[1]) : 2;
     if (desc.world_size < 2 || desc.world_size > DDP_MAX_LOCAL_RANKS || rounds < 1 || rounds > ROUNDS_MAX)
-        return fprintf(stderr, "bench_hooks: ranks must be 2 to %d, rounds 1 to %d\n", DDP_MAX_LOCAL_RANKS, ROUNDS_MAX), 1;
+        return fprintf(stderr, "bench_hooks: ranks must be 2 to %d, rounds 1 to %d\n", DDP_MAX_LOCAL_RANKS,
+                       ROUNDS_MAX),
+               1;
     if (ddp_launch(&desc, measure, &rounds) == DDP_OK) return 0;
     return fprintf(stderr, "bench_hooks: %s\n", ddp_last_error()), 1;
 }

@@ -31,7 +31,8 @@ static void wait_s(double seconds) {
     struct timespec t;
     t.tv_sec = (time_t)seconds;
     t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
-    while (nanosleep(&t, &t) != 0) {}
+    while (nanosleep(&t, &t) != 0) {
+    }
 }
 
 static ddp_result fetch_image(void *user, int64_t index, void *const *fields) {
@@ -48,10 +49,18 @@ static ddp_result fetch_slowly(void *user, int64_t index, void *const *fields) {
     return DDP_OK;
 }
 
-static int by_value(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
-static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, by_value); return x[n / 2]; }
+static int by_value(const void *a, const void *b) {
+    return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
+}
+static double median(double *x, int n) {
+    qsort(x, (size_t)n, sizeof *x, by_value);
+    return x[n / 2];
+}
 
-static int failed(const char *what) { fprintf(stderr, "bench: %s: %s\n", what, ddp_last_error()); return 1; }
+static int failed(const char *what) {
+    fprintf(stderr, "bench: %s: %s\n", what, ddp_last_error());
+    return 1;
+}
 
 static double processor_s(void) {
     struct timespec t;
@@ -83,18 +92,27 @@ static int small_samples(int plain, int workers, int64_t batch, double seconds) 
         uint64_t epoch = 0;
         double begun = ddp_now(), start = processor_s();
         while (ddp_now() - begun < seconds / 6) {
-            if (plain) for (b.count = 0; b.count < batch && (index = ddp_sampler_next(&sampler, NULL)) >= 0; b.count++) {
-                void *to[2] = {plain_batch + b.count * PIXELS, plain_labels + b.count};
-                if (fetch(NULL, index, to) != DDP_OK) return failed("fetch");
-            }
-            else if (ddp_loader_next(loader, &b) != DDP_OK) return failed("next");
-            if (b.count == 0 && plain) ddp_sampler_set_epoch(&sampler, ++epoch);
-            else if (b.count == 0) ddp_loader_set_epoch(loader, ++epoch);
+            if (plain)
+                for (b.count = 0; b.count < batch && (index = ddp_sampler_next(&sampler, NULL)) >= 0;
+                     b.count++) {
+                    void *to[2] = {plain_batch + b.count * PIXELS, plain_labels + b.count};
+                    if (fetch(NULL, index, to) != DDP_OK) return failed("fetch");
+                }
+            else if (ddp_loader_next(loader, &b) != DDP_OK)
+                return failed("next");
+            if (b.count == 0 && plain)
+                ddp_sampler_set_epoch(&sampler, ++epoch);
+            else if (b.count == 0)
+                ddp_loader_set_epoch(loader, ++epoch);
             samples += b.count;
         }
         if (round >= 0) rates[round] = (double)samples / (processor_s() - start);
     }
-    printf("| %s | %lld | %.2f |\n", plain ? "plain loop" : workers < 0 ? "none" : "1", (long long)batch, median(rates, 5) * 1e-6);
+    printf("| %s | %lld | %.2f |\n",
+           plain         ? "plain loop"
+           : workers < 0 ? "none"
+                         : "1",
+           (long long)batch, median(rates, 5) * 1e-6);
     fflush(stdout);
     ddp_loader_destroy(loader);
     ddp_sampler_free(&sampler);
@@ -124,8 +142,8 @@ static int slow_samples(int workers, double compute_s, double share) {
     }
     begun = ddp_now() - begun;
     ddp_loader_destroy(loader);
-    printf("| %d | %.1f | %.1f | %.0f%% | %.2f | %.3f |\n", workers, compute_s * 1e3, fetch_s * BATCH * 1e3, 100 * share, begun / STEPS * 1e3,
-           waits / STEPS * 1e3);
+    printf("| %d | %.1f | %.1f | %.0f%% | %.2f | %.3f |\n", workers, compute_s * 1e3, fetch_s * BATCH * 1e3,
+           100 * share, begun / STEPS * 1e3, waits / STEPS * 1e3);
     fflush(stdout);
     return 0;
 }
@@ -135,7 +153,10 @@ int main(int argc, char **argv) {
     double seconds = argc > 1 ? atof(argv[1]) : 1;
     cpu_set_t one, all;
     images = (unsigned char *)malloc((size_t)SAMPLES * PIXELS);
-    if (!images || seconds <= 0) { fprintf(stderr, "bench: seconds per row must be above 0\n"); return 1; }
+    if (!images || seconds <= 0) {
+        fprintf(stderr, "bench: seconds per row must be above 0\n");
+        return 1;
+    }
     memset(images, 7, (size_t)SAMPLES * PIXELS);
     sched_getaffinity(0, sizeof all, &all);
     CPU_ZERO(&one);
@@ -144,11 +165,15 @@ int main(int argc, char **argv) {
     printf("| ddp_loader: workers | samples per batch | million samples/s on one core |\n|---|---|---|\n");
     if (small_samples(1, 0, 512, seconds)) return 1;
     for (int workers = -1; workers <= 1; workers += 2)
-        for (int k = 0; k < 4; k++) if (small_samples(0, workers, batches[k], seconds)) return 1;
+        for (int k = 0; k < 4; k++)
+            if (small_samples(0, workers, batches[k], seconds)) return 1;
     sched_setaffinity(0, sizeof all, &all);
-    printf("\n| ddp_loader: workers | compute, ms | one worker fetches a batch, ms | of compute x workers | step, ms | wait, ms |\n|---|---|---|---|---|---|\n");
-    for (int workers = 1; workers <= 8; workers *= 2) if (slow_samples(workers, 0.02, 0.8)) return 1;
-    for (int workers = 1; workers <= 4; workers *= 4) if (slow_samples(workers, 0.02, 1.5)) return 1;
+    printf("\n| ddp_loader: workers | compute, ms | one worker fetches a batch, ms | of compute x workers | "
+           "step, ms | wait, ms |\n|---|---|---|---|---|---|\n");
+    for (int workers = 1; workers <= 8; workers *= 2)
+        if (slow_samples(workers, 0.02, 0.8)) return 1;
+    for (int workers = 1; workers <= 4; workers *= 4)
+        if (slow_samples(workers, 0.02, 1.5)) return 1;
     free(images);
     return 0;
 }

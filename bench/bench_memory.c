@@ -38,7 +38,9 @@
 enum { SLOTS = 3, PIECE = 256 * 1024, SKEW = 69632 };
 
 /* Number of the last chunk; never reset. */
-typedef struct rank_words { bench_word filled, passed; } rank_words;
+typedef struct rank_words {
+    bench_word filled, passed;
+} rank_words;
 
 typedef struct memory_shared {
     float *group[4], *private_data[4];
@@ -62,17 +64,34 @@ typedef float line __attribute__((vector_size(64), may_alias, aligned(4)));
 /* Loops over several runs at once, a cache line of each in turn: while one run starts a page, the others
    stream. Two runs are fastest on AMD, three elsewhere. */
 static int three_runs;
-#define RUNS_OF(count, runs, STEP)                                               \
-    do {                                                                         \
-        size_t each_ = (count) / (16 * (runs)) * 16;                             \
-        for (size_t at_ = 0; at_ < each_; at_ += 16) {                           \
-            { size_t i = at_; STEP(line) }                                       \
-            { size_t i = at_ + each_; STEP(line) }                               \
-            if ((runs) == 3) { size_t i = at_ + 2 * each_; STEP(line) }          \
-        }                                                                        \
-        for (size_t i = (runs) * each_; i < (count); i++) { STEP(float) }        \
+#define RUNS_OF(count, runs, STEP)                        \
+    do {                                                  \
+        size_t each_ = (count) / (16 * (runs)) * 16;      \
+        for (size_t at_ = 0; at_ < each_; at_ += 16) {    \
+            {                                             \
+                size_t i = at_;                           \
+                STEP(line)                                \
+            }                                             \
+            {                                             \
+                size_t i = at_ + each_;                   \
+                STEP(line)                                \
+            }                                             \
+            if ((runs) == 3) {                            \
+                size_t i = at_ + 2 * each_;               \
+                STEP(line)                                \
+            }                                             \
+        }                                                 \
+        for (size_t i = (runs)*each_; i < (count); i++) { \
+            STEP(float)                                   \
+        }                                                 \
     } while (0)
-#define RUNS(count, STEP) do { if (three_runs) RUNS_OF(count, 3, STEP); else RUNS_OF(count, 2, STEP); } while (0)
+#define RUNS(count, STEP)            \
+    do {                             \
+        if (three_runs)              \
+            RUNS_OF(count, 3, STEP); \
+        else                         \
+            RUNS_OF(count, 2, STEP); \
+    } while (0)
 #define AT(T, p) (*(T *)((p) + i))
 
 static void copy_lines(float *out, float *in, size_t count) {
@@ -81,7 +100,10 @@ static void copy_lines(float *out, float *in, size_t count) {
 }
 
 static void pair_add(float *left, float *right, size_t count) {
-#define PAIR(T) T sum = AT(T, left) + AT(T, right); AT(T, left) = sum; AT(T, right) = sum;
+#define PAIR(T)                         \
+    T sum = AT(T, left) + AT(T, right); \
+    AT(T, left) = sum;                  \
+    AT(T, right) = sum;
     RUNS(count, PAIR);
 }
 
@@ -92,17 +114,24 @@ static void add_to(float *left, float *right, size_t count) {
 
 static void quad_add(float *const data[4], size_t begin, size_t count) {
     float *a = data[0] + begin, *b = data[1] + begin, *c = data[2] + begin, *d = data[3] + begin;
-#define QUAD(T)                                                       \
-    T sum = (AT(T, a) + AT(T, b)) + (AT(T, c) + AT(T, d));            \
-    AT(T, a) = sum; AT(T, b) = sum; AT(T, c) = sum; AT(T, d) = sum;
+#define QUAD(T)                                            \
+    T sum = (AT(T, a) + AT(T, b)) + (AT(T, c) + AT(T, d)); \
+    AT(T, a) = sum;                                        \
+    AT(T, b) = sum;                                        \
+    AT(T, c) = sum;                                        \
+    AT(T, d) = sum;
     RUNS(count, QUAD);
 }
 
 /* Fill, add and drain in one loop. */
-static void fill_add_drain(float *fill, float *give, float *own, float *slot, float *take, float *full, size_t count) {
-#define ROUND(T)                                                                        \
-    T given = AT(T, give), sum = AT(T, own) + AT(T, slot), taken = AT(T, full);         \
-    AT(T, fill) = given; AT(T, own) = sum; AT(T, slot) = sum; AT(T, take) = taken;
+static void fill_add_drain(float *fill, float *give, float *own, float *slot, float *take, float *full,
+                           size_t count) {
+#define ROUND(T)                                                                \
+    T given = AT(T, give), sum = AT(T, own) + AT(T, slot), taken = AT(T, full); \
+    AT(T, fill) = given;                                                        \
+    AT(T, own) = sum;                                                           \
+    AT(T, slot) = sum;                                                          \
+    AT(T, take) = taken;
     RUNS(count, ROUND);
 }
 
@@ -124,10 +153,19 @@ static void stream_to(float *out, const float *left, const float *right, size_t 
 //== group memory
 
 static void group_run(memory_user *u, const bench_cell *cell) {
-    size_t count = cell->bytes / sizeof(float), half = count / (size_t)u->b->rank_count, own = (size_t)u->me * half;
+    size_t count = cell->bytes / sizeof(float), half = count / (size_t)u->b->rank_count,
+           own = (size_t)u->me * half;
     float *mine = u->s->group[u->me], *other = u->s->group[u->me ^ 1];
-    if (u->b->rank_count == 4) { bench_barrier(u->b); quad_add(u->s->group, own, half); bench_barrier(u->b); return; }
-    if (cell->op == BENCH_COPY) { memcpy(u->copy, mine, cell->bytes); return; }
+    if (u->b->rank_count == 4) {
+        bench_barrier(u->b);
+        quad_add(u->s->group, own, half);
+        bench_barrier(u->b);
+        return;
+    }
+    if (cell->op == BENCH_COPY) {
+        memcpy(u->copy, mine, cell->bytes);
+        return;
+    }
     if (cell->bytes <= BENCH_SMALL_BYTES) bench_barrier(u->b); /* the other rank has arrived */
     switch (cell->op) {
     case BENCH_ALL_REDUCE: pair_add(u->s->group[0] + own, u->s->group[1] + own, half); break;
@@ -144,12 +182,18 @@ static void await(memory_user *u, const bench_word *word, uint64_t target) {
     while (__atomic_load_n(&word->value, __ATOMIC_ACQUIRE) < target) bench_relax(u->b);
 }
 
-static void tick(bench_word *word, uint64_t round) { __atomic_store_n(&word->value, round, __ATOMIC_RELEASE); }
+static void tick(bench_word *word, uint64_t round) {
+    __atomic_store_n(&word->value, round, __ATOMIC_RELEASE);
+}
 
-static float *slot_of(memory_user *u, int rank, uint64_t round, size_t chunk) { return (float *)(void *)(u->s->slots[rank] + (round % SLOTS) * (chunk + 4096)); }
+static float *slot_of(memory_user *u, int rank, uint64_t round, size_t chunk) {
+    return (float *)(void *)(u->s->slots[rank] + (round % SLOTS) * (chunk + 4096));
+}
 
 /* Chunk k of chunks, counted from the end of the block. A block is half of the buffer. */
-typedef struct span { size_t at, count; } span;
+typedef struct span {
+    size_t at, count;
+} span;
 static span chunk_of(size_t block, size_t chunk, size_t chunks, size_t k) {
     span s;
     s.at = (chunks - 1 - k) * chunk;
@@ -160,7 +204,8 @@ static span chunk_of(size_t block, size_t chunk, size_t chunks, size_t k) {
 static void slots_run(memory_user *u, const bench_cell *cell, size_t chunk_bytes, int at_once) {
     size_t block = cell->bytes / sizeof(float) / 2, chunk = chunk_bytes / sizeof(float) / 2, chunks;
     int reduces = cell->op != BENCH_ALL_GATHER, drains = cell->op == BENCH_ALL_REDUCE;
-    float *data = u->s->private_data[u->me], *own = data + (size_t)u->me * block, *others = data + (size_t)(1 - u->me) * block;
+    float *data = u->s->private_data[u->me], *own = data + (size_t)u->me * block,
+          *others = data + (size_t)(1 - u->me) * block;
     rank_words *mine = &u->s->words[u->me], *their = &u->s->words[1 - u->me];
     uint64_t first = u->round + 1;
     if (chunk > block) chunk = block;
@@ -171,8 +216,9 @@ static void slots_run(memory_user *u, const bench_cell *cell, size_t chunk_bytes
             size_t at = (chunks - 1 - k) * chunk;
             await(u, &their->passed, first + k - 2);
             await(u, &their->filled, first + k - 1);
-            fill_add_drain(slot_of(u, u->me, first + k, chunk_bytes), others + at, own + at + chunk, slot_of(u, 1 - u->me, first + k - 1, chunk_bytes),
-                           others + at + 2 * chunk, slot_of(u, u->me, first + k - 2, chunk_bytes), chunk);
+            fill_add_drain(slot_of(u, u->me, first + k, chunk_bytes), others + at, own + at + chunk,
+                           slot_of(u, 1 - u->me, first + k - 1, chunk_bytes), others + at + 2 * chunk,
+                           slot_of(u, u->me, first + k - 2, chunk_bytes), chunk);
             tick(&mine->filled, first + k);
             tick(&mine->passed, first + k - 1);
             continue;
@@ -187,10 +233,14 @@ static void slots_run(memory_user *u, const bench_cell *cell, size_t chunk_bytes
             span s = chunk_of(block, chunk, chunks, k - 1);
             float *slot = slot_of(u, 1 - u->me, first + k - 1, chunk_bytes);
             await(u, &their->filled, first + k - 1);
-            if (cell->op == BENCH_ALL_REDUCE) pair_add(own + s.at, slot, s.count);
-            else if (cell->op == BENCH_REDUCE_SCATTER) stream_to(u->out[0] + s.at, own + s.at, slot, s.count);
-            else if (reduces) add_to(own + s.at, slot, s.count);
-            else copy_lines(others + s.at, slot, s.count);
+            if (cell->op == BENCH_ALL_REDUCE)
+                pair_add(own + s.at, slot, s.count);
+            else if (cell->op == BENCH_REDUCE_SCATTER)
+                stream_to(u->out[0] + s.at, own + s.at, slot, s.count);
+            else if (reduces)
+                add_to(own + s.at, slot, s.count);
+            else
+                copy_lines(others + s.at, slot, s.count);
             tick(&mine->passed, first + k - 1);
         }
         if (k > 1 && drains) {
@@ -206,24 +256,34 @@ static void slots_run(memory_user *u, const bench_cell *cell, size_t chunk_bytes
 
 static void fetch(memory_user *u, float *out, const float *in, size_t count) {
     struct iovec here = {out, count * sizeof(float)}, there = {(void *)(uintptr_t)in, count * sizeof(float)};
-    if (process_vm_readv(getpid(), &here, 1, &there, 1, 0) != (ssize_t)(count * sizeof(float))) bench_die(u->b, "process_vm_readv failed");
+    if (process_vm_readv(getpid(), &here, 1, &there, 1, 0) != (ssize_t)(count * sizeof(float)))
+        bench_die(u->b, "process_vm_readv failed");
 }
 
 static void read_run(memory_user *u, const bench_cell *cell) {
-    size_t block = cell->bytes / sizeof(float) / 2, chunk = PIECE / sizeof(float), chunks = (block + chunk - 1) / chunk;
-    float *own = u->s->private_data[u->me] + (size_t)u->me * block, *others = u->s->private_data[u->me] + (size_t)(1 - u->me) * block;
-    const float *their_own = u->s->private_data[1 - u->me] + (size_t)(1 - u->me) * block, *wanted = u->s->private_data[1 - u->me] + (size_t)u->me * block;
+    size_t block = cell->bytes / sizeof(float) / 2, chunk = PIECE / sizeof(float),
+           chunks = (block + chunk - 1) / chunk;
+    float *own = u->s->private_data[u->me] + (size_t)u->me * block,
+          *others = u->s->private_data[u->me] + (size_t)(1 - u->me) * block;
+    const float *their_own = u->s->private_data[1 - u->me] + (size_t)(1 - u->me) * block,
+                *wanted = u->s->private_data[1 - u->me] + (size_t)u->me * block;
     rank_words *mine = &u->s->words[u->me], *their = &u->s->words[1 - u->me];
     uint64_t first = u->round + 1;
     u->round += chunks;
     bench_barrier(u->b);
     for (size_t k = 0; k < chunks + (size_t)(cell->op == BENCH_ALL_REDUCE); k++) {
-        span s = chunk_of(block, chunk, chunks, k < chunks ? k : chunks - 1), before = chunk_of(block, chunk, chunks, k > 0 ? k - 1 : 0);
-        if (cell->op == BENCH_ALL_GATHER) { fetch(u, others + s.at, their_own + s.at, s.count); continue; }
+        span s = chunk_of(block, chunk, chunks, k < chunks ? k : chunks - 1),
+             before = chunk_of(block, chunk, chunks, k > 0 ? k - 1 : 0);
+        if (cell->op == BENCH_ALL_GATHER) {
+            fetch(u, others + s.at, their_own + s.at, s.count);
+            continue;
+        }
         if (k < chunks) {
             fetch(u, (float *)(void *)u->piece, wanted + s.at, s.count);
-            if (cell->op == BENCH_REDUCE_SCATTER) stream_to(u->out[0] + s.at, own + s.at, (float *)(void *)u->piece, s.count);
-            else add_to(own + s.at, (float *)(void *)u->piece, s.count);
+            if (cell->op == BENCH_REDUCE_SCATTER)
+                stream_to(u->out[0] + s.at, own + s.at, (float *)(void *)u->piece, s.count);
+            else
+                add_to(own + s.at, (float *)(void *)u->piece, s.count);
             tick(&mine->passed, first + k);
         }
         if (k == 0 || cell->op != BENCH_ALL_REDUCE) continue;
@@ -237,9 +297,13 @@ static void read_run(memory_user *u, const bench_cell *cell) {
 
 static int memory_supports(void *user, const bench_cell *cell, int kind) {
     const bench *b = ((memory_user *)user)->b;
-    int slots = strncmp(b->setting, "slots", 5) == 0, at_once = strncmp(b->setting, "line", 4) == 0, reads = strcmp(b->setting, "read") == 0;
+    int slots = strncmp(b->setting, "slots", 5) == 0, at_once = strncmp(b->setting, "line", 4) == 0,
+        reads = strcmp(b->setting, "read") == 0;
     if (b->rank_count == 4) return kind == 1 && cell->op == BENCH_ALL_REDUCE;
-    if (kind == 1) return !slots && !at_once && !reads && (cell->op == BENCH_COPY || cell->op == BENCH_ALL_REDUCE || (cell->bytes >= (size_t)25 << 20 && cell->op <= BENCH_ALL_GATHER));
+    if (kind == 1)
+        return !slots && !at_once && !reads
+               && (cell->op == BENCH_COPY || cell->op == BENCH_ALL_REDUCE
+                   || (cell->bytes >= (size_t)25 << 20 && cell->op <= BENCH_ALL_GATHER));
     if (cell->op > BENCH_ALL_GATHER || cell->bytes < 16384) return 0;
     return slots || (at_once && cell->op == BENCH_ALL_REDUCE) || (reads && cell->bytes >= (size_t)1 << 20);
 }
@@ -247,9 +311,12 @@ static int memory_supports(void *user, const bench_cell *cell, int kind) {
 static int memory_run(void *user, const bench_cell *cell, int kind, int calls) {
     memory_user *u = (memory_user *)user;
     for (int i = 0; i < calls; i++) {
-        if (kind == 1) group_run(u, cell);
-        else if (u->b->setting[0] == 'r') read_run(u, cell);
-        else slots_run(u, cell, (size_t)atoi(strchr(u->b->setting, '-') + 1) * 1024, u->b->setting[0] == 'l');
+        if (kind == 1)
+            group_run(u, cell);
+        else if (u->b->setting[0] == 'r')
+            read_run(u, cell);
+        else
+            slots_run(u, cell, (size_t)atoi(strchr(u->b->setting, '-') + 1) * 1024, u->b->setting[0] == 'l');
     }
     return 0;
 }
@@ -281,7 +348,8 @@ static void *memory_main(void *argument) {
     u.piece = (char *)bench_private(&t->b, PIECE);
     s->group[t->rank] = bench_private(&t->b, largest);
     /* See DDP__OFF_PAGE in ddp.h. */
-    s->slots[t->rank] = (char *)bench_private(&t->b, SLOTS * (512 * 1024 + 4096) + 2 * SKEW) + (t->rank ? SKEW : 0) + 2048;
+    s->slots[t->rank] = (char *)bench_private(&t->b, SLOTS * (512 * 1024 + 4096) + 2 * SKEW)
+                        + (t->rank ? SKEW : 0) + 2048;
     bench_barrier(&t->b);
     d.user = &u;
     d.kind_count = 2;
@@ -309,7 +377,8 @@ int main(int argc, char **argv) {
         return strcmp(b.setting, "read") == 0 && process_vm_readv(getpid(), &here, 1, &there, 1, 0) != 1;
     }
     if (b.slot_count == 1 && b.share_path) unlink(b.share_path);
-    if (b.rank_count != 2 && b.rank_count != 4) bench_die(&b, "the bare loops are written for two ranks and four");
+    if (b.rank_count != 2 && b.rank_count != 4)
+        bench_die(&b, "the bare loops are written for two ranks and four");
     for (int r = 0; r < b.rank_count; r++) {
         thread[r].b = b;
         thread[r].shared = &shared;

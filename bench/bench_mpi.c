@@ -26,7 +26,8 @@ static int machine_of_this_rank(void) {
 #include "median.h"
 
 enum { BLOCKING, STARTED, ANY, TREE, FINGERPRINT, METHODS, TURNS = 60 };
-static const char *const names[] = {"MPI_Allreduce", "MPI_Iallreduce + MPI_Test", "DDP_ORDER_ANY", "DDP_ORDER_TREE", "MPI_Iallreduce of 16 bytes"};
+static const char *const names[] = {"MPI_Allreduce", "MPI_Iallreduce + MPI_Test", "DDP_ORDER_ANY",
+                                    "DDP_ORDER_TREE", "MPI_Iallreduce of 16 bytes"};
 static ddp_group *groups[METHODS];
 
 static void check(ddp_result result) {
@@ -44,10 +45,14 @@ static void start_and_test(const void *send, void *recv, int count, MPI_Datatype
 
 static void call(int method, float *data, size_t count) {
     static uint64_t word[2], most[2];
-    if (method == BLOCKING) MPI_Allreduce(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
-    else if (method == STARTED) start_and_test(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM);
-    else if (method == FINGERPRINT) start_and_test(word, most, 2, MPI_UINT64_T, MPI_MAX);
-    else check(ddp_all_reduce(groups[method], data, data, count, DDP_F32, DDP_OP_SUM, NULL));
+    if (method == BLOCKING)
+        MPI_Allreduce(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+    else if (method == STARTED)
+        start_and_test(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM);
+    else if (method == FINGERPRINT)
+        start_and_test(word, most, 2, MPI_UINT64_T, MPI_MAX);
+    else
+        check(ddp_all_reduce(groups[method], data, data, count, DDP_F32, DDP_OP_SUM, NULL));
 }
 
 static void measure(float *data, size_t size_bytes, int rank) {
@@ -86,7 +91,10 @@ int main(int argc, char **argv) {
     desc.order = DDP_ORDER_TREE;
     check(ddp_group_from_mpi(&groups[TREE], MPI_COMM_WORLD, &desc));
     if (rank == 0) {
-        printf("%d ranks, %s. Microseconds.\n\n| size |", size, !ranks_of_a_machine ? "one machine" : ranks_of_a_machine == 1 ? "one emulated machine per rank" : "on emulated machines");
+        printf("%d ranks, %s. Microseconds.\n\n| size |", size,
+               !ranks_of_a_machine       ? "one machine"
+               : ranks_of_a_machine == 1 ? "one emulated machine per rank"
+                                         : "on emulated machines");
         for (int method = 0; method < METHODS; method++) printf(" %s |", names[method]);
         printf(" tree / MPI_Allreduce |\n|---|---|---|---|---|---|---|\n");
     }

@@ -38,24 +38,29 @@ enum { STEPS_MAX = 64, ELEMENTS = 16384, WAIT_PARAM = 16 };
 
 typedef struct setup {
     int ranks, microbatches, steps, layers, channels;
-    double seconds;     /* duration of an action */
+    double seconds; /* duration of an action */
     const char *dat;
 } setup;
 
 typedef struct plan {
-    const char *name;   /* NULL = the name of the kind */
+    const char *name; /* NULL = the name of the kind */
     ddp_schedule_kind kind;
     int chunks, interval;
-    int memory;         /* AUTO: limit in units of p */
+    int memory; /* AUTO: limit in units of p */
 } plan;
 
 /* Figures of one step; printed as medians over steps. */
 enum { MAKESPAN, STEP, IDEAL, REPLAYED, NEXT, HANDED_ON, BUBBLE, PREDICTED, COSTS, OF_IDEAL, FIGURES };
-typedef struct figures { double of[FIGURES][STEPS_MAX]; } figures;
+typedef struct figures {
+    double of[FIGURES][STEPS_MAX];
+} figures;
 
 static void *zeros(size_t count, size_t size) {
     void *memory = calloc(count, size);
-    if (!memory) { fprintf(stderr, "bench_pipeline: not enough memory\n"); exit(1); }
+    if (!memory) {
+        fprintf(stderr, "bench_pipeline: not enough memory\n");
+        exit(1);
+    }
     return memory;
 }
 
@@ -73,20 +78,25 @@ static int action_count(const ddp_schedule *s) {
 /* Index of the end time of an action: that which makes a stage's output, or with backward = 1 the gradient of
    its input. */
 static size_t place(const ddp_schedule *s, int stage, int microbatch, int backward) {
-    return 2 * ((size_t)stage * (size_t)ddp_schedule_microbatch_count(s) + (size_t)microbatch) + (size_t)backward;
+    return 2 * ((size_t)stage * (size_t)ddp_schedule_microbatch_count(s) + (size_t)microbatch)
+           + (size_t)backward;
 }
 
 /* Index of the end time that an action waits for, or -1. */
 static int64_t need_of(const ddp_schedule *s, const ddp_action *a) {
-    if (a->kind == DDP_ACTION_FORWARD) return a->stage > 0 ? (int64_t)place(s, a->stage - 1, a->microbatch, 0) : -1;
-    return a->kind != DDP_ACTION_WEIGHT_GRAD && a->stage + 1 < ddp_schedule_stage_count(s) ? (int64_t)place(s, a->stage + 1, a->microbatch, 1) : -1;
+    if (a->kind == DDP_ACTION_FORWARD)
+        return a->stage > 0 ? (int64_t)place(s, a->stage - 1, a->microbatch, 0) : -1;
+    return a->kind != DDP_ACTION_WEIGHT_GRAD && a->stage + 1 < ddp_schedule_stage_count(s)
+               ? (int64_t)place(s, a->stage + 1, a->microbatch, 1)
+               : -1;
 }
 
 /* Plays the schedule with the measured time of each action, and sums the measured gaps. */
 static void analyse(const ddp_schedule *s, const ddp_action_time *times, figures *f, int step) {
     int ranks = ddp_schedule_rank_count(s), next_count = 0, handed_count = 0, moved = 1;
     size_t places = place(s, ddp_schedule_stage_count(s), 0, 0);
-    double *played = (double *)zeros(places, sizeof *played), *real = (double *)zeros(places, sizeof *real), *now = (double *)zeros((size_t)ranks, sizeof *now);
+    double *played = (double *)zeros(places, sizeof *played), *real = (double *)zeros(places, sizeof *real),
+           *now = (double *)zeros((size_t)ranks, sizeof *now);
     double begin = times[0].begin, end = 0, last = 0, next = 0, handed = 0;
     int *at = (int *)zeros((size_t)ranks, sizeof *at);
     while (moved) {
@@ -101,9 +111,12 @@ static void analyse(const ddp_schedule *s, const ddp_action_time *times, figures
                 double before = at[rank] > 0 ? t[-1].end : t->begin;
                 if (a->stage < 0) continue;
                 if (need >= 0 && played[need] == 0) break;
-                if (need >= 0 && real[need] > before) handed += t->begin - real[need], handed_count++;
-                else if (at[rank] > 0) next += t->begin - before, next_count++;
-                now[rank] = (need >= 0 && played[need] > now[rank] ? played[need] : now[rank]) + t->end - t->begin;
+                if (need >= 0 && real[need] > before)
+                    handed += t->begin - real[need], handed_count++;
+                else if (at[rank] > 0)
+                    next += t->begin - before, next_count++;
+                now[rank] = (need >= 0 && played[need] > now[rank] ? played[need] : now[rank]) + t->end
+                            - t->begin;
                 if (now[rank] > last) last = now[rank];
                 if (t->begin < begin) begin = t->begin;
                 if (t->end > end) end = t->end;
@@ -135,7 +148,8 @@ static ddp_result take_figures(ddp_pipeline *pipeline, const ddp_schedule *s, fi
     TRY(ddp_pipeline_get_stats(pipeline, &stats));
     analyse(s, times, f, step);
     for (int stage = 0; stage < stages; stage++) {
-        f->of[COSTS][step] += (costs[stage].forward + costs[stage].input_grad + costs[stage].weight_grad) / stages;
+        f->of[COSTS][step] += (costs[stage].forward + costs[stage].input_grad + costs[stage].weight_grad)
+                              / stages;
         costs[stage].transfer = 0;
     }
     TRY(ddp_schedule_simulate(s, costs, &report));
@@ -153,7 +167,7 @@ static ddp_result take_figures(ddp_pipeline *pipeline, const ddp_schedule *s, fi
 
 typedef struct waiter {
     double seconds;
-    double *late;   /* of the rank: how late its last sleep ended */
+    double *late; /* of the rank: how late its last sleep ended */
     float values[WAIT_PARAM];
     ddp_param param, *pointer;
 } waiter;
@@ -166,7 +180,9 @@ static float mark(int stage, int microbatch, int backward) {
 static ddp_result compare(const ddp_tensor *tensor, float expected, const char *what) {
     const float *data = (const float *)tensor->data;
     for (int i = 0; i < ELEMENTS; i++)
-        if (data[i] != expected) return ddp_fail(DDP_ERR_CORRUPT, "element %d of %s is %g, not %g", i, what, (double)data[i], (double)expected);
+        if (data[i] != expected)
+            return ddp_fail(DDP_ERR_CORRUPT, "element %d of %s is %g, not %g", i, what, (double)data[i],
+                            (double)expected);
     return DDP_OK;
 }
 
@@ -180,24 +196,33 @@ static ddp_result wait_action(const ddp_pipeline_call *c, void *user) {
     double until = ddp_now() + w->seconds - (*w->late < w->seconds ? *w->late : w->seconds);
     int forward = c->kind == DDP_ACTION_FORWARD;
     struct timespec deadline;
-    if (forward && c->input_count) TRY(compare(&c->inputs[0], mark(c->stage - 1, c->microbatch, 0), "the input"));
-    if (!forward && c->output_count) TRY(compare(&c->output_grads[0], mark(c->stage + 1, c->microbatch, 1), "the output's gradient"));
+    if (forward && c->input_count)
+        TRY(compare(&c->inputs[0], mark(c->stage - 1, c->microbatch, 0), "the input"));
+    if (!forward && c->output_count)
+        TRY(compare(&c->output_grads[0], mark(c->stage + 1, c->microbatch, 1), "the output's gradient"));
     if (forward && c->output_count) fill(&c->outputs[0], mark(c->stage, c->microbatch, 0));
-    if (c->kind == DDP_ACTION_INPUT_GRAD && c->input_count) fill(&c->input_grads[0], mark(c->stage, c->microbatch, 1));
+    if (c->kind == DDP_ACTION_INPUT_GRAD && c->input_count)
+        fill(&c->input_grads[0], mark(c->stage, c->microbatch, 1));
     if (c->kind == DDP_ACTION_WEIGHT_GRAD)
         for (int i = 0; i < WAIT_PARAM; i++) ((float *)w->param.grad.data)[i] = 1;
     if (c->loss) *c->loss = 1;
     deadline.tv_sec = (time_t)until;
     deadline.tv_nsec = (long)((until - (double)deadline.tv_sec) * 1e9);
-    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &deadline, NULL) == EINTR) {}
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &deadline, NULL) == EINTR) {
+    }
     *w->late = ddp_now() - until;
     return DDP_OK;
 }
 
-static ddp_result no_update(int stage, void *user) { (void)stage; (void)user; return DDP_OK; }
+static ddp_result no_update(int stage, void *user) {
+    (void)stage;
+    (void)user;
+    return DDP_OK;
+}
 
 static ddp_result create_waits(ddp_pipeline **out, ddp_group *group, const ddp_schedule *s, waiter *waiters) {
-    ddp_pipeline_stage *stages = (ddp_pipeline_stage *)zeros((size_t)ddp_schedule_stage_count(s), sizeof *stages);
+    ddp_pipeline_stage *stages = (ddp_pipeline_stage *)zeros((size_t)ddp_schedule_stage_count(s),
+                                                             sizeof *stages);
     ddp_schedule_kind kind = ddp_schedule_get_kind(s);
     ddp_pipeline_desc desc = DDP_ZERO;
     ddp_result result;
@@ -213,7 +238,8 @@ static ddp_result create_waits(ddp_pipeline **out, ddp_group *group, const ddp_s
         stages[i].user = w;
         stages[i].params = &w->pointer;
         stages[i].param_count = 1;
-        if (kind == DDP_SCHEDULE_PIPEDREAM || kind == DDP_SCHEDULE_PIPEDREAM_2BW) stages[i].update = no_update;
+        if (kind == DDP_SCHEDULE_PIPEDREAM || kind == DDP_SCHEDULE_PIPEDREAM_2BW)
+            stages[i].update = no_update;
     }
     desc.schedule = s;
     desc.stages = stages;
@@ -226,23 +252,28 @@ static ddp_result create_waits(ddp_pipeline **out, ddp_group *group, const ddp_s
     return result;
 }
 
-static void report_waits(const setup *u, const plan *q, const ddp_schedule *s, const ddp_schedule_report *expected, figures *f) {
+static void report_waits(const setup *u, const plan *q, const ddp_schedule *s,
+                         const ddp_schedule_report *expected, figures *f) {
     const char *name = q->name ? q->name : ddp_schedule_kind_name(q->kind);
-    double measured = median(f->of[MAKESPAN], u->steps), ratio = measured / expected->makespan, bubble = median(f->of[BUBBLE], u->steps);
+    double measured = median(f->of[MAKESPAN], u->steps), ratio = measured / expected->makespan,
+           bubble = median(f->of[BUBBLE], u->steps);
     int chunks = ddp_schedule_stage_count(s) / u->ranks;
     FILE *dat = u->dat ? fopen(u->dat, "a") : NULL;
-    printf("| %s | %d | %.0f | %.1f | %.4f%s | %.2f%% | %.2f%% | %d | %.1f | %.0f | %.0f |\n", name, chunks, expected->makespan * 1e3, measured * 1e3, ratio,
-           ratio > 1.03 || ratio < 0.97 ? " missed" : "", 100 * expected->bubble_rate, 100 * bubble, expected->peak_in_flight,
-           median(f->of[REPLAYED], u->steps) * 1e3, median(f->of[NEXT], u->steps) * 1e6, median(f->of[HANDED_ON], u->steps) * 1e6);
+    printf("| %s | %d | %.0f | %.1f | %.4f%s | %.2f%% | %.2f%% | %d | %.1f | %.0f | %.0f |\n", name, chunks,
+           expected->makespan * 1e3, measured * 1e3, ratio, ratio > 1.03 || ratio < 0.97 ? " missed" : "",
+           100 * expected->bubble_rate, 100 * bubble, expected->peak_in_flight,
+           median(f->of[REPLAYED], u->steps) * 1e3, median(f->of[NEXT], u->steps) * 1e6,
+           median(f->of[HANDED_ON], u->steps) * 1e6);
     fflush(stdout);
     if (!dat) return;
-    fprintf(dat, "\"%s\" %.6f %.6f %.6f %.6f %.5f\n", name, expected->makespan, measured, 100 * expected->bubble_rate, 100 * bubble, ratio);
+    fprintf(dat, "\"%s\" %.6f %.6f %.6f %.6f %.5f\n", name, expected->makespan, measured,
+            100 * expected->bubble_rate, 100 * bubble, ratio);
     fclose(dat);
 }
 
 /* One rank's state for one measured schedule. */
 typedef struct waits {
-    ddp_schedule *schedule;     /* NULL: the kind does not allow these numbers of ranks and micro-batches */
+    ddp_schedule *schedule; /* NULL: the kind does not allow these numbers of ranks and micro-batches */
     ddp_schedule_report expected;
     ddp_group *group;
     ddp_pipeline *pipeline;
@@ -255,7 +286,8 @@ static ddp_result waits_init(waits *m, ddp_group *world, const setup *u, const p
     ddp_stage_cost *costs;
     int stages;
     desc.kind = q->kind, desc.rank_count = u->ranks, desc.microbatch_count = u->microbatches;
-    desc.chunk_count = q->chunks, desc.update_interval = q->interval, desc.memory_limit = q->memory * u->ranks;
+    desc.chunk_count = q->chunks, desc.update_interval = q->interval,
+    desc.memory_limit = q->memory * u->ranks;
     if (ddp_schedule_create(&m->schedule, &desc) != DDP_OK) {
         if (ddp_rank(world) == 0) fprintf(stderr, "left out: %s\n", ddp_last_error());
         m->schedule = NULL;
@@ -293,11 +325,21 @@ static double stolen_seconds(void) {
 
 static ddp_result wait_rank(ddp_group *world, void *user) {
     static const plan plans[] = {
-        {NULL, DDP_SCHEDULE_NAIVE, 1, 0, 0}, {NULL, DDP_SCHEDULE_GPIPE, 1, 0, 0}, {NULL, DDP_SCHEDULE_1F1B, 1, 0, 0},
-        {NULL, DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 0, 0}, {NULL, DDP_SCHEDULE_LOOPED_BFS, 2, 0, 0}, {NULL, DDP_SCHEDULE_ZB_H1, 1, 0, 0},
-        {NULL, DDP_SCHEDULE_ZB_H2, 1, 0, 0}, {NULL, DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 0, 0}, {NULL, DDP_SCHEDULE_ZB_V, 2, 0, 0},
-        {NULL, DDP_SCHEDULE_DUALPIPE_V, 2, 0, 0}, {"AUTO, memory p", DDP_SCHEDULE_AUTO, 1, 0, 1}, {"AUTO, memory 2p", DDP_SCHEDULE_AUTO, 1, 0, 2},
-        {NULL, DDP_SCHEDULE_PIPEDREAM, 1, 1, 0}, {NULL, DDP_SCHEDULE_PIPEDREAM_2BW, 1, 8, 0}};
+        {NULL, DDP_SCHEDULE_NAIVE, 1, 0, 0},
+        {NULL, DDP_SCHEDULE_GPIPE, 1, 0, 0},
+        {NULL, DDP_SCHEDULE_1F1B, 1, 0, 0},
+        {NULL, DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 0, 0},
+        {NULL, DDP_SCHEDULE_LOOPED_BFS, 2, 0, 0},
+        {NULL, DDP_SCHEDULE_ZB_H1, 1, 0, 0},
+        {NULL, DDP_SCHEDULE_ZB_H2, 1, 0, 0},
+        {NULL, DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 0, 0},
+        {NULL, DDP_SCHEDULE_ZB_V, 2, 0, 0},
+        {NULL, DDP_SCHEDULE_DUALPIPE_V, 2, 0, 0},
+        {"AUTO, memory p", DDP_SCHEDULE_AUTO, 1, 0, 1},
+        {"AUTO, memory 2p", DDP_SCHEDULE_AUTO, 1, 0, 2},
+        {NULL, DDP_SCHEDULE_PIPEDREAM, 1, 1, 0},
+        {NULL, DDP_SCHEDULE_PIPEDREAM_2BW, 1, 8, 0},
+    };
     enum { PLANS = sizeof plans / sizeof plans[0] };
     const setup *u = (const setup *)user;
     waits *of = (waits *)zeros(PLANS, sizeof *of);
@@ -305,8 +347,10 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* the default lets sleeps end 50 us late */
     if (ddp_rank(world) == 0)
         printf("%d ranks, %d micro-batches, F = I = W = %.4g ms, medians of %d steps\n\n"
-               "| schedule | chunks | simulated, ms | measured, ms | ratio | bubble predicted | measured | in flight | replayed, ms | gap on the rank, us | "
-               "gap between ranks, us |\n|---|---|---|---|---|---|---|---|---|---|---|\n", u->ranks, u->microbatches, u->seconds * 1e3, u->steps);
+               "| schedule | chunks | simulated, ms | measured, ms | ratio | bubble predicted | measured | "
+               "in flight | replayed, ms | gap on the rank, us | "
+               "gap between ranks, us |\n|---|---|---|---|---|---|---|---|---|---|---|\n",
+               u->ranks, u->microbatches, u->seconds * 1e3, u->steps);
     for (int i = 0; i < PLANS; i++) TRY(waits_init(&of[i], world, u, &plans[i], &late));
     for (int step = -1; step < u->steps; step++)
         for (int i = 0; i < PLANS; i++) {
@@ -317,11 +361,14 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
             if (step >= 0) TRY(take_figures(of[i].pipeline, of[i].schedule, &of[i].figures, step));
         }
     for (int i = 0; i < PLANS; i++) {
-        if (of[i].schedule && ddp_rank(world) == 0) report_waits(u, &plans[i], of[i].schedule, &of[i].expected, &of[i].figures);
+        if (of[i].schedule && ddp_rank(world) == 0)
+            report_waits(u, &plans[i], of[i].schedule, &of[i].expected, &of[i].figures);
         waits_free(&of[i]);
     }
     if (ddp_rank(world) == 0)
-        printf("\nThe host withheld %.1f%% of the processor time.\n", 100 * (stolen_seconds() - stolen) / (ddp_now() - begin) / (double)sysconf(_SC_NPROCESSORS_ONLN));
+        printf("\nThe host withheld %.1f%% of the processor time.\n",
+               100 * (stolen_seconds() - stolen) / (ddp_now() - begin)
+                   / (double)sysconf(_SC_NPROCESSORS_ONLN));
     free(of);
     return DDP_OK;
 }
@@ -333,12 +380,15 @@ static ddp_result build_trainer(trainer *t, const setup *u, run_options *options
     run *r = &t->run;
     run_init(r, world, j);
     r->options = options;
-    r->plan.config.layers = u->layers, r->plan.config.channels = u->channels, r->plan.config.heads = 4, r->plan.config.context = 128;
-    r->plan.config.micro_batch = 4, r->plan.config.batch = 4 * u->microbatches, r->plan.config.steps = u->steps + 1, r->plan.config.seed = 1;
+    r->plan.config.layers = u->layers, r->plan.config.channels = u->channels, r->plan.config.heads = 4,
+    r->plan.config.context = 128;
+    r->plan.config.micro_batch = 4, r->plan.config.batch = 4 * u->microbatches,
+    r->plan.config.steps = u->steps + 1, r->plan.config.seed = 1;
     r->plan.text_bytes = 1 << 16, r->plan.train_bytes = r->plan.text_bytes / 10 * 9;
     r->text.count = r->text.capacity = r->plan.text_bytes;
     r->text.bytes = (uint8_t *)zeros((size_t)r->plan.text_bytes, 1);
-    for (int64_t i = 0; i < r->plan.text_bytes; i++) r->text.bytes[i] = (uint8_t)(32 + gpt_random(7, (uint64_t)i) % 96);
+    for (int64_t i = 0; i < r->plan.text_bytes; i++)
+        r->text.bytes[i] = (uint8_t)(32 + gpt_random(7, (uint64_t)i) % 96);
     TRY(make_schedule(t));
     TRY(run_build_model(r, GPT_OWN_VALUES));
     TRY(build_params(t));
@@ -362,11 +412,12 @@ static ddp_result measure_gpt(ddp_group *world, const setup *u, const char *name
     }
     if (ddp_rank(world) == 0) {
         double of_ideal = median(f->of[OF_IDEAL], u->steps), step = median(f->of[STEP], u->steps);
-        printf("| %s | %d | %.1f | %.1f | %.1f | %.1f | %.0f | %.1f%%%s | %.1f%% | %.1f%% | %.0f | %.0f |\n", name, chunks,
-               median(f->of[IDEAL], u->steps) * 1e3,
-               median(f->of[REPLAYED], u->steps) * 1e3, median(f->of[MAKESPAN], u->steps) * 1e3, step * 1e3,
-               t->run.plan.config.batch * t->run.plan.config.context / step, 100 * of_ideal, of_ideal < 0.95 ? " missed" : "",
-               100 * median(f->of[PREDICTED], u->steps), 100 * median(f->of[BUBBLE], u->steps), median(f->of[NEXT], u->steps) * 1e6,
+        printf("| %s | %d | %.1f | %.1f | %.1f | %.1f | %.0f | %.1f%%%s | %.1f%% | %.1f%% | %.0f | %.0f |\n",
+               name, chunks, median(f->of[IDEAL], u->steps) * 1e3, median(f->of[REPLAYED], u->steps) * 1e3,
+               median(f->of[MAKESPAN], u->steps) * 1e3, step * 1e3,
+               t->run.plan.config.batch * t->run.plan.config.context / step, 100 * of_ideal,
+               of_ideal < 0.95 ? " missed" : "", 100 * median(f->of[PREDICTED], u->steps),
+               100 * median(f->of[BUBBLE], u->steps), median(f->of[NEXT], u->steps) * 1e6,
                median(f->of[HANDED_ON], u->steps) * 1e6);
         fflush(stdout);
     }
@@ -377,21 +428,33 @@ static ddp_result measure_gpt(ddp_group *world, const setup *u, const char *name
 }
 
 static ddp_result gpt_rank(ddp_group *world, void *user) {
-    static const struct { const char *name; int chunks; } schedules[] = {{"1F1B", 1}, {"GPipe", 1}, {"ZB-H1", 1}, {"ZB-H2", 1},
-                                                                    {"interleaved-1F1B", 2}, {"ZB-V", 2}};
+    static const struct {
+        const char *name;
+        int chunks;
+    } schedules[] = {
+        {"1F1B", 1}, {"GPipe", 1}, {"ZB-H1", 1}, {"ZB-H2", 1}, {"interleaved-1F1B", 2}, {"ZB-V", 2},
+    };
     const setup *u = (const setup *)user;
     if (ddp_rank(world) == 0)
-        printf("%d layers, %d channels, %d micro-batches of 4 x 128 tokens, 2 ranks, medians of %d steps; target: 95%% of the ideal\n\n"
-               "| schedule | chunks | ideal, ms | replayed, ms | makespan, ms | whole step, ms | tokens/s | share of the ideal | bubble predicted | measured | "
-               "gap on the rank, us | gap between ranks, us |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n", u->layers, u->channels, u->microbatches, u->steps);
-    for (size_t i = 0; i < sizeof schedules / sizeof schedules[0]; i++) TRY(measure_gpt(world, u, schedules[i].name, schedules[i].chunks));
+        printf("%d layers, %d channels, %d micro-batches of 4 x 128 tokens, 2 ranks, medians of %d steps; "
+               "target: 95%% of the ideal\n\n"
+               "| schedule | chunks | ideal, ms | replayed, ms | makespan, ms | whole step, ms | tokens/s | "
+               "share of the ideal | bubble predicted | measured | "
+               "gap on the rank, us | gap between ranks, us "
+               "|\n|---|---|---|---|---|---|---|---|---|---|---|---|\n",
+               u->layers, u->channels, u->microbatches, u->steps);
+    for (size_t i = 0; i < sizeof schedules / sizeof schedules[0]; i++)
+        TRY(measure_gpt(world, u, schedules[i].name, schedules[i].chunks));
     return DDP_OK;
 }
 
 static int usage(void) {
-    fprintf(stderr, "usage: bench_pipeline waits [ranks 1-%d [micro-batches 1-512 [milliseconds [steps 1-%d [dat]]]]]\n"
-                    "       bench_pipeline gpt [layers 2-1000 [channels, divisible by 4 [micro-batches 1-512, even [steps 1-%d]]]]\n",
-            DDP_MAX_LOCAL_RANKS, STEPS_MAX, STEPS_MAX);
+    fprintf(
+        stderr,
+        "usage: bench_pipeline waits [ranks 1-%d [micro-batches 1-512 [milliseconds [steps 1-%d [dat]]]]]\n"
+        "       bench_pipeline gpt [layers 2-1000 [channels, divisible by 4 [micro-batches 1-512, even "
+        "[steps 1-%d]]]]\n",
+        DDP_MAX_LOCAL_RANKS, STEPS_MAX, STEPS_MAX);
     return 1;
 }
 
@@ -408,8 +471,12 @@ int main(int argc, char **argv) {
     u.seconds = gpt ? 0 : argc > 4 ? atof(argv[4]) * 1e-3 : 0.01;
     u.steps = argc > 5 ? atoi(argv[5]) : gpt ? 9 : 5;
     u.dat = !gpt && argc > 6 ? argv[6] : NULL;
-    if (u.ranks < 1 || u.ranks > DDP_MAX_LOCAL_RANKS || u.microbatches < 1 || u.microbatches > 512 || u.steps < 1 || u.steps > STEPS_MAX) return usage();
-    if (!(u.seconds >= 0) || u.layers < 2 || u.layers > 1000 || u.channels < 4 || u.channels % 4 || (gpt && u.microbatches % 2)) return usage();
+    if (u.ranks < 1 || u.ranks > DDP_MAX_LOCAL_RANKS || u.microbatches < 1 || u.microbatches > 512
+        || u.steps < 1 || u.steps > STEPS_MAX)
+        return usage();
+    if (!(u.seconds >= 0) || u.layers < 2 || u.layers > 1000 || u.channels < 4 || u.channels % 4
+        || (gpt && u.microbatches % 2))
+        return usage();
     desc.world_size = u.ranks;
     if (ddp_launch(&desc, gpt ? gpt_rank : wait_rank, &u) == DDP_OK) return 0;
     fprintf(stderr, "bench_pipeline: %s\n", ddp_last_error());

@@ -45,7 +45,10 @@ static double now_s(void) {
 static void row(const char *order, const char *what, double value, const char *unit, double limit) {
     char target[32] = "";
     if (limit > 0) snprintf(target, sizeof target, "below %g", limit);
-    printf("| %-18s | %-44s | %9.3f %-8s | %-10s | %-4s |\n", order, what, value, unit, target, limit <= 0 ? "" : value < limit ? "yes" : "NO");
+    printf("| %-18s | %-44s | %9.3f %-8s | %-10s | %-4s |\n", order, what, value, unit, target,
+           limit <= 0      ? ""
+           : value < limit ? "yes"
+                           : "NO");
     fflush(stdout);
 }
 
@@ -98,7 +101,10 @@ static void measure(const char *name, ddp_sampler_desc desc) {
     int torch = !desc.no_shuffle && desc.shuffle != DDP_SHUFFLE_HASHED;
     double stall, seconds;
     memory_peak = 0;
-    if (ddp_sampler_init(&s, &desc) != DDP_OK) { fprintf(stderr, "bench_sampler: %s\n", ddp_last_error()); exit(1); }
+    if (ddp_sampler_init(&s, &desc) != DDP_OK) {
+        fprintf(stderr, "bench_sampler: %s\n", ddp_last_error());
+        exit(1);
+    }
     if (torch) {
         row(name, "first sample after set_epoch", first_sample_s(&s) * 1e3, "ms", 1);
         row(name, "one rank of 8 iterates over an epoch", walk_s(&s, 1, &stall), "s", 30);
@@ -111,7 +117,8 @@ static void measure(const char *name, ddp_sampler_desc desc) {
         row(name, "seek to any position", seek_s(&s) * 1e6, "us", 1);
         clock_now = CLOCK_PROCESS_CPUTIME_ID;
         seconds = walk_s(&s, 0, &stall);
-        row(name, "one sample", seconds * 1e9 / (double)ddp_sampler_length(&s), "ns", desc.no_shuffle ? 0 : 20);
+        row(name, "one sample", seconds * 1e9 / (double)ddp_sampler_length(&s), "ns",
+            desc.no_shuffle ? 0 : 20);
         row(name, "sampler's memory without its struct", (double)memory_peak, "bytes", 0);
     }
     ddp_sampler_free(&s);
@@ -124,9 +131,12 @@ int main(int argc, char **argv) {
     desc.rank = 5;
     desc.alloc_fn = counted_alloc;
     desc.free_fn = counted_free;
-    printf("ddp_sampler, N = %lld, rank 5 of 8, processor time, medians of %d\n\n", (long long)desc.dataset_size, REPEATS);
-    printf("| order              | what                                         | measured           | target     | met  |\n");
-    printf("|--------------------|----------------------------------------------|--------------------|------------|------|\n");
+    printf("ddp_sampler, N = %lld, rank 5 of 8, processor time, medians of %d\n\n",
+           (long long)desc.dataset_size, REPEATS);
+    printf("| order              | what                                         | measured           | "
+           "target     | met  |\n");
+    printf("|--------------------|----------------------------------------------|--------------------|-------"
+           "-----|------|\n");
     measure("TORCH", desc);
     desc.window = 65536;
     if (desc.dataset_size <= INT64_C(10000000)) measure("TORCH, window 65536", desc);

@@ -28,12 +28,17 @@ USAGE
 enum { ROUNDS_MAX = 256, VARIANTS = 7 };
 
 /* Alone = 1: rank 0 has the whole block, the other ranks wait. */
-typedef struct variant { int alone, sequence_parallel, chunks; } variant;
-static const variant variants[VARIANTS] = {{1, 0, 1}, {0, 0, 1}, {0, 0, 2}, {0, 0, 4}, {0, 1, 1}, {0, 1, 2}, {0, 1, 4}};
+typedef struct variant {
+    int alone, sequence_parallel, chunks;
+} variant;
+static const variant variants[VARIANTS] = {{1, 0, 1}, {0, 0, 1}, {0, 0, 2}, {0, 0, 4},
+                                           {0, 1, 1}, {0, 1, 2}, {0, 1, 4}};
 static const int worlds[] = {1, 2, 4};
 enum { WORLDS = sizeof worlds / sizeof worlds[0] };
 
-typedef struct figures { double seconds[ROUNDS_MAX], waiting[ROUNDS_MAX], elements; } figures;
+typedef struct figures {
+    double seconds[ROUNDS_MAX], waiting[ROUNDS_MAX], elements;
+} figures;
 
 /* In memory that ranks share with the program. */
 typedef struct setup {
@@ -48,14 +53,19 @@ static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_gr
     size_t floats = 0;
     run_init(r, world, j);
     r->options = options;
-    r->plan.config.layers = 1, r->plan.config.channels = u->channels, r->plan.config.heads = u->heads, r->plan.config.context = u->context;
+    r->plan.config.layers = 1, r->plan.config.channels = u->channels, r->plan.config.heads = u->heads,
+    r->plan.config.context = u->context;
     r->plan.config.micro_batch = r->plan.config.batch = u->sequences, r->plan.config.seed = 1;
     TRY(build_model(t));
-    for (int i = 0; i < m->param_count; i++) floats += GPT_ROUND_UP((size_t)(m->pieces[i].rows * m->pieces[i].columns), 16);
+    for (int i = 0; i < m->param_count; i++)
+        floats += GPT_ROUND_UP((size_t)(m->pieces[i].rows * m->pieces[i].columns), 16);
     t->grads[0] = (float *)calloc(floats, sizeof(float));
     if (!t->grads[0]) return run_no_room();
-    for (int i = 1; i < m->param_count; i++) t->grads[i] = t->grads[i - 1] + GPT_ROUND_UP((size_t)(m->pieces[i - 1].rows * m->pieces[i - 1].columns), 16);
-    for (int64_t i = 0; i < m->rows * m->config.channels; i++) t->streams[0][i] = (float)(gpt_random(3, (uint64_t)i) >> 40) * 0x1p-23f - 1;
+    for (int i = 1; i < m->param_count; i++)
+        t->grads[i] = t->grads[i - 1]
+                      + GPT_ROUND_UP((size_t)(m->pieces[i - 1].rows * m->pieces[i - 1].columns), 16);
+    for (int64_t i = 0; i < m->rows * m->config.channels; i++)
+        t->streams[0][i] = (float)(gpt_random(3, (uint64_t)i) >> 40) * 0x1p-23f - 1;
     return DDP_OK;
 }
 
@@ -75,7 +85,8 @@ static ddp_result run_block(trainer *t, figures *f, int round) {
     waiting = stats.comm_seconds;
     TRY(ddp_all_reduce(t->run.world, &seconds, &seconds, 1, DDP_F64, DDP_OP_MAX, NULL));
     TRY(ddp_all_reduce(t->run.world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
-    if (t->run.rank == 0 && round >= 0) f->seconds[round] = seconds, f->waiting[round] = waiting, f->elements = (double)stats.elements_sent;
+    if (t->run.rank == 0 && round >= 0)
+        f->seconds[round] = seconds, f->waiting[round] = waiting, f->elements = (double)stats.elements_sent;
     return DDP_OK;
 }
 
@@ -83,7 +94,8 @@ static ddp_result run_block(trainer *t, figures *f, int round) {
 static int variant_count(int ranks) { return ranks > 1 ? VARIANTS : 1; }
 
 /* one: the group of only rank 0; NULL on other ranks. */
-static ddp_result measure(ddp_group *world, ddp_group *one, setup *u, trainer *trainers, run_options *options, job *j) {
+static ddp_result measure(ddp_group *world, ddp_group *one, setup *u, trainer *trainers, run_options *options,
+                          job *j) {
     int count = variant_count(ddp_world_size(world));
     for (int v = 0; v < count; v++) {
         ddp_group *group = variants[v].alone ? one : world;
@@ -109,7 +121,8 @@ static ddp_result rank(ddp_group *world, void *user) {
     ddp_result result;
     job j;
     memset(&j, 0, sizeof j);
-    result = trainers && options ? ddp_group_split(world, ddp_rank(world) == 0 ? 0 : -1, 0, &one) : run_no_room();
+    result = trainers && options ? ddp_group_split(world, ddp_rank(world) == 0 ? 0 : -1, 0, &one)
+                                 : run_no_room();
     if (result == DDP_OK) result = measure(world, one, (setup *)user, trainers, options, &j);
     for (int v = VARIANTS - 1; v >= 0 && trainers; v--) {
         if (trainers[v].grads) free(trainers[v].grads[0]);
@@ -131,17 +144,20 @@ static void print_rows(setup *u, FILE *dat) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     double bsh = (double)u->sequences * u->context * u->channels;
     printf("%d channels, %d heads, %d sequences of %d tokens, f32, %ld cores, medians of %d rounds\n\n"
-           "| ranks | sequence parallel | chunks | forward and backward, ms | rank 0 only, ms | share of the ideal | waiting, ms | share waiting | elements sent | "
+           "| ranks | sequence parallel | chunks | forward and backward, ms | rank 0 only, ms | share of the "
+           "ideal | waiting, ms | share waiting | elements sent | "
            "8bsh(t-1)/t |\n"
-           "|---|---|---|---|---|---|---|---|---|---|\n", u->channels, u->heads, u->sequences, u->context, cores, u->rounds);
+           "|---|---|---|---|---|---|---|---|---|---|\n",
+           u->channels, u->heads, u->sequences, u->context, cores, u->rounds);
     for (int w = 0; w < WORLDS; w++) {
         double one = median(u->of[w][0].seconds, u->rounds);
         int parallel = worlds[w] < cores ? worlds[w] : (int)cores;
         for (int v = w > 0; v < variant_count(worlds[w]); v++) {
             figures *f = &u->of[w][v];
             double seconds = median(f->seconds, u->rounds), waiting = median(f->waiting, u->rounds);
-            printf("| %d | %s | %d | %.2f | %.2f | %.1f%% | %.2f | %.1f%% | %.0f | %.0f |\n", worlds[w], variants[v].sequence_parallel ? "yes" : "no",
-                   variants[v].chunks, seconds * 1e3, one * 1e3, 100 * one / parallel / seconds, waiting * 1e3, 100 * waiting / seconds, f->elements,
+            printf("| %d | %s | %d | %.2f | %.2f | %.1f%% | %.2f | %.1f%% | %.0f | %.0f |\n", worlds[w],
+                   variants[v].sequence_parallel ? "yes" : "no", variants[v].chunks, seconds * 1e3, one * 1e3,
+                   100 * one / parallel / seconds, waiting * 1e3, 100 * waiting / seconds, f->elements,
                    8 * bsh * (worlds[w] - 1) / worlds[w]);
             if (dat) print_bar(dat, worlds[w], &variants[v], seconds - waiting, waiting);
         }
@@ -158,10 +174,13 @@ int main(int argc, char **argv) {
     u->context = argc > 3 ? atoi(argv[3]) : 256;
     u->sequences = argc > 4 ? atoi(argv[4]) : 4;
     u->rounds = argc > 5 ? atoi(argv[5]) : 15;
-    if (u->heads < 4 || u->heads % 4 || u->channels < 1 || u->channels % u->heads || u->context < 4 || u->context % 4 || u->sequences < 1 ||
-        u->rounds < 1 || u->rounds > ROUNDS_MAX) {
-        fprintf(stderr, "usage: bench_tensor [channels, divisible by heads [heads, divisible by 4 [context, divisible by 4 [sequences [rounds 1-%d "
-                        "[dat]]]]]]\n", ROUNDS_MAX);
+    if (u->heads < 4 || u->heads % 4 || u->channels < 1 || u->channels % u->heads || u->context < 4
+        || u->context % 4 || u->sequences < 1 || u->rounds < 1 || u->rounds > ROUNDS_MAX) {
+        fprintf(stderr,
+                "usage: bench_tensor [channels, divisible by heads [heads, divisible by 4 [context, "
+                "divisible by 4 [sequences [rounds 1-%d "
+                "[dat]]]]]]\n",
+                ROUNDS_MAX);
         return 1;
     }
     for (u->world = 0; u->world < WORLDS; u->world++) {

@@ -4,7 +4,9 @@
 
 #include <stdlib.h>
 
-static inline int by_value(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
+static inline int by_value(const void *a, const void *b) {
+    return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
+}
 
 /* Both functions sort x. */
 static inline double quantile(double *x, int count, double q) {

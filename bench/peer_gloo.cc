@@ -24,12 +24,15 @@
 
 struct gloo_user {
     std::shared_ptr<gloo::rendezvous::Context> context;
-    std::map<size_t, std::unique_ptr<gloo::Algorithm>> algorithm; // per size; created once, as Gloo's own benchmark does
+    std::map<size_t, std::unique_ptr<gloo::Algorithm>>
+        algorithm; // per size; created once, as Gloo's own benchmark does
     float *data;
     bool halving;
 };
 
-static int gloo_supports(void *, const bench_cell *cell, int) { return cell->op == BENCH_ALL_REDUCE && cell->bytes <= ((size_t)64 << 20); }
+static int gloo_supports(void *, const bench_cell *cell, int) {
+    return cell->op == BENCH_ALL_REDUCE && cell->bytes <= ((size_t)64 << 20);
+}
 
 static int gloo_run(void *user, const bench_cell *cell, int, int calls) {
     gloo_user *u = (gloo_user *)user;
@@ -41,7 +44,8 @@ static int gloo_run(void *user, const bench_cell *cell, int, int calls) {
     for (int i = 0; i < calls; i++) {
         gloo::AllreduceOptions options(u->context);
         options.setOutput(u->data, count);
-        options.setReduceFunction(static_cast<void (*)(void *, const void *, const void *, size_t)>(&gloo::sum<float>));
+        options.setReduceFunction(
+            static_cast<void (*)(void *, const void *, const void *, size_t)>(&gloo::sum<float>));
         options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
         gloo::allreduce(options);
     }
@@ -52,7 +56,8 @@ static void prepare_halving(gloo_user *u, bench *b) {
     for (int c = 0; c < b->cell_count; c++) {
         if (!bench_wanted(b, &b->cell[c]) || !gloo_supports(u, &b->cell[c], 0)) continue;
         size_t count = b->cell[c].bytes / sizeof(float);
-        u->algorithm[count].reset(new gloo::AllreduceHalvingDoubling<float>(u->context, std::vector<float *>{u->data}, (int)count));
+        u->algorithm[count].reset(
+            new gloo::AllreduceHalvingDoubling<float>(u->context, std::vector<float *>{u->data}, (int)count));
     }
 }
 
@@ -60,7 +65,8 @@ static int rank_main(bench *b, int rank) {
     gloo_user u;
     gloo::transport::tcp::attr attr;
     attr.iface = "lo";
-    auto device = gloo::transport::tcp::CreateDevice(attr); // its thread starts before this one is pinned, so it can run on any core
+    auto device = gloo::transport::tcp::CreateDevice(
+        attr); // its thread starts before this one is pinned, so it can run on any core
     bench_join(b, rank);
     gloo::rendezvous::FileStore store(std::string(b->share_path) + ".store." + b->setting);
     u.context = std::make_shared<gloo::rendezvous::Context>(rank, b->rank_count);

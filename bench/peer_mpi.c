@@ -23,8 +23,9 @@ static int mpi_supports(void *user, const bench_cell *cell, int kind) {
 static int mpi_send_recv(mpi_user *u, int count, int calls) {
     int result = 0, peer = 1 - u->rank;
     for (int i = 0; i < calls && result == 0; i++) {
-        result = (i & 1) == u->rank ? MPI_Send(u->data, count, MPI_FLOAT, peer, 0, MPI_COMM_WORLD)
-                                    : MPI_Recv(u->data, count, MPI_FLOAT, peer, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+        result = (i & 1) == u->rank
+                     ? MPI_Send(u->data, count, MPI_FLOAT, peer, 0, MPI_COMM_WORLD)
+                     : MPI_Recv(u->data, count, MPI_FLOAT, peer, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
     }
     return result;
 }
@@ -35,16 +36,21 @@ static int mpi_run(void *user, const bench_cell *cell, int kind, int calls) {
     (void)kind;
     switch (cell->op) {
     case BENCH_ALL_REDUCE:
-        for (int i = 0; i < calls; i++) result |= MPI_Allreduce(MPI_IN_PLACE, u->data, count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+        for (int i = 0; i < calls; i++)
+            result |= MPI_Allreduce(MPI_IN_PLACE, u->data, count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
         return result;
     case BENCH_REDUCE_SCATTER:
-        for (int i = 0; i < calls; i++) result |= MPI_Reduce_scatter_block(u->data, u->out, block, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+        for (int i = 0; i < calls; i++)
+            result |= MPI_Reduce_scatter_block(u->data, u->out, block, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
         return result;
     case BENCH_REDUCE_SCATTER_IN_PLACE:
-        for (int i = 0; i < calls; i++) result |= MPI_Reduce_scatter_block(MPI_IN_PLACE, u->data, block, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+        for (int i = 0; i < calls; i++)
+            result |= MPI_Reduce_scatter_block(MPI_IN_PLACE, u->data, block, MPI_FLOAT, MPI_SUM,
+                                               MPI_COMM_WORLD);
         return result;
     case BENCH_ALL_GATHER:
-        for (int i = 0; i < calls; i++) result |= MPI_Allgather(MPI_IN_PLACE, 0, MPI_FLOAT, u->data, block, MPI_FLOAT, MPI_COMM_WORLD);
+        for (int i = 0; i < calls; i++)
+            result |= MPI_Allgather(MPI_IN_PLACE, 0, MPI_FLOAT, u->data, block, MPI_FLOAT, MPI_COMM_WORLD);
         return result;
     case BENCH_BROADCAST:
         for (int i = 0; i < calls; i++) result |= MPI_Bcast(u->data, count, MPI_FLOAT, 0, MPI_COMM_WORLD);

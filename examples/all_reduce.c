@@ -24,19 +24,27 @@ static ddp_result sum(ddp_group *world, void *user) {
     if (result != DDP_OK) return result;
 
     for (int i = 0; i < COUNT; i++)
-        if (data[i] != (float)expected) return ddp_fail(DDP_ERR_CORRUPT, "element %d on rank %d is %g, not %d", i, rank, (double)data[i], expected);
-    if (rank == 0) printf("%d ranks: 1 + ... + %d = %d, in each of %d elements on every rank\n", ranks, ranks, expected, COUNT);
+        if (data[i] != (float)expected)
+            return ddp_fail(DDP_ERR_CORRUPT, "element %d on rank %d is %g, not %d", i, rank, (double)data[i],
+                            expected);
+    if (rank == 0)
+        printf("%d ranks: 1 + ... + %d = %d, in each of %d elements on every rank\n", ranks, ranks, expected,
+               COUNT);
     return ddp_group_free(world, memory);
 }
 
-static void print_notice(const char *text, void *user) { (void)user; fprintf(stderr, "%s\n", text); }
+static void print_notice(const char *text, void *user) {
+    (void)user;
+    fprintf(stderr, "%s\n", text);
+}
 
 int main(int argc, char **argv) {
     ddp_launch_desc desc = DDP_ZERO;
     char *end = argc > 1 ? argv[1] : NULL;
-    desc.group.log_fn = print_notice; /* such as ranks that are waited for */
+    desc.group.log_fn = print_notice;                              /* such as ranks that are waited for */
     if (end && *end) desc.world_size = (int)strtol(end, &end, 10); /* 0 = one rank per core */
-    if (argc > 2 || (end && (*end || end == argv[1]))) return fprintf(stderr, "all_reduce: the only argument is how many ranks to start: all_reduce 4\n"), 1;
+    if (argc > 2 || (end && (*end || end == argv[1])))
+        return fprintf(stderr, "all_reduce: the only argument is how many ranks to start: all_reduce 4\n"), 1;
     if (ddp_launch(&desc, sum, NULL) == DDP_OK) return 0;
     fprintf(stderr, "all_reduce: %s\n", ddp_last_error());
     return 1;

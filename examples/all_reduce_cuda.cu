@@ -13,7 +13,8 @@
 #define COUNT 1000000
 
 static __global__ void fill(float *data, float value) {
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < COUNT; i += gridDim.x * blockDim.x) data[i] = value;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < COUNT; i += gridDim.x * blockDim.x)
+        data[i] = value;
 }
 
 static ddp_result sum(ddp_group *gpus) {
@@ -31,8 +32,12 @@ static ddp_result sum(ddp_group *gpus) {
     cudaError_t error = cudaMemcpy(host, data, sizeof host, cudaMemcpyDeviceToHost);
     if (error != cudaSuccess) return ddp_fail(DDP_ERR_ENGINE, "rank %d: %s", rank, cudaGetErrorString(error));
     for (int i = 0; i < COUNT; i++)
-        if (host[i] != (float)expected) return ddp_fail(DDP_ERR_CORRUPT, "element %d on rank %d is %g, not %d", i, rank, (double)host[i], expected);
-    if (rank == 0) printf("%d ranks: 1 + ... + %d = %d, in each of %d elements on every GPU\n", ranks, ranks, expected, COUNT);
+        if (host[i] != (float)expected)
+            return ddp_fail(DDP_ERR_CORRUPT, "element %d on rank %d is %g, not %d", i, rank, (double)host[i],
+                            expected);
+    if (rank == 0)
+        printf("%d ranks: 1 + ... + %d = %d, in each of %d elements on every GPU\n", ranks, ranks, expected,
+               COUNT);
     return ddp_group_free(gpus, memory);
 }
 

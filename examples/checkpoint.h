@@ -22,29 +22,34 @@ static ddp_result checkpoint_read(const char *path, text_buffer *file, checkpoin
     uint64_t hash, stored;
     struct stat info;
     int64_t body;
-    if (stat(path, &info) != 0) return WRONG("--resume %s: %s; give a file that --checkpoint has written", path, strerror(errno));
+    if (stat(path, &info) != 0)
+        return WRONG("--resume %s: %s; give a file that --checkpoint has written", path, strerror(errno));
     if (S_ISREG(info.st_mode)) TRY(text_add_file(file, path, 0));
-    if (file->count < (int64_t)sizeof header->magic || memcmp(file->bytes, CHECKPOINT_MAGIC, sizeof header->magic))
+    if (file->count < (int64_t)sizeof header->magic
+        || memcmp(file->bytes, CHECKPOINT_MAGIC, sizeof header->magic))
         return WRONG("--resume %s: this is no checkpoint; give a file that --checkpoint has written", path);
     body = file->count - (int64_t)sizeof *header - (int64_t)sizeof hash;
     if (body >= 0) memcpy(header, file->bytes, sizeof *header);
     if (body >= 0 && (header->version != CHECKPOINT_VERSION || header->header_bytes != sizeof *header))
-        return WRONG("--resume %s: version %u of the format, this program reads version %d; train anew, or use the program that wrote it", path,
-                     header->version, CHECKPOINT_VERSION);
+        return WRONG("--resume %s: version %u of the format, this program reads version %d; train anew, or "
+                     "use the program that wrote it",
+                     path, header->version, CHECKPOINT_VERSION);
     if (body < 0 || body / 12 < header->parameter_count)
         return ddp_fail(DDP_ERR_CORRUPT, "--resume %s is cut short; give an older or a complete copy", path);
     hash = hash_bytes(HASH_START, file->bytes, (size_t)file->count - sizeof hash);
     memcpy(&stored, file->bytes + file->count - sizeof stored, sizeof stored);
     if (hash != stored || header->parameter_count < 1 || body != header->parameter_count * 12)
-        return ddp_fail(DDP_ERR_CORRUPT, "--resume %s is damaged, its hash does not fit its contents; give another copy", path);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "--resume %s is damaged, its hash does not fit its contents; give another copy",
+                        path);
     return DDP_OK;
 }
 
 /* The file fits the plan: rank 0 asks once the model's shape is known. */
 static ddp_result checkpoint_check(const run *r, const checkpoint_header *header) {
     if (r->plan.first_step == 0 || header->parameter_count == r->parameter_count) return DDP_OK;
-    return ddp_fail(DDP_ERR_CORRUPT, "%s holds %lld parameters, the model has %lld; train anew", r->options->resume, (long long)header->parameter_count,
-                    (long long)r->parameter_count);
+    return ddp_fail(DDP_ERR_CORRUPT, "%s holds %lld parameters, the model has %lld; train anew",
+                    r->options->resume, (long long)header->parameter_count, (long long)r->parameter_count);
 }
 
 /* A file that is being written, beside the one that it replaces at the end: whenever this is killed, one whole checkpoint is there. */
@@ -74,7 +79,9 @@ static ddp_result checkpoint_begin(checkpoint_writer *w, const run *r, const cha
     TRY(ddp_sampler_save(&r->sampler, &header.run.data));
     snprintf(w->temporary, sizeof w->temporary, "%s.tmp", path);
     w->file = fopen(w->temporary, "wb");
-    if (!w->file) return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s; choose a place where it can", path, strerror(errno));
+    if (!w->file)
+        return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s; choose a place where it can", path,
+                        strerror(errno));
     checkpoint_put(w, &header, sizeof header);
     return DDP_OK;
 }
@@ -88,7 +95,8 @@ static ddp_result checkpoint_end(checkpoint_writer *w, const char *path) {
     if (!failed && rename(w->temporary, path) == 0) return DDP_OK;
     failed = errno;
     unlink(w->temporary);
-    return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s; what was there is untouched", path, strerror(failed));
+    return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s; what was there is untouched", path,
+                    strerror(failed));
 }
 
 #endif /* DDP_EXAMPLE_CHECKPOINT_H */

@@ -25,7 +25,8 @@ static inline int find_strategy(const char *name) {
 
 static void folder_state(ddp_fsdp_state *s, const run_plan *p) {
     const run_config *c = &p->config;
-    const int32_t numbers[] = {c->layers, c->heads, c->channels, c->context, c->batch, c->micro_batch, c->steps};
+    const int32_t numbers[] = {c->layers, c->heads,       c->channels, c->context,
+                               c->batch,  c->micro_batch, c->steps};
     for (int i = 0; i < 7; i++) s->user[i] = numbers[i];
     s->user[7] = c->vocab;
     s->rng[0] = (uint64_t)c->seed;
@@ -36,7 +37,8 @@ static void folder_state(ddp_fsdp_state *s, const run_plan *p) {
 
 static void folder_state_read(const ddp_fsdp_state *s, run_saved *saved) {
     run_config *c = &saved->config;
-    int32_t *const numbers[] = {&c->layers, &c->heads, &c->channels, &c->context, &c->batch, &c->micro_batch, &c->steps};
+    int32_t *const numbers[] = {&c->layers, &c->heads,       &c->channels, &c->context,
+                                &c->batch,  &c->micro_batch, &c->steps};
     for (int i = 0; i < 7; i++) *numbers[i] = s->user[i] >= 1 && s->user[i] <= 1e9 ? (int32_t)s->user[i] : 1;
     c->vocab = s->user[7] >= 1 && s->user[7] <= 65536 ? (int32_t)s->user[7] : 0;
     c->seed = (int64_t)s->rng[0];
@@ -71,13 +73,15 @@ static ddp_result folder_read(const run_options *o, run_saved *saved) {
     FILE *file;
     snprintf(name, sizeof name, "%s/state.json", path);
     file = fopen(name, "rb");
-    if (!file) return WRONG("--resume %s: %s; give a folder that --checkpoint has written", name, strerror(errno));
+    if (!file)
+        return WRONG("--resume %s: %s; give a folder that --checkpoint has written", name, strerror(errno));
     size = fread(text, 1, sizeof text - 1, file);
     text[size] = 0;
     fclose(file);
-    if (!numbers_after(text, "\"step\"", 1, &step) || !numbers_after(text, "\"rng\"", 4, state.rng) || !numbers_after(text, "\"user\"", 8, user) ||
-        state.rng[3] != FOLDER_MAGIC)
-        return WRONG("--resume %s: this is no checkpoint of %s; give a folder that --checkpoint has written", path, o->program->name);
+    if (!numbers_after(text, "\"step\"", 1, &step) || !numbers_after(text, "\"rng\"", 4, state.rng)
+        || !numbers_after(text, "\"user\"", 8, user) || state.rng[3] != FOLDER_MAGIC)
+        return WRONG("--resume %s: this is no checkpoint of %s; give a folder that --checkpoint has written",
+                     path, o->program->name);
     state.step = (int64_t)step;
     memcpy(state.user, user, sizeof user); /* the file has the bits of doubles */
     folder_state_read(&state, saved);
@@ -94,12 +98,13 @@ static inline ddp_result folder_check_qkv(const char *path, int apart, const cha
     snprintf(name, sizeof name, "%s/model.safetensors.index.json", path);
     file = fopen(name, "rb");
     if (!file) return DDP_OK;
-    if (getdelim(&text, &capacity, 0, file) > 0) other = strstr(text, apart ? ".attn.qkv.weight\"" : ".attn.q.weight\"") != NULL;
+    if (getdelim(&text, &capacity, 0, file) > 0)
+        other = strstr(text, apart ? ".attn.qkv.weight\"" : ".attn.q.weight\"") != NULL;
     free(text);
     fclose(file);
     if (!other) return DDP_OK;
-    return WRONG("--resume %s has queries, keys and values %s, and this run needs them %s; %s", path, apart ? "in one tensor" : "apart",
-                 apart ? "apart" : "in one tensor", instead);
+    return WRONG("--resume %s has queries, keys and values %s, and this run needs them %s; %s", path,
+                 apart ? "in one tensor" : "apart", apart ? "apart" : "in one tensor", instead);
 }
 
 /* Whether a checkpoint can be made there or replaced, asked at the start. Leaves everything as it was. */
@@ -109,14 +114,17 @@ static ddp_result folder_check(const char *path) {
     struct dirent *entry;
     int there = stat(path, &info) == 0, files = 0;
     DIR *folder;
-    if (there && !S_ISDIR(info.st_mode)) return WRONG("%s cannot be written, it is not a folder; remove it or choose another place", path);
+    if (there && !S_ISDIR(info.st_mode))
+        return WRONG("%s cannot be written, it is not a folder; remove it or choose another place", path);
     if (there ? access(path, W_OK) != 0 : mkdir(path, 0777) != 0 || rmdir(path) != 0)
         return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
     folder = there ? opendir(path) : NULL;
-    while (folder && (entry = readdir(folder)) != NULL) files += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
+    while (folder && (entry = readdir(folder)) != NULL)
+        files += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
     if (folder) closedir(folder);
     snprintf(state, sizeof state, "%s/state.json", path);
-    if (files && stat(state, &info) != 0) return WRONG("%s cannot be written, it holds other files; choose another place", path);
+    if (files && stat(state, &info) != 0)
+        return WRONG("%s cannot be written, it holds other files; choose another place", path);
     return DDP_OK;
 }
 

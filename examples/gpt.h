@@ -66,11 +66,11 @@ DETERMINISM
 #endif
 
 typedef struct gpt_config {
-    int vocab;      /* V; 256 for bytes */
-    int context;    /* longest T */
+    int vocab;   /* V; 256 for bytes */
+    int context; /* longest T */
     int layers;
-    int heads;      /* divides channels */
-    int channels;   /* C */
+    int heads;    /* divides channels */
+    int channels; /* C */
 } gpt_config;
 
 /* NULL, or one sentence on what is wrong with the configuration. */
@@ -85,27 +85,40 @@ GPT_DEF const char *gpt_config_check(const gpt_config *c) {
 
 /* The twelve tensors of a block, in the order of the parameter list. */
 enum {
-    GPT_LN1_WEIGHT, GPT_LN1_BIAS, GPT_QKV_WEIGHT, GPT_QKV_BIAS, GPT_ATTN_WEIGHT, GPT_ATTN_BIAS,
-    GPT_LN2_WEIGHT, GPT_LN2_BIAS, GPT_FC_WEIGHT, GPT_FC_BIAS, GPT_MLP_WEIGHT, GPT_MLP_BIAS, GPT_BLOCK_PARAMS
+    GPT_LN1_WEIGHT,
+    GPT_LN1_BIAS,
+    GPT_QKV_WEIGHT,
+    GPT_QKV_BIAS,
+    GPT_ATTN_WEIGHT,
+    GPT_ATTN_BIAS,
+    GPT_LN2_WEIGHT,
+    GPT_LN2_BIAS,
+    GPT_FC_WEIGHT,
+    GPT_FC_BIAS,
+    GPT_MLP_WEIGHT,
+    GPT_MLP_BIAS,
+    GPT_BLOCK_PARAMS
 };
 
 typedef struct gpt_param {
     char name[32];
-    int ndim;           /* 1 or 2 */
-    int64_t shape[2];   /* row-major; shape[1] is 1 for a vector */
-    int64_t count;      /* elements */
-    int unit;           /* 0 embedding, 1..layers blocks, layers + 1 head */
-    int tied_to;        /* index of the parameter whose value this one shares, or -1 */
-    float constant;     /* initial value, where deviation is 0 */
-    float deviation;    /* standard deviation of the normal initial value */
+    int ndim;         /* 1 or 2 */
+    int64_t shape[2]; /* row-major; shape[1] is 1 for a vector */
+    int64_t count;    /* elements */
+    int unit;         /* 0 embedding, 1..layers blocks, layers + 1 head */
+    int tied_to;      /* index of the parameter whose value this one shares, or -1 */
+    float constant;   /* initial value, where deviation is 0 */
+    float deviation;  /* standard deviation of the normal initial value */
 } gpt_param;
 
 GPT_DEF int gpt_param_count(const gpt_config *c) { return 2 + GPT_BLOCK_PARAMS * c->layers + 3; }
-GPT_DEF int gpt_param_head(const gpt_config *c) { return gpt_param_count(c) - 1; }            /* index of "head.weight" */
+GPT_DEF int gpt_param_head(const gpt_config *c) {
+    return gpt_param_count(c) - 1;
+} /* index of "head.weight" */
 GPT_DEF int gpt_block_first_param(int layer) { return 2 + GPT_BLOCK_PARAMS * layer; }
 
-static inline void gpt__param_set(gpt_param *p, const char *name, int64_t rows, int64_t columns, float constant,
-                                  float deviation) {
+static inline void gpt__param_set(gpt_param *p, const char *name, int64_t rows, int64_t columns,
+                                  float constant, float deviation) {
     snprintf(p->name, sizeof p->name, "%s", name);
     p->ndim = columns ? 2 : 1;
     p->shape[0] = rows;
@@ -118,20 +131,30 @@ static inline void gpt__param_set(gpt_param *p, const char *name, int64_t rows, 
 /* Describes parameter `index`; 0 on success; -1, with *p all zero, when there is no such parameter.
    Initial values are GPT-2's: normal with deviation 0.02, less on the two projections that add to the residual stream. */
 GPT_DEF int gpt_param_info(const gpt_config *c, int index, gpt_param *p) {
-    static const struct { const char *name; int rows, columns, residual; float constant; } kinds[GPT_BLOCK_PARAMS] = {
-        {"ln1.weight", 1, 0, 0, 1}, {"ln1.bias", 1, 0, 0, 0}, {"attn.qkv.weight", 3, 1, 0, 0}, {"attn.qkv.bias", 3, 0, 0, 0},
-        {"attn.proj.weight", 1, 1, 1, 0}, {"attn.proj.bias", 1, 0, 0, 0}, {"ln2.weight", 1, 0, 0, 1}, {"ln2.bias", 1, 0, 0, 0},
-        {"mlp.fc.weight", 4, 1, 0, 0}, {"mlp.fc.bias", 4, 0, 0, 0}, {"mlp.proj.weight", 1, 4, 1, 0},
-        {"mlp.proj.bias", 1, 0, 0, 0}};
+    static const struct {
+        const char *name;
+        int rows, columns, residual;
+        float constant;
+    } kinds[GPT_BLOCK_PARAMS] = {
+        {"ln1.weight", 1, 0, 0, 1},    {"ln1.bias", 1, 0, 0, 0},         {"attn.qkv.weight", 3, 1, 0, 0},
+        {"attn.qkv.bias", 3, 0, 0, 0}, {"attn.proj.weight", 1, 1, 1, 0}, {"attn.proj.bias", 1, 0, 0, 0},
+        {"ln2.weight", 1, 0, 0, 1},    {"ln2.bias", 1, 0, 0, 0},         {"mlp.fc.weight", 4, 1, 0, 0},
+        {"mlp.fc.bias", 4, 0, 0, 0},   {"mlp.proj.weight", 1, 4, 1, 0},  {"mlp.proj.bias", 1, 0, 0, 0},
+    };
     int count = gpt_param_count(c), C = c->channels;
     memset(p, 0, sizeof *p);
     if (index < 0 || index >= count) return -1;
     p->tied_to = -1;
-    p->unit = index < 2 ? 0 : 1 + (index - 2) / GPT_BLOCK_PARAMS;   /* the head's three come out as layers + 1 */
-    if (index == 0) gpt__param_set(p, "wte", c->vocab, C, 0, 0.02f);
-    else if (index == 1) gpt__param_set(p, "wpe", c->context, C, 0, 0.02f);
-    else if (index == count - 3) gpt__param_set(p, "ln_f.weight", C, 0, 1, 0);
-    else if (index == count - 2) gpt__param_set(p, "ln_f.bias", C, 0, 0, 0);
+    p->unit = index < 2 ? 0
+                        : 1 + (index - 2) / GPT_BLOCK_PARAMS; /* the head's three come out as layers + 1 */
+    if (index == 0)
+        gpt__param_set(p, "wte", c->vocab, C, 0, 0.02f);
+    else if (index == 1)
+        gpt__param_set(p, "wpe", c->context, C, 0, 0.02f);
+    else if (index == count - 3)
+        gpt__param_set(p, "ln_f.weight", C, 0, 1, 0);
+    else if (index == count - 2)
+        gpt__param_set(p, "ln_f.bias", C, 0, 0, 0);
     else if (index == count - 1) {
         gpt__param_set(p, "head.weight", c->vocab, C, 0, 0.02f);
         p->tied_to = 0;
@@ -141,12 +164,13 @@ GPT_DEF int gpt_param_info(const gpt_config *c, int index, gpt_param *p) {
         char name[32];
         if (kinds[kind].residual) deviation /= sqrtf(2.0f * (float)c->layers);
         snprintf(name, sizeof name, "h.%d.%s", layer, kinds[kind].name);
-        gpt__param_set(p, name, (int64_t)kinds[kind].rows * C, (int64_t)kinds[kind].columns * C, kinds[kind].constant, deviation);
+        gpt__param_set(p, name, (int64_t)kinds[kind].rows * C, (int64_t)kinds[kind].columns * C,
+                       kinds[kind].constant, deviation);
     }
     return 0;
 }
 
-static inline uint64_t gpt__mix(uint64_t x) {   /* the finalizer of SplitMix64 (Steele, Lea, Flood 2014) */
+static inline uint64_t gpt__mix(uint64_t x) { /* the finalizer of SplitMix64 (Steele, Lea, Flood 2014) */
     x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
     return x ^ (x >> 31);
@@ -159,7 +183,8 @@ GPT_DEF uint64_t gpt_random(uint64_t key, uint64_t counter) {
 
 /* Writes the initial values of elements [offset, offset + count) of parameter `index` to out.
    A shard is initialised on its own, with the same bits as inside the whole. */
-GPT_DEF void gpt_param_init(const gpt_config *c, uint64_t seed, int index, int64_t offset, int64_t count, float *out) {
+GPT_DEF void gpt_param_init(const gpt_config *c, uint64_t seed, int index, int64_t offset, int64_t count,
+                            float *out) {
     gpt_param p;
     uint64_t key;
     if (gpt_param_info(c, index, &p) != 0) return;
@@ -167,34 +192,43 @@ GPT_DEF void gpt_param_init(const gpt_config *c, uint64_t seed, int index, int64
     for (int64_t i = 0; i < count; i++) {
         uint64_t bits;
         float u, angle;
-        if (p.deviation == 0) { out[i] = p.constant; continue; }
+        if (p.deviation == 0) {
+            out[i] = p.constant;
+            continue;
+        }
         bits = gpt_random(key, (uint64_t)(offset + i));
-        u = (float)((bits >> 40) + 1) * (1.0f / 16777216.0f);                     /* (0, 1]; Box-Muller */
+        u = (float)((bits >> 40) + 1) * (1.0f / 16777216.0f); /* (0, 1]; Box-Muller */
         angle = (float)((bits >> 8) & 0xffffff) * (6.28318530718f / 16777216.0f);
         out[i] = p.deviation * sqrtf(-2.0f * logf(u)) * cosf(angle);
     }
 }
 
 /* Pointers into one unit's values, or its gradients, taken from a table with one pointer per parameter. */
-typedef struct gpt_embed { float *wte, *wpe; } gpt_embed;                   /* (V, C) (context, C) */
+typedef struct gpt_embed {
+    float *wte, *wpe;
+} gpt_embed; /* (V, C) (context, C) */
 typedef struct gpt_block {
-    float *ln1_weight, *ln1_bias, *qkv_weight, *qkv_bias;                   /* (C) (C) (3C, C) (3C) */
-    float *attn_weight, *attn_bias, *ln2_weight, *ln2_bias;                 /* (C, C) (C) (C) (C) */
-    float *fc_weight, *fc_bias, *mlp_weight, *mlp_bias;                     /* (4C, C) (4C) (C, 4C) (C) */
-    int first;                                                              /* parameter index of ln1_weight */
+    float *ln1_weight, *ln1_bias, *qkv_weight, *qkv_bias;   /* (C) (C) (3C, C) (3C) */
+    float *attn_weight, *attn_bias, *ln2_weight, *ln2_bias; /* (C, C) (C) (C) (C) */
+    float *fc_weight, *fc_bias, *mlp_weight, *mlp_bias;     /* (4C, C) (4C) (C, 4C) (C) */
+    int first;                                              /* parameter index of ln1_weight */
 } gpt_block;
-typedef struct gpt_head { float *ln_weight, *ln_bias, *weight; int first; } gpt_head;  /* (C) (C) (V, C) */
+typedef struct gpt_head {
+    float *ln_weight, *ln_bias, *weight;
+    int first;
+} gpt_head; /* (C) (C) (V, C) */
 
 GPT_DEF gpt_embed gpt_embed_view(float *const *table) {
     gpt_embed e;
-    e.wte = table[0]; e.wpe = table[1];
+    e.wte = table[0];
+    e.wpe = table[1];
     return e;
 }
 
 GPT_DEF gpt_block gpt_block_view(float *const *table, int layer) {
     float *const *t = table + gpt_block_first_param(layer);
     gpt_block b;
-    memcpy(&b, t, GPT_BLOCK_PARAMS * sizeof(float *));    /* members stand in the order of the list */
+    memcpy(&b, t, GPT_BLOCK_PARAMS * sizeof(float *)); /* members stand in the order of the list */
     b.first = gpt_block_first_param(layer);
     return b;
 }
@@ -202,7 +236,9 @@ GPT_DEF gpt_block gpt_block_view(float *const *table, int layer) {
 GPT_DEF gpt_head gpt_head_view(const gpt_config *c, float *const *table) {
     gpt_head h;
     h.first = gpt_param_count(c) - 3;
-    h.ln_weight = table[h.first]; h.ln_bias = table[h.first + 1]; h.weight = table[h.first + 2];
+    h.ln_weight = table[h.first];
+    h.ln_bias = table[h.first + 1];
+    h.weight = table[h.first + 2];
     return h;
 }
 
@@ -218,12 +254,19 @@ GPT_DEF gpt_head gpt_head_view(const gpt_config *c, float *const *table) {
 #define GPT_LANES 4
 #endif
 typedef float gpt_vec __attribute__((vector_size(GPT_LANES * 4)));
-typedef int32_t gpt_mask __attribute__((vector_size(GPT_LANES * 4)));     /* a lane is 0 or -1 */
+typedef int32_t gpt_mask __attribute__((vector_size(GPT_LANES * 4))); /* a lane is 0 or -1 */
 typedef uint32_t gpt_bits __attribute__((vector_size(GPT_LANES * 4)));
 typedef float gpt_quad __attribute__((vector_size(16)));
 
-GPT_INLINE gpt_vec gpt__splat(float x) { gpt_vec zero = {0}; return x - zero; }
-GPT_INLINE gpt_vec gpt__load(const float *p) { gpt_vec v; memcpy(&v, p, sizeof v); return v; }
+GPT_INLINE gpt_vec gpt__splat(float x) {
+    gpt_vec zero = {0};
+    return x - zero;
+}
+GPT_INLINE gpt_vec gpt__load(const float *p) {
+    gpt_vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 GPT_INLINE void gpt__store(float *p, gpt_vec v) { memcpy(p, &v, sizeof v); }
 
 /* The first `left` elements at p, at most a vector; lanes beyond hold `fill`. */
@@ -236,16 +279,21 @@ GPT_INLINE gpt_vec gpt__load_part(const float *p, ptrdiff_t left, float fill) {
 }
 
 GPT_INLINE void gpt__store_part(float *p, gpt_vec v, ptrdiff_t left) {
-    if (left >= GPT_LANES) gpt__store(p, v);
-    else memcpy(p, &v, (size_t)left * sizeof(float));
+    if (left >= GPT_LANES)
+        gpt__store(p, v);
+    else
+        memcpy(p, &v, (size_t)left * sizeof(float));
 }
 
-GPT_INLINE gpt_vec gpt__select(gpt_mask m, gpt_vec a, gpt_vec b) { return (gpt_vec)((m & (gpt_mask)a) | (~m & (gpt_mask)b)); }
+GPT_INLINE gpt_vec gpt__select(gpt_mask m, gpt_vec a, gpt_vec b) {
+    return (gpt_vec)((m & (gpt_mask)a) | (~m & (gpt_mask)b));
+}
 
 /* max(a, b) and min(a, b); where b is NaN so is the result. */
 GPT_INLINE gpt_vec gpt__max(gpt_vec a, gpt_vec b) {
 #if defined(__AVX512F__)
-    return (gpt_vec)_mm512_maskz_max_ps((__mmask16)-1, (__m512)a, (__m512)b);   /* gcc 12 warns about the plain form in C++ */
+    return (gpt_vec)_mm512_maskz_max_ps((__mmask16)-1, (__m512)a,
+                                        (__m512)b); /* gcc 12 warns about the plain form in C++ */
 #elif defined(__AVX__)
     return (gpt_vec)_mm256_max_ps((__m256)a, (__m256)b);
 #elif defined(__SSE2__)
@@ -270,7 +318,7 @@ GPT_INLINE gpt_vec gpt__sqrt(gpt_vec x) {
 #endif
 }
 
-static inline float gpt__reduce_sum(gpt_vec v) {      /* halves onto halves: the same tree everywhere */
+static inline float gpt__reduce_sum(gpt_vec v) { /* halves onto halves: the same tree everywhere */
     float x[GPT_LANES];
     memcpy(x, &v, sizeof x);
     for (int half = GPT_LANES / 2; half > 0; half /= 2)
@@ -280,20 +328,21 @@ static inline float gpt__reduce_sum(gpt_vec v) {      /* halves onto halves: the
 
 static inline float gpt__reduce_max(gpt_vec v) {
     float m = v[0];
-    for (int i = 1; i < GPT_LANES; i++) if (v[i] > m || v[i] != v[i]) m = v[i];
+    for (int i = 1; i < GPT_LANES; i++)
+        if (v[i] > m || v[i] != v[i]) m = v[i];
     return m;
 }
 
 /* exp(x) within 2 ulp for |x| <= 87, clamped beyond. x = n ln 2 + r with |r| <= ln(2)/2; 1 + r + r^2 q(r) has q fitted
    by a Remez exchange on the relative error (3e-9 before rounding). NaN stays NaN. */
 GPT_INLINE gpt_vec gpt__exp(gpt_vec x) {
-    const float magic = 12582912.0f;       /* 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits */
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits */
     gpt_vec shifted, n, r, q;
     gpt_bits scale;
     x = gpt__min(gpt__splat(87.5f), gpt__max(gpt__splat(-87.0f), x));
     shifted = x * 1.44269504f + magic;
     n = shifted - magic;
-    r = x - n * 0.693359375f;              /* ln 2 in two parts, the first with few bits */
+    r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
     r = r + n * 2.12194440e-4f;
     q = r * 1.38145402e-3f + 8.36874511e-3f;
     q = q * r + 4.16683908e-2f;
@@ -314,26 +363,35 @@ GPT_INLINE gpt_vec gpt__exp(gpt_vec x) {
 */
 #define GPT_NR (2 * GPT_LANES)
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define GPT_MR 12        /* 24 accumulators of 32 registers */
+#define GPT_MR 12 /* 24 accumulators of 32 registers */
 #else
-#define GPT_MR 6         /* 12 accumulators of 16 registers */
+#define GPT_MR 6 /* 12 accumulators of 16 registers */
 #endif
-#define GPT_KC 384       /* depth of a packed block: the tile is written back once per GPT_KC terms */
-#define GPT_MC 120       /* rows of A packed at a time: GPT_MC x GPT_KC floats stay in the second-level cache */
-#define GPT_NC 1024      /* columns of B packed at a time */
-#define GPT_QB 64        /* queries that attention handles together, a multiple of GPT_NR */
-#define GPT_ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
+#define GPT_KC 384  /* depth of a packed block: the tile is written back once per GPT_KC terms */
+#define GPT_MC 120  /* rows of A packed at a time: GPT_MC x GPT_KC floats stay in the second-level cache */
+#define GPT_NC 1024 /* columns of B packed at a time */
+#define GPT_QB 64   /* queries that attention handles together, a multiple of GPT_NR */
+#define GPT_ROUND_UP(n, to) (((n) + (to)-1) / (to) * (to))
 
 /* A matrix where element (i, j) is data[i * row + j * column]; one of the two steps is 1. */
-typedef struct gpt_matrix { const float *data; size_t row, column; } gpt_matrix;
+typedef struct gpt_matrix {
+    const float *data;
+    size_t row, column;
+} gpt_matrix;
 
 static inline gpt_matrix gpt__matrix(const float *data, size_t row, size_t column) {
     gpt_matrix m;
-    m.data = data; m.row = row; m.column = column;
+    m.data = data;
+    m.row = row;
+    m.column = column;
     return m;
 }
 
-GPT_INLINE gpt_quad gpt__quad_load(const float *p) { gpt_quad v; memcpy(&v, p, sizeof v); return v; }
+GPT_INLINE gpt_quad gpt__quad_load(const float *p) {
+    gpt_quad v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 
 /* out[j * step + i] = in[i * stride + j] for i, j < 4 */
 GPT_INLINE void gpt__transpose4(float *out, size_t step, const float *in, size_t stride) {
@@ -342,28 +400,34 @@ GPT_INLINE void gpt__transpose4(float *out, size_t step, const float *in, size_t
 #if defined(__clang__)
     gpt_quad ab0 = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab1 = __builtin_shufflevector(a, b, 2, 6, 3, 7);
     gpt_quad cd0 = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd1 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    row[0] = __builtin_shufflevector(ab0, cd0, 0, 1, 4, 5); row[1] = __builtin_shufflevector(ab0, cd0, 2, 3, 6, 7);
-    row[2] = __builtin_shufflevector(ab1, cd1, 0, 1, 4, 5); row[3] = __builtin_shufflevector(ab1, cd1, 2, 3, 6, 7);
+    row[0] = __builtin_shufflevector(ab0, cd0, 0, 1, 4, 5);
+    row[1] = __builtin_shufflevector(ab0, cd0, 2, 3, 6, 7);
+    row[2] = __builtin_shufflevector(ab1, cd1, 0, 1, 4, 5);
+    row[3] = __builtin_shufflevector(ab1, cd1, 2, 3, 6, 7);
 #else
     typedef int32_t quad_index __attribute__((vector_size(16)));
     const quad_index even = {0, 4, 1, 5}, odd = {2, 6, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
     gpt_quad ab0 = __builtin_shuffle(a, b, even), ab1 = __builtin_shuffle(a, b, odd);
     gpt_quad cd0 = __builtin_shuffle(c, d, even), cd1 = __builtin_shuffle(c, d, odd);
-    row[0] = __builtin_shuffle(ab0, cd0, low); row[1] = __builtin_shuffle(ab0, cd0, high);
-    row[2] = __builtin_shuffle(ab1, cd1, low); row[3] = __builtin_shuffle(ab1, cd1, high);
+    row[0] = __builtin_shuffle(ab0, cd0, low);
+    row[1] = __builtin_shuffle(ab0, cd0, high);
+    row[2] = __builtin_shuffle(ab1, cd1, low);
+    row[3] = __builtin_shuffle(ab1, cd1, high);
 #endif
     for (int j = 0; j < 4; j++) memcpy(out + (size_t)j * step, &row[j], sizeof row[j]);
 }
 
 /* Packs element (i, k), i < count, k < depth, at in[i * outer + k * step] into panels of `width` values of i:
    out[panel][k][i - panel * width]. The last panel is filled up with zeros. */
-GPT_INLINE void gpt__pack(const int width, float *out, int count, int depth, const float *in, size_t outer, size_t step) {
+GPT_INLINE void gpt__pack(const int width, float *out, int count, int depth, const float *in, size_t outer,
+                          size_t step) {
     for (int i0 = 0; i0 < count; i0 += width, out += (size_t)width * (size_t)depth) {
         const float *from = in + (size_t)i0 * outer;
         int w = count - i0 < width ? count - i0 : width, i = 0;
         if (w < width) memset(out, 0, sizeof(float) * (size_t)width * (size_t)depth);
         if (outer == 1 && w == width) {
-            for (int k = 0; k < depth; k++) memcpy(out + k * width, from + (size_t)k * step, sizeof(float) * (size_t)width);
+            for (int k = 0; k < depth; k++)
+                memcpy(out + k * width, from + (size_t)k * step, sizeof(float) * (size_t)width);
             continue;
         }
         for (; i + 4 <= w; i += 4) {
@@ -371,7 +435,8 @@ GPT_INLINE void gpt__pack(const int width, float *out, int count, int depth, con
             for (; step == 1 && k + 4 <= depth; k += 4)
                 gpt__transpose4(out + k * width + i, (size_t)width, from + (size_t)i * outer + k, outer);
             for (; k < depth; k++)
-                for (int j = i; j < i + 4; j++) out[k * width + j] = from[(size_t)j * outer + (size_t)k * step];
+                for (int j = i; j < i + 4; j++)
+                    out[k * width + j] = from[(size_t)j * outer + (size_t)k * step];
         }
         for (; i < w; i++)
             for (int k = 0; k < depth; k++) out[k * width + i] = from[(size_t)i * outer + (size_t)k * step];
@@ -387,18 +452,22 @@ static inline void gpt__pack_b(float *out, int columns, int depth, gpt_matrix b)
 }
 
 /* What happens to a product on its way to memory: c = product + bias (one per column) + add (shaped as c; may be c). */
-typedef struct gpt_output { float *c; const float *bias, *add; size_t row; } gpt_output;
+typedef struct gpt_output {
+    float *c;
+    const float *bias, *add;
+    size_t row;
+} gpt_output;
 
 /* One tile: rows x GPT_NR sums over depth, of which m x n (at most the whole tile) are wanted.
    `rows` is a constant at each call, so the accumulators stay in registers. */
-GPT_INLINE void gpt__tile(const int rows, int depth, const float *a, size_t a_row, size_t a_step, const float *b,
-                          gpt_output o, int m, int n) {
+GPT_INLINE void gpt__tile(const int rows, int depth, const float *a, size_t a_row, size_t a_step,
+                          const float *b, gpt_output o, int m, int n) {
     gpt_vec acc[GPT_MR][2];
     float edge[GPT_MR * GPT_NR];
     GPT_UNROLL
     for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = gpt__splat(0);
     GPT_UNROLL
-    for (int i = 0; i < rows; i++) {    /* the tile's lines of C arrive while the sums are formed: worth 3% */
+    for (int i = 0; i < rows; i++) { /* the tile's lines of C arrive while the sums are formed: worth 3% */
         __builtin_prefetch(o.c + (size_t)i * o.row, 1);
         __builtin_prefetch(o.c + (size_t)i * o.row + GPT_LANES, 1);
     }
@@ -415,7 +484,10 @@ GPT_INLINE void gpt__tile(const int rows, int depth, const float *a, size_t a_ro
         if (o.bias) {
             gpt_vec b0 = gpt__load(o.bias), b1 = gpt__load(o.bias + GPT_LANES);
             GPT_UNROLL
-            for (int i = 0; i < rows; i++) { acc[i][0] += b0; acc[i][1] += b1; }
+            for (int i = 0; i < rows; i++) {
+                acc[i][0] += b0;
+                acc[i][1] += b1;
+            }
         }
         if (o.add) {
             GPT_UNROLL
@@ -448,8 +520,8 @@ GPT_INLINE void gpt__tile(const int rows, int depth, const float *a, size_t a_ro
 /* An m x n product over depth of A and packed B. Panel p of A starts at a + p * a_panel, with element (i, k) at
    i * a_row + k * a_step: packed panels have a_row 1, a_step GPT_MR. B's panels lie b_panel floats apart.
    Columns are the outer loop: a panel of B stays in the first-level cache while A's pass by. */
-GPT_INLINE void gpt__product(int m, int n, int depth, const float *a, size_t a_row, size_t a_step, size_t a_panel,
-                             const float *b, size_t b_panel, gpt_output out) {
+GPT_INLINE void gpt__product(int m, int n, int depth, const float *a, size_t a_row, size_t a_step,
+                             size_t a_panel, const float *b, size_t b_panel, gpt_output out) {
     const int third = GPT_MR / 3;
     for (int j = 0; j < n; j += GPT_NR, b += b_panel) {
         const float *a_at = a;
@@ -459,27 +531,34 @@ GPT_INLINE void gpt__product(int m, int n, int depth, const float *a, size_t a_r
             o.c = out.c + (size_t)i * out.row + (size_t)j;
             if (out.add) o.add = out.add + (size_t)i * out.row + (size_t)j;
             if (out.bias) o.bias = out.bias + j;
-            if (left > 2 * third) gpt__tile(GPT_MR, depth, a_at, a_row, a_step, b, o, left, n - j);
-            else if (left > third) gpt__tile(GPT_MR / 3 * 2, depth, a_at, a_row, a_step, b, o, left, n - j);
-            else gpt__tile(GPT_MR / 3, depth, a_at, a_row, a_step, b, o, left, n - j);
+            if (left > 2 * third)
+                gpt__tile(GPT_MR, depth, a_at, a_row, a_step, b, o, left, n - j);
+            else if (left > third)
+                gpt__tile(GPT_MR / 3 * 2, depth, a_at, a_row, a_step, b, o, left, n - j);
+            else
+                gpt__tile(GPT_MR / 3, depth, a_at, a_row, a_step, b, o, left, n - j);
         }
     }
 }
 
 /* A stored with the summed index outermost: packed, or a block of attention scores. */
-static inline void gpt__product_by_depth(int m, int n, int depth, const float *a, size_t a_step, size_t a_panel,
-                                         const float *b, size_t b_panel, gpt_output out) {
+static inline void gpt__product_by_depth(int m, int n, int depth, const float *a, size_t a_step,
+                                         size_t a_panel, const float *b, size_t b_panel, gpt_output out) {
     gpt__product(m, n, depth, a, 1, a_step, a_panel, b, b_panel, out);
 }
 
 /* A stored row by row, GPT_QB floats apart: a block of attention scores, read across. */
-static inline void gpt__product_by_rows(int m, int n, int depth, const float *a, const float *b, size_t b_panel, gpt_output out) {
+static inline void gpt__product_by_rows(int m, int n, int depth, const float *a, const float *b,
+                                        size_t b_panel, gpt_output out) {
     gpt__product(m, n, depth, a, GPT_QB, 1, GPT_MR * GPT_QB, b, b_panel, out);
 }
 
 static inline gpt_output gpt__output(float *c, size_t row, const float *bias, const float *add) {
     gpt_output o;
-    o.c = c; o.row = row; o.bias = bias; o.add = add;
+    o.c = c;
+    o.row = row;
+    o.bias = bias;
+    o.add = add;
     return o;
 }
 
@@ -500,8 +579,9 @@ GPT_DEF void gpt_gemm(float *pack, int m, int n, int k, gpt_matrix a, gpt_matrix
             out.c[at] = (out.bias ? out.bias[j] : 0.0f) + (out.add ? out.add[at] : 0.0f);
         }
     cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, m, n, k, 1.0f,
-                a.data, gpt__stride(ta ? a.column : a.row, ta ? m : k), b.data, gpt__stride(tb ? b.column : b.row, tb ? k : n),
-                out.bias || out.add ? 1.0f : 0.0f, out.c, (int)out.row);
+                a.data, gpt__stride(ta ? a.column : a.row, ta ? m : k), b.data,
+                gpt__stride(tb ? b.column : b.row, tb ? k : n), out.bias || out.add ? 1.0f : 0.0f, out.c,
+                (int)out.row);
 }
 #else
 GPT_DEF void gpt_gemm(float *pack, int m, int n, int k, gpt_matrix a, gpt_matrix b, gpt_output out) {
@@ -510,17 +590,20 @@ GPT_DEF void gpt_gemm(float *pack, int m, int n, int k, gpt_matrix a, gpt_matrix
         int nc = n - j < GPT_NC ? n - j : GPT_NC;
         for (int p = 0; p < k; p += GPT_KC) {
             int kc = k - p < GPT_KC ? k - p : GPT_KC;
-            gpt__pack_b(pack_b, nc, kc, gpt__matrix(b.data + (size_t)p * b.row + (size_t)j * b.column, b.row, b.column));
+            gpt__pack_b(pack_b, nc, kc,
+                        gpt__matrix(b.data + (size_t)p * b.row + (size_t)j * b.column, b.row, b.column));
             for (int i = 0; i < m; i += GPT_MC) {
                 int mc = m - i < GPT_MC ? m - i : GPT_MC;
                 size_t at = (size_t)i * out.row + (size_t)j;
-                gpt_output o = gpt__output(out.c + at, out.row, NULL, out.c + at);   /* later depths add to C */
+                gpt_output o = gpt__output(out.c + at, out.row, NULL, out.c + at); /* later depths add to C */
                 if (p == 0) {
                     o.bias = out.bias ? out.bias + j : NULL;
                     o.add = out.add ? out.add + at : NULL;
                 }
-                gpt__pack_a(pack_a, mc, kc, gpt__matrix(a.data + (size_t)i * a.row + (size_t)p * a.column, a.row, a.column));
-                gpt__product_by_depth(mc, nc, kc, pack_a, GPT_MR, (size_t)(GPT_MR * kc), pack_b, (size_t)(GPT_NR * kc), o);
+                gpt__pack_a(pack_a, mc, kc,
+                            gpt__matrix(a.data + (size_t)i * a.row + (size_t)p * a.column, a.row, a.column));
+                gpt__product_by_depth(mc, nc, kc, pack_a, GPT_MR, (size_t)(GPT_MR * kc), pack_b,
+                                      (size_t)(GPT_NR * kc), o);
             }
         }
     }
@@ -537,37 +620,41 @@ enum { GPT_INPUT_GRADS = 1, GPT_WEIGHT_GRADS = 2 };
 /* What a forward or backward call of any unit needs to know besides its own memory. */
 typedef struct gpt_pass {
     const gpt_config *config;
-    int batch, length;      /* B and T of this call; T <= context */
-    int first;              /* 0; or with B = 1: only positions first..T-1 are computed, earlier ones are in the activations */
-    int accumulate;         /* backward: 0 overwrites gradients, 1 adds to them */
-    int parts;              /* gpt_block_backward: GPT_INPUT_GRADS, GPT_WEIGHT_GRADS; 0 = both */
-    gpt_ready_fn ready;     /* NULL = nobody listens */
+    int batch, length; /* B and T of this call; T <= context */
+    int first; /* 0; or with B = 1: only positions first..T-1 are computed, earlier ones are in the activations */
+    int accumulate;     /* backward: 0 overwrites gradients, 1 adds to them */
+    int parts;          /* gpt_block_backward: GPT_INPUT_GRADS, GPT_WEIGHT_GRADS; 0 = both */
+    gpt_ready_fn ready; /* NULL = nobody listens */
     void *ready_user;
-    float *scratch;         /* gpt_scratch_floats(config, T) floats; nothing in it outlives a call */
+    float *scratch; /* gpt_scratch_floats(config, T) floats; nothing in it outlives a call */
 } gpt_pass;
 
-static inline void gpt__ready(const gpt_pass *pass, int index) { if (pass->ready) pass->ready(pass->ready_user, index); }
+static inline void gpt__ready(const gpt_pass *pass, int index) {
+    if (pass->ready) pass->ready(pass->ready_user, index);
+}
 static inline int gpt__rows(const gpt_pass *pass) { return pass->batch * pass->length - pass->first; }
 
 /* out (rows, N) = in (rows, C) weight^T + bias + add;  weight (N, C) */
-static inline void gpt__linear(const gpt_pass *pass, float *out, const float *in, const float *weight, const float *bias,
-                               const float *add, int C, int N) {
+static inline void gpt__linear(const gpt_pass *pass, float *out, const float *in, const float *weight,
+                               const float *bias, const float *add, int C, int N) {
     size_t at = (size_t)pass->first;
     gpt_gemm(pass->scratch, gpt__rows(pass), N, C, gpt__matrix(in + at * (size_t)C, (size_t)C, 1),
-             gpt__matrix(weight, 1, (size_t)C), gpt__output(out + at * (size_t)N, (size_t)N, bias, add ? add + at * (size_t)N : NULL));
+             gpt__matrix(weight, 1, (size_t)C),
+             gpt__output(out + at * (size_t)N, (size_t)N, bias, add ? add + at * (size_t)N : NULL));
 }
 
 /* d_in (rows, C) = d_out (rows, N) weight */
-static inline void gpt__linear_input_grad(const gpt_pass *pass, float *d_in, const float *d_out, const float *weight,
-                                         int C, int N) {
-    gpt_gemm(pass->scratch, gpt__rows(pass), C, N, gpt__matrix(d_out, (size_t)N, 1), gpt__matrix(weight, (size_t)C, 1),
-             gpt__output(d_in, (size_t)C, NULL, NULL));
+static inline void gpt__linear_input_grad(const gpt_pass *pass, float *d_in, const float *d_out,
+                                          const float *weight, int C, int N) {
+    gpt_gemm(pass->scratch, gpt__rows(pass), C, N, gpt__matrix(d_out, (size_t)N, 1),
+             gpt__matrix(weight, (size_t)C, 1), gpt__output(d_in, (size_t)C, NULL, NULL));
 }
 
 /* d_weight (N, C) = d_out^T in */
-static inline void gpt__linear_weight_grad(const gpt_pass *pass, float *d_weight, const float *d_out, const float *in,
-                                          int C, int N) {
-    gpt_gemm(pass->scratch, N, C, gpt__rows(pass), gpt__matrix(d_out, 1, (size_t)N), gpt__matrix(in, (size_t)C, 1),
+static inline void gpt__linear_weight_grad(const gpt_pass *pass, float *d_weight, const float *d_out,
+                                           const float *in, int C, int N) {
+    gpt_gemm(pass->scratch, N, C, gpt__rows(pass), gpt__matrix(d_out, 1, (size_t)N),
+             gpt__matrix(in, (size_t)C, 1),
              gpt__output(d_weight, (size_t)C, NULL, pass->accumulate ? d_weight : NULL));
 }
 
@@ -582,11 +669,13 @@ static inline void gpt__bias_grad(const gpt_pass *pass, float *d_bias, const flo
         }
         if (j + 4 * GPT_LANES <= N)
             for (int i = 0; i < rows; i++)
-                for (int v = 0; v < 4; v++) sum[v] += gpt__load(d_out + (size_t)i * (size_t)N + j + v * GPT_LANES);
+                for (int v = 0; v < 4; v++)
+                    sum[v] += gpt__load(d_out + (size_t)i * (size_t)N + j + v * GPT_LANES);
         else
             for (int i = 0; i < rows; i++)
                 for (int v = 0; v < 4 && j + v * GPT_LANES < N; v++)
-                    sum[v] += gpt__load_part(d_out + (size_t)i * (size_t)N + j + v * GPT_LANES, N - j - v * GPT_LANES, 0);
+                    sum[v] += gpt__load_part(d_out + (size_t)i * (size_t)N + j + v * GPT_LANES,
+                                             N - j - v * GPT_LANES, 0);
         for (int v = 0; v < 4 && j + v * GPT_LANES < N; v++)
             gpt__store_part(d_bias + j + v * GPT_LANES, sum[v], N - j - v * GPT_LANES);
     }
@@ -609,7 +698,8 @@ static inline void gpt__layernorm(const gpt_pass *pass, float *out, float *mean,
         r = 1.0f / sqrtf(gpt__reduce_sum(square) / (float)C + 1e-5f);
         for (int j = 0; j < C; j += GPT_LANES) {
             gpt_vec n = (gpt__load_part(in + j, C - j, m) - m) * r;
-            gpt__store_part(o + j, n * gpt__load_part(weight + j, C - j, 0) + gpt__load_part(bias + j, C - j, 0), C - j);
+            gpt__store_part(
+                o + j, n * gpt__load_part(weight + j, C - j, 0) + gpt__load_part(bias + j, C - j, 0), C - j);
         }
         mean[i] = m;
         rstd[i] = r;
@@ -618,9 +708,9 @@ static inline void gpt__layernorm(const gpt_pass *pass, float *out, float *mean,
 
 /* dx = add + the gradient through the norm, for each row; dx may be add. add NULL counts as 0. With n = (x - mean) rstd:
    dx = rstd (g - mean(g) - n mean(g n)), g = d_out weight;  d_weight = sum of d_out n, d_bias = sum of d_out. */
-static inline void gpt__layernorm_backward(const gpt_pass *pass, float *dx, const float *add, float *d_weight, float *d_bias,
-                                           const float *d_out, const float *x, const float *mean, const float *rstd,
-                                           const float *weight) {
+static inline void gpt__layernorm_backward(const gpt_pass *pass, float *dx, const float *add, float *d_weight,
+                                           float *d_bias, const float *d_out, const float *x,
+                                           const float *mean, const float *rstd, const float *weight) {
     int C = pass->config->channels, rows = gpt__rows(pass);
     if (!pass->accumulate) {
         memset(d_weight, 0, sizeof(float) * (size_t)C);
@@ -651,8 +741,8 @@ static inline void gpt__layernorm_backward(const gpt_pass *pass, float *dx, cons
 }
 
 /* GELU in its tanh form, 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), is x s with s = 1 / (1 + exp(-2u)). */
-#define GPT_GELU_A 1.5957691216f    /* 2 sqrt(2/pi) */
-#define GPT_GELU_B 0.0713548163f    /* 2 sqrt(2/pi) 0.044715 */
+#define GPT_GELU_A 1.5957691216f /* 2 sqrt(2/pi) */
+#define GPT_GELU_B 0.0713548163f /* 2 sqrt(2/pi) 0.044715 */
 
 GPT_INLINE gpt_vec gpt__gelu_gate(gpt_vec x) {
     return 1.0f / (1.0f + gpt__exp(-x * (GPT_GELU_A + GPT_GELU_B * (x * x))));
@@ -696,12 +786,15 @@ GPT_INLINE gpt_mask gpt__causal(int q, int t) {
 }
 
 /* Scores s (n keys, GPT_QB) of queries q0.. become exp(scale s - largest); sum[q] and lse[q] = log of sum of exp. */
-static inline void gpt__softmax_columns(float *s, int n, int q0, int width, float scale, float *sum, float *lse) {
+static inline void gpt__softmax_columns(float *s, int n, int q0, int width, float scale, float *sum,
+                                        float *lse) {
     for (int j = 0; j < width; j += GPT_LANES) {
         gpt_vec top = gpt__load(s + j), total = gpt__splat(0);
-        int full = q0 + j + 1 < n ? q0 + j + 1 : n, last = q0 + j + GPT_LANES < n ? q0 + j + GPT_LANES : n, t = 1;
+        int full = q0 + j + 1 < n ? q0 + j + 1 : n, last = q0 + j + GPT_LANES < n ? q0 + j + GPT_LANES : n,
+            t = 1;
         for (; t < full; t++) top = gpt__max(top, gpt__load(s + t * GPT_QB + j));
-        for (; t < last; t++) top = gpt__max(top, gpt__select(gpt__causal(q0 + j, t), gpt__load(s + t * GPT_QB + j), top));
+        for (; t < last; t++)
+            top = gpt__max(top, gpt__select(gpt__causal(q0 + j, t), gpt__load(s + t * GPT_QB + j), top));
         for (t = 0; t < full; t++) {
             gpt_vec p = gpt__exp(scale * (gpt__load(s + t * GPT_QB + j) - top));
             total += p;
@@ -720,12 +813,15 @@ static inline void gpt__softmax_columns(float *s, int n, int q0, int width, floa
 
 /* Sizes, in floats, of what attention keeps in scratch: T keys padded to tiles, times the head size padded to tiles. */
 static inline size_t gpt__attention_keys(int length) { return (size_t)GPT_ROUND_UP(length, GPT_MR); }
-static inline size_t gpt__attention_size(const gpt_config *c) { return (size_t)GPT_ROUND_UP(c->channels / c->heads, GPT_NR); }
+static inline size_t gpt__attention_size(const gpt_config *c) {
+    return (size_t)GPT_ROUND_UP(c->channels / c->heads, GPT_NR);
+}
 
 /* Floats of gpt_pass.scratch for sequences of `length`: room for gpt_gemm, or for attention, whichever is larger. */
 GPT_DEF size_t gpt_scratch_floats(const gpt_config *c, int length) {
     size_t keys = gpt__attention_keys(length), size = gpt__attention_size(c);
-    size_t attention = 3 * keys * size + 4 * GPT_QB * size + 2 * keys * GPT_QB, gemm = GPT_PACK_A_FLOATS + GPT_PACK_B_FLOATS;
+    size_t attention = 3 * keys * size + 4 * GPT_QB * size + 2 * keys * GPT_QB,
+           gemm = GPT_PACK_A_FLOATS + GPT_PACK_B_FLOATS;
     return attention > gemm ? attention : gemm;
 }
 
@@ -738,13 +834,15 @@ static inline void gpt__scores(float *s, int n, int width, int HS, const float *
 /* out (count, HS) = s^T (count, n) values (n, HS): sums over keys. values is packed for all T keys. */
 static inline void gpt__sum_over_keys(float *out, size_t row, int count, int HS, int n, const float *s,
                                       const float *values, int T) {
-    gpt__product_by_depth(count, HS, n, s, GPT_QB, GPT_MR, values, (size_t)GPT_NR * (size_t)T, gpt__output(out, row, NULL, NULL));
+    gpt__product_by_depth(count, HS, n, s, GPT_QB, GPT_MR, values, (size_t)GPT_NR * (size_t)T,
+                          gpt__output(out, row, NULL, NULL));
 }
 
 /* out (n, HS) = s (n, count) values (count, HS): sums over queries, added to out from the second block on. */
 static inline void gpt__sum_over_queries(float *out, size_t row, int n, int HS, int count, const float *s,
                                          const float *values, int add) {
-    gpt__product_by_rows(n, HS, count, s, values, (size_t)(GPT_NR * count), gpt__output(out, row, NULL, add ? out : NULL));
+    gpt__product_by_rows(n, HS, count, s, values, (size_t)(GPT_NR * count),
+                         gpt__output(out, row, NULL, add ? out : NULL));
 }
 
 /* out (B, T, C) from qkv (B, T, 3C) = queries, keys, values; lse (B, NH, T) is kept for backward. Of pass->config heads and channels are read: with those of
@@ -752,7 +850,8 @@ static inline void gpt__sum_over_queries(float *out, size_t row, int n, int HS, 
 GPT_DEF void gpt_attention(const gpt_pass *pass, float *out, float *lse, const float *qkv) {
     int T = pass->length, NH = pass->config->heads, C = pass->config->channels, HS = C / NH;
     size_t row = 3 * (size_t)C, keys = gpt__attention_keys(T), size = gpt__attention_size(pass->config);
-    float *k_pack = pass->scratch, *v_pack = k_pack + keys * size, *q_pack = v_pack + keys * size, *s = q_pack + GPT_QB * size;
+    float *k_pack = pass->scratch, *v_pack = k_pack + keys * size, *q_pack = v_pack + keys * size,
+          *s = q_pack + GPT_QB * size;
     float scale = 1.0f / sqrtf((float)HS), sum[GPT_QB], logs[GPT_QB];
     for (int head = 0; head < pass->batch * NH; head++) {
         int b = head / NH, h = head % NH;
@@ -760,7 +859,8 @@ GPT_DEF void gpt_attention(const gpt_pass *pass, float *out, float *lse, const f
         gpt__pack_a(k_pack, T, HS, gpt__matrix(k, row, 1));
         gpt__pack_b(v_pack, HS, T, gpt__matrix(v, row, 1));
         for (int q0 = pass->first / GPT_QB * GPT_QB; q0 < T; q0 += GPT_QB) {
-            int count = T - q0 < GPT_QB ? T - q0 : GPT_QB, n = q0 + count, width = GPT_ROUND_UP(count, GPT_NR);
+            int count = T - q0 < GPT_QB ? T - q0 : GPT_QB, n = q0 + count,
+                width = GPT_ROUND_UP(count, GPT_NR);
             float *o = out + ((size_t)b * (size_t)T + (size_t)q0) * (size_t)C + h * HS;
             gpt__pack_b(q_pack, count, HS, gpt__matrix(q + (size_t)q0 * row, 1, row));
             gpt__scores(s, n, width, HS, k_pack, q_pack);
@@ -794,9 +894,11 @@ static inline void gpt__softmax_columns_backward(float *s, float *dp, int n, int
 GPT_DEF void gpt_attention_backward(const gpt_pass *pass, float *d_qkv, const float *d_out, const float *out,
                                     const float *lse, const float *qkv) {
     int T = pass->length, NH = pass->config->heads, C = pass->config->channels, HS = C / NH;
-    size_t row = 3 * (size_t)C, keys = gpt__attention_keys(T), size = gpt__attention_size(pass->config), block = GPT_QB * size;
+    size_t row = 3 * (size_t)C, keys = gpt__attention_keys(T), size = gpt__attention_size(pass->config),
+           block = GPT_QB * size;
     float *k_rows = pass->scratch, *v_rows = k_rows + keys * size, *k_deep = v_rows + keys * size;
-    float *q_across = k_deep + keys * size, *d_across = q_across + block, *q_deep = d_across + block, *d_deep = q_deep + block;
+    float *q_across = k_deep + keys * size, *d_across = q_across + block, *q_deep = d_across + block,
+          *d_deep = q_deep + block;
     float *s = d_deep + block, *dp = s + keys * GPT_QB, scale = 1.0f / sqrtf((float)HS);
     for (int head = 0; head < pass->batch * NH; head++) {
         size_t start = (size_t)(head / NH) * (size_t)T;
@@ -806,13 +908,15 @@ GPT_DEF void gpt_attention_backward(const gpt_pass *pass, float *d_qkv, const fl
         gpt__pack_a(v_rows, T, HS, gpt__matrix(v, row, 1));
         gpt__pack_b(k_deep, HS, T, gpt__matrix(k, row, 1));
         for (int q0 = (T - 1) / GPT_QB * GPT_QB; q0 >= 0; q0 -= GPT_QB) {
-            int count = T - q0 < GPT_QB ? T - q0 : GPT_QB, n = q0 + count, width = GPT_ROUND_UP(count, GPT_NR);
+            int count = T - q0 < GPT_QB ? T - q0 : GPT_QB, n = q0 + count,
+                width = GPT_ROUND_UP(count, GPT_NR);
             const float *o = out + (start + (size_t)q0) * (size_t)C + head % NH * HS, *d = d_out + (o - out);
             float delta[GPT_QB] = {0}, logs[GPT_QB] = {0};
             for (int i = 0; i < count; i++) {
                 gpt_vec sum = gpt__splat(0);
                 for (int j = 0; j < HS; j += GPT_LANES)
-                    sum += gpt__load_part(o + i * C + j, HS - j, 0) * gpt__load_part(d + i * C + j, HS - j, 0);
+                    sum += gpt__load_part(o + i * C + j, HS - j, 0)
+                           * gpt__load_part(d + i * C + j, HS - j, 0);
                 delta[i] = gpt__reduce_sum(sum);
                 logs[i] = lse[(size_t)head * (size_t)T + (size_t)(q0 + i)];
             }
@@ -836,21 +940,24 @@ GPT_DEF void gpt_attention_backward(const gpt_pass *pass, float *d_qkv, const fl
 GPT_DEF void gpt_embed_forward(const gpt_pass *pass, const gpt_embed *value, const int *tokens, float *out) {
     size_t C = (size_t)pass->config->channels;
     for (int i = pass->first; i < pass->batch * pass->length; i++) {
-        const float *token = value->wte + (size_t)tokens[i] * C, *position = value->wpe + (size_t)(i % pass->length) * C;
+        const float *token = value->wte + (size_t)tokens[i] * C,
+                    *position = value->wpe + (size_t)(i % pass->length) * C;
         float *o = out + (size_t)i * C;
         for (size_t j = 0; j < C; j++) o[j] = token[j] + position[j];
     }
 }
 
 /* The gradients of wte (this use of it) and wpe from d_out (B, T, C). Rows that no token uses become 0. */
-GPT_DEF void gpt_embed_backward(const gpt_pass *pass, const gpt_embed *grad, const int *tokens, const float *d_out) {
+GPT_DEF void gpt_embed_backward(const gpt_pass *pass, const gpt_embed *grad, const int *tokens,
+                                const float *d_out) {
     size_t C = (size_t)pass->config->channels;
     if (!pass->accumulate) {
         memset(grad->wpe, 0, sizeof(float) * (size_t)pass->config->context * C);
         memset(grad->wte, 0, sizeof(float) * (size_t)pass->config->vocab * C);
     }
     for (int i = 0; i < pass->batch * pass->length; i++)
-        for (size_t j = 0; j < C; j++) grad->wpe[(size_t)(i % pass->length) * C + j] += d_out[(size_t)i * C + j];
+        for (size_t j = 0; j < C; j++)
+            grad->wpe[(size_t)(i % pass->length) * C + j] += d_out[(size_t)i * C + j];
     gpt__ready(pass, 1);
     for (int i = 0; i < pass->batch * pass->length; i++)
         for (size_t j = 0; j < C; j++) grad->wte[(size_t)tokens[i] * C + j] += d_out[(size_t)i * C + j];
@@ -861,16 +968,16 @@ GPT_DEF void gpt_embed_backward(const gpt_pass *pass, const gpt_embed *grad, con
 
 /* What a block's forward keeps for its backward. */
 typedef struct gpt_block_acts {
-    float *ln1, *ln1_mean, *ln1_rstd;       /* (B, T, C) (B, T) (B, T) */
-    float *qkv, *lse, *attention;           /* (B, T, 3C) (B, NH, T) (B, T, C) */
-    float *middle;                          /* (B, T, C): the residual stream between attention and MLP */
-    float *ln2, *ln2_mean, *ln2_rstd;       /* (B, T, C) (B, T) (B, T) */
-    float *fc, *gelu;                       /* (B, T, 4C) (B, T, 4C) */
+    float *ln1, *ln1_mean, *ln1_rstd; /* (B, T, C) (B, T) (B, T) */
+    float *qkv, *lse, *attention;     /* (B, T, 3C) (B, NH, T) (B, T, C) */
+    float *middle;                    /* (B, T, C): the residual stream between attention and MLP */
+    float *ln2, *ln2_mean, *ln2_rstd; /* (B, T, C) (B, T) (B, T) */
+    float *fc, *gelu;                 /* (B, T, 4C) (B, T, 4C) */
 } gpt_block_acts;
 
 /* Gradients inside a block. Backward needs one of these per block at work; a weight part that runs later reads them. */
 typedef struct gpt_block_temps {
-    float *d_fc, *d_qkv, *d_middle, *d_norm;    /* (B, T, 4C) (B, T, 3C) (B, T, C) (B, T, C) */
+    float *d_fc, *d_qkv, *d_middle, *d_norm; /* (B, T, 4C) (B, T, 3C) (B, T, C) (B, T, C) */
 } gpt_block_temps;
 
 /* Takes n floats from the front of *memory, in steps of a cache line. With *memory NULL only *used counts. */
@@ -881,7 +988,8 @@ static inline float *gpt__take(float *memory, size_t *used, size_t n) {
 }
 
 /* Lays the activations of one block out in memory. Returns the floats needed; memory NULL only counts. */
-GPT_DEF size_t gpt_block_acts_place(const gpt_config *c, int batch, int length, float *memory, gpt_block_acts *a) {
+GPT_DEF size_t gpt_block_acts_place(const gpt_config *c, int batch, int length, float *memory,
+                                    gpt_block_acts *a) {
     size_t n = (size_t)batch * (size_t)length, C = (size_t)c->channels, used = 0;
     a->ln1 = gpt__take(memory, &used, n * C);
     a->ln1_mean = gpt__take(memory, &used, n);
@@ -898,7 +1006,8 @@ GPT_DEF size_t gpt_block_acts_place(const gpt_config *c, int batch, int length, 
     return used;
 }
 
-GPT_DEF size_t gpt_block_temps_place(const gpt_config *c, int batch, int length, float *memory, gpt_block_temps *t) {
+GPT_DEF size_t gpt_block_temps_place(const gpt_config *c, int batch, int length, float *memory,
+                                     gpt_block_temps *t) {
     size_t n = (size_t)batch * (size_t)length, C = (size_t)c->channels, used = 0;
     t->d_fc = gpt__take(memory, &used, n * 4 * C);
     t->d_qkv = gpt__take(memory, &used, n * 3 * C);
@@ -908,7 +1017,8 @@ GPT_DEF size_t gpt_block_temps_place(const gpt_config *c, int batch, int length,
 }
 
 /* middle = in + attention(ln1(in)), out = middle + mlp(ln2(middle)); in and out (B, T, C) are different memory. */
-GPT_DEF void gpt_block_forward(const gpt_pass *pass, const gpt_block *w, const float *in, gpt_block_acts *a, float *out) {
+GPT_DEF void gpt_block_forward(const gpt_pass *pass, const gpt_block *w, const float *in, gpt_block_acts *a,
+                               float *out) {
     int C = pass->config->channels;
     size_t at = (size_t)pass->first * 4 * (size_t)C;
     gpt__layernorm(pass, a->ln1, a->ln1_mean, a->ln1_rstd, in, w->ln1_weight, w->ln1_bias);
@@ -922,8 +1032,8 @@ GPT_DEF void gpt_block_forward(const gpt_pass *pass, const gpt_block *w, const f
 }
 
 /* The gradient of the four weight matrices and their biases, one layer: both announced when final. */
-static inline void gpt__linear_grads(const gpt_pass *pass, int first, int kind, float *d_weight, float *d_bias,
-                                     const float *d_out, const float *in, int C, int N) {
+static inline void gpt__linear_grads(const gpt_pass *pass, int first, int kind, float *d_weight,
+                                     float *d_bias, const float *d_out, const float *in, int C, int N) {
     if (pass->parts == GPT_INPUT_GRADS) return;
     gpt__bias_grad(pass, d_bias, d_out, N);
     gpt__ready(pass, first + kind + 1);
@@ -935,7 +1045,8 @@ static inline void gpt__linear_grads(const gpt_pass *pass, int first, int kind, 
    d_in may be d_out. pass->parts splits it in two calls, input first, for schedules that do weights later: the input call
    leaves layer norm gradients final and t filled; the weight call reads t, a and an unchanged d_out (so d_in is not d_out). */
 GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const gpt_block *g, const float *in,
-                                const gpt_block_acts *a, gpt_block_temps *t, const float *d_out, float *d_in) {
+                                const gpt_block_acts *a, gpt_block_temps *t, const float *d_out,
+                                float *d_in) {
     int C = pass->config->channels, input = pass->parts != GPT_WEIGHT_GRADS, first = w->first;
     gpt__linear_grads(pass, first, GPT_MLP_WEIGHT, g->mlp_weight, g->mlp_bias, d_out, a->gelu, 4 * C, C);
     if (input) {
@@ -945,12 +1056,13 @@ GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const 
     gpt__linear_grads(pass, first, GPT_FC_WEIGHT, g->fc_weight, g->fc_bias, t->d_fc, a->ln2, C, 4 * C);
     if (input) {
         gpt__linear_input_grad(pass, t->d_norm, t->d_fc, w->fc_weight, C, 4 * C);
-        gpt__layernorm_backward(pass, t->d_middle, d_out, g->ln2_weight, g->ln2_bias, t->d_norm, a->middle, a->ln2_mean, a->ln2_rstd,
-                                w->ln2_weight);
+        gpt__layernorm_backward(pass, t->d_middle, d_out, g->ln2_weight, g->ln2_bias, t->d_norm, a->middle,
+                                a->ln2_mean, a->ln2_rstd, w->ln2_weight);
         gpt__ready(pass, first + GPT_LN2_BIAS);
         gpt__ready(pass, first + GPT_LN2_WEIGHT);
     }
-    gpt__linear_grads(pass, first, GPT_ATTN_WEIGHT, g->attn_weight, g->attn_bias, t->d_middle, a->attention, C, C);
+    gpt__linear_grads(pass, first, GPT_ATTN_WEIGHT, g->attn_weight, g->attn_bias, t->d_middle, a->attention,
+                      C, C);
     if (input) {
         gpt__linear_input_grad(pass, t->d_norm, t->d_middle, w->attn_weight, C, C);
         gpt_attention_backward(pass, t->d_qkv, t->d_norm, a->attention, a->lse, a->qkv);
@@ -958,8 +1070,8 @@ GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const 
     gpt__linear_grads(pass, first, GPT_QKV_WEIGHT, g->qkv_weight, g->qkv_bias, t->d_qkv, a->ln1, C, 3 * C);
     if (!input) return;
     gpt__linear_input_grad(pass, t->d_norm, t->d_qkv, w->qkv_weight, C, 3 * C);
-    gpt__layernorm_backward(pass, d_in, t->d_middle, g->ln1_weight, g->ln1_bias, t->d_norm, in, a->ln1_mean, a->ln1_rstd,
-                            w->ln1_weight);
+    gpt__layernorm_backward(pass, d_in, t->d_middle, g->ln1_weight, g->ln1_bias, t->d_norm, in, a->ln1_mean,
+                            a->ln1_rstd, w->ln1_weight);
     gpt__ready(pass, first + GPT_LN1_BIAS);
     gpt__ready(pass, first + GPT_LN1_WEIGHT);
 }
@@ -967,12 +1079,13 @@ GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const 
 //== head ================================================================================== >>head
 
 typedef struct gpt_head_acts {
-    float *ln, *mean, *rstd;        /* (B, T, C) (B, T) (B, T) */
-    float *logits;                  /* (B, T, V); backward turns them into their gradient */
-    float *lse, *losses, *d_ln;     /* (B, T) (B, T) (B, T, C) */
+    float *ln, *mean, *rstd;    /* (B, T, C) (B, T) (B, T) */
+    float *logits;              /* (B, T, V); backward turns them into their gradient */
+    float *lse, *losses, *d_ln; /* (B, T) (B, T) (B, T, C) */
 } gpt_head_acts;
 
-GPT_DEF size_t gpt_head_acts_place(const gpt_config *c, int batch, int length, float *memory, gpt_head_acts *a) {
+GPT_DEF size_t gpt_head_acts_place(const gpt_config *c, int batch, int length, float *memory,
+                                   gpt_head_acts *a) {
     size_t n = (size_t)batch * (size_t)length, C = (size_t)c->channels, used = 0;
     a->ln = gpt__take(memory, &used, n * C);
     a->mean = gpt__take(memory, &used, n);
@@ -991,8 +1104,8 @@ GPT_DEF void gpt_head_logits(const gpt_pass *pass, const gpt_head *w, const floa
 }
 
 /* Cross-entropy of targets (B, T): per token in a->losses; returns their sum, added in f64 in order. */
-GPT_DEF double gpt_head_loss_forward(const gpt_pass *pass, const gpt_head *w, const float *in, const int *targets,
-                                     gpt_head_acts *a) {
+GPT_DEF double gpt_head_loss_forward(const gpt_pass *pass, const gpt_head *w, const float *in,
+                                     const int *targets, gpt_head_acts *a) {
     int V = pass->config->vocab;
     double sum = 0;
     gpt_head_logits(pass, w, in, a);
@@ -1017,19 +1130,21 @@ GPT_DEF double gpt_head_loss_forward(const gpt_pass *pass, const gpt_head *w, co
 
 /* Gradients of the head's parameters and d_in (B, T, C), for a loss that counts each token `weight_per_token` times:
    1 / (B T) for the mean of the micro-batch. Needs the activations of gpt_head_loss_forward; overwrites the logits. */
-GPT_DEF void gpt_head_backward(const gpt_pass *pass, const gpt_head *w, const gpt_head *g, const float *in, const int *targets,
-                               gpt_head_acts *a, float weight_per_token, float *d_in) {
+GPT_DEF void gpt_head_backward(const gpt_pass *pass, const gpt_head *w, const gpt_head *g, const float *in,
+                               const int *targets, gpt_head_acts *a, float weight_per_token, float *d_in) {
     int V = pass->config->vocab, C = pass->config->channels;
     for (int i = 0; i < pass->batch * pass->length; i++) {
         float *x = a->logits + (size_t)i * (size_t)V;
         for (int j = 0; j < V; j += GPT_LANES)
-            gpt__store_part(x + j, gpt__exp(gpt__load_part(x + j, V - j, 0) - a->lse[i]) * weight_per_token, V - j);
+            gpt__store_part(x + j, gpt__exp(gpt__load_part(x + j, V - j, 0) - a->lse[i]) * weight_per_token,
+                            V - j);
         x[targets[i]] -= weight_per_token;
     }
     gpt__linear_weight_grad(pass, g->weight, a->logits, a->ln, C, V);
     gpt__ready(pass, w->first + 2);
     gpt__linear_input_grad(pass, a->d_ln, a->logits, w->weight, C, V);
-    gpt__layernorm_backward(pass, d_in, NULL, g->ln_weight, g->ln_bias, a->d_ln, in, a->mean, a->rstd, w->ln_weight);
+    gpt__layernorm_backward(pass, d_in, NULL, g->ln_weight, g->ln_bias, a->d_ln, in, a->mean, a->rstd,
+                            w->ln_weight);
     gpt__ready(pass, w->first + 1);
     gpt__ready(pass, w->first);
 }
@@ -1044,18 +1159,19 @@ enum { GPT_OWN_VALUES = 1, GPT_OWN_GRADS = 2, GPT_RECOMPUTE = 4 };
 typedef struct gpt_model {
     gpt_config config;
     int param_count;
-    float **values, **grads;    /* one pointer per parameter. Where the model does not own them, the caller fills them in;
-                                   values[head.weight] is values[wte] */
-    int accumulate;             /* copied to gpt_pass.accumulate */
-    int batch;                  /* largest B */
-    gpt_block_acts *blocks;     /* per layer; with recompute all are the same memory */
-    int recompute, held;        /* recompute: the layer whose activations lie there */
-    double (*clock)(void);      /* seconds; NULL = recompute_seconds is not counted */
-    double recompute_seconds;   /* in forwards that ran again */
-    gpt_block_temps temps;      /* shared by all layers */
+    float **values,
+        **grads;    /* one pointer per parameter. Where the model does not own them, the caller fills them in;
+                       values[head.weight] is values[wte] */
+    int accumulate; /* copied to gpt_pass.accumulate */
+    int batch;      /* largest B */
+    gpt_block_acts *blocks;   /* per layer; with recompute all are the same memory */
+    int recompute, held;      /* recompute: the layer whose activations lie there */
+    double (*clock)(void);    /* seconds; NULL = recompute_seconds is not counted */
+    double recompute_seconds; /* in forwards that ran again */
+    gpt_block_temps temps;    /* shared by all layers */
     gpt_head_acts head;
-    float *stream;              /* (layers + 1, B, T, C): the input of each block, and of the head */
-    float *d_stream;            /* (B, T, C) */
+    float *stream;   /* (layers + 1, B, T, C): the input of each block, and of the head */
+    float *d_stream; /* (B, T, C) */
     float *scratch;
     void *memory;
 } gpt_model;
@@ -1070,14 +1186,19 @@ static inline size_t gpt__model_place(gpt_model *m, float *memory, int flags) {
     used += gpt_block_temps_place(c, m->batch, c->context, memory ? memory + used : NULL, &m->temps);
     used += gpt_head_acts_place(c, m->batch, c->context, memory ? memory + used : NULL, &m->head);
     for (int l = 0; l < c->layers; l++)
-        if (l > 0 && flags & GPT_RECOMPUTE) m->blocks[l] = m->blocks[0];
-        else used += gpt_block_acts_place(c, m->batch, c->context, memory ? memory + used : NULL, &m->blocks[l]);
+        if (l > 0 && flags & GPT_RECOMPUTE)
+            m->blocks[l] = m->blocks[0];
+        else
+            used += gpt_block_acts_place(c, m->batch, c->context, memory ? memory + used : NULL,
+                                         &m->blocks[l]);
     for (int i = 0; i < m->param_count; i++) {
         gpt_param p;
         if (gpt_param_info(c, i, &p) != 0) continue;
         if (flags & GPT_OWN_GRADS) m->grads[i] = gpt__take(memory, &used, (size_t)p.count);
-        if ((flags & GPT_OWN_VALUES) && p.tied_to >= 0) m->values[i] = m->values[p.tied_to];
-        else if (flags & GPT_OWN_VALUES) m->values[i] = gpt__take(memory, &used, (size_t)p.count);
+        if ((flags & GPT_OWN_VALUES) && p.tied_to >= 0)
+            m->values[i] = m->values[p.tied_to];
+        else if (flags & GPT_OWN_VALUES)
+            m->values[i] = gpt__take(memory, &used, (size_t)p.count);
     }
     return used;
 }
@@ -1104,10 +1225,16 @@ GPT_DEF int gpt_model_create(gpt_model *m, const gpt_config *config, int batch, 
     m->values = (float **)calloc(count, sizeof(float *));
     m->grads = (float **)calloc(count, sizeof(float *));
     m->blocks = (gpt_block_acts *)calloc((size_t)config->layers + 1, sizeof *m->blocks);
-    if (!m->values || !m->grads || !m->blocks) { gpt_model_destroy(m); return -1; }
+    if (!m->values || !m->grads || !m->blocks) {
+        gpt_model_destroy(m);
+        return -1;
+    }
     floats = gpt__model_place(m, NULL, flags);
     m->memory = calloc(floats + 16, sizeof(float));
-    if (!m->memory) { gpt_model_destroy(m); return -1; }
+    if (!m->memory) {
+        gpt_model_destroy(m);
+        return -1;
+    }
     gpt__model_place(m, (float *)GPT_ROUND_UP((uintptr_t)m->memory, 64), flags);
     return 0;
 }
@@ -1140,22 +1267,27 @@ static inline float *gpt__model_stream(const gpt_model *m, int l) {
 /* Forward of one unit, 0 to layers + 1, after the ones before it. Of m->values only that unit's are read, so the others need not be
    there. The head returns the sum of the B T losses; without targets it leaves the logits of the last position in
    m->head.logits. The others return 0. */
-GPT_DEF double gpt_model_unit_forward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens, const int *targets) {
+GPT_DEF double gpt_model_unit_forward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens,
+                                      const int *targets) {
     const gpt_config *c = &m->config;
     if (unit == 0) {
         gpt_embed embed = gpt_embed_view(m->values);
         gpt_embed_forward(pass, &embed, tokens, gpt__model_stream(m, 0));
     } else if (unit <= c->layers) {
         gpt_block block = gpt_block_view(m->values, unit - 1);
-        gpt_block_forward(pass, &block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1], gpt__model_stream(m, unit));
+        gpt_block_forward(pass, &block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1],
+                          gpt__model_stream(m, unit));
         m->held = unit - 1;
     } else {
         gpt_head head = gpt_head_view(c, m->values);
         gpt_pass last = *pass;
-        if (targets) return gpt_head_loss_forward(pass, &head, gpt__model_stream(m, c->layers), targets, &m->head);
+        if (targets)
+            return gpt_head_loss_forward(pass, &head, gpt__model_stream(m, c->layers), targets, &m->head);
         last.batch = last.length = 1;
         last.first = 0;
-        gpt_head_logits(&last, &head, gpt__model_stream(m, c->layers) + (size_t)(pass->length - 1) * (size_t)c->channels, &m->head);
+        gpt_head_logits(&last, &head,
+                        gpt__model_stream(m, c->layers) + (size_t)(pass->length - 1) * (size_t)c->channels,
+                        &m->head);
     }
     return 0;
 }
@@ -1170,7 +1302,8 @@ static inline void gpt__model_recompute(gpt_model *m, const gpt_pass *pass, int 
 
 /* Backward of one unit, after the ones behind it: all its gradients, for the mean of the B T losses. Reads and writes m->values and m->grads of
    that unit alone. */
-GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens, const int *targets) {
+GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens,
+                                     const int *targets) {
     const gpt_config *c = &m->config;
     if (unit == 0) {
         gpt_embed d_embed = gpt_embed_view(m->grads);
@@ -1178,11 +1311,12 @@ GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int uni
     } else if (unit <= c->layers) {
         gpt_block block = gpt_block_view(m->values, unit - 1), d_block = gpt_block_view(m->grads, unit - 1);
         gpt__model_recompute(m, pass, unit);
-        gpt_block_backward(pass, &block, &d_block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1], &m->temps, m->d_stream, m->d_stream);
+        gpt_block_backward(pass, &block, &d_block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1],
+                           &m->temps, m->d_stream, m->d_stream);
     } else {
         gpt_head head = gpt_head_view(c, m->values), d_head = gpt_head_view(c, m->grads);
-        gpt_head_backward(pass, &head, &d_head, gpt__model_stream(m, c->layers), targets, &m->head, 1.0f / (float)(pass->batch * pass->length),
-                          m->d_stream);
+        gpt_head_backward(pass, &head, &d_head, gpt__model_stream(m, c->layers), targets, &m->head,
+                          1.0f / (float)(pass->batch * pass->length), m->d_stream);
     }
 }
 
@@ -1190,19 +1324,21 @@ GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int uni
 GPT_DEF double gpt_model_forward(gpt_model *m, const int *tokens, const int *targets, int batch, int length) {
     gpt_pass pass = gpt_model_pass(m, batch, length);
     double sum = 0;
-    for (int unit = 0; unit <= m->config.layers + 1; unit++) sum = gpt_model_unit_forward(m, &pass, unit, tokens, targets);
+    for (int unit = 0; unit <= m->config.layers + 1; unit++)
+        sum = gpt_model_unit_forward(m, &pass, unit, tokens, targets);
     return sum / ((double)batch * length);
 }
 
 /* Mean loss over B T tokens and all gradients, each announced through ready(user, index) once, head first.
    tokens and targets are (B, T), B <= m->batch, T <= context. */
-GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const int *targets, int batch, int length,
-                                          gpt_ready_fn ready, void *user) {
+GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const int *targets, int batch,
+                                          int length, gpt_ready_fn ready, void *user) {
     gpt_pass pass = gpt_model_pass(m, batch, length);
     double loss = gpt_model_forward(m, tokens, targets, batch, length);
     pass.ready = ready;
     pass.ready_user = user;
-    for (int unit = m->config.layers + 1; unit >= 0; unit--) gpt_model_unit_backward(m, &pass, unit, tokens, targets);
+    for (int unit = m->config.layers + 1; unit >= 0; unit--)
+        gpt_model_unit_backward(m, &pass, unit, tokens, targets);
     return loss;
 }
 
@@ -1213,7 +1349,8 @@ GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const
 GPT_DEF const float *gpt_model_logits(gpt_model *m, const int *tokens, int done, int length) {
     gpt_pass pass = gpt_model_pass(m, 1, length);
     pass.first = m->recompute ? 0 : done;
-    for (int unit = 0; unit <= m->config.layers + 1; unit++) gpt_model_unit_forward(m, &pass, unit, tokens, NULL);
+    for (int unit = 0; unit <= m->config.layers + 1; unit++)
+        gpt_model_unit_forward(m, &pass, unit, tokens, NULL);
     return m->head.logits;
 }
 
@@ -1221,7 +1358,8 @@ GPT_DEF const float *gpt_model_logits(gpt_model *m, const int *tokens, int done,
 GPT_DEF int gpt_sample(const float *logits, int vocab, float temperature, double u) {
     double sum = 0, seen = 0;
     int best = 0;
-    for (int i = 1; i < vocab; i++) if (logits[i] > logits[best]) best = i;
+    for (int i = 1; i < vocab; i++)
+        if (logits[i] > logits[best]) best = i;
     if (temperature <= 0) return best;
     for (int i = 0; i < vocab; i++) sum += exp((logits[i] - logits[best]) / temperature);
     for (int i = 0; i < vocab; i++) {
@@ -1232,15 +1370,21 @@ GPT_DEF int gpt_sample(const float *logits, int vocab, float temperature, double
 }
 
 /* The u in [0, 1) that gpt_generate draws token number `at` with. */
-GPT_DEF double gpt_sample_draw(uint64_t seed, int at) { return (double)(gpt_random(seed, (uint64_t)at) >> 11) * (1.0 / 9007199254740992.0); }
+GPT_DEF double gpt_sample_draw(uint64_t seed, int at) {
+    return (double)(gpt_random(seed, (uint64_t)at) >> 11) * (1.0 / 9007199254740992.0);
+}
 
 /* Continues tokens[0..prompt-1] to tokens[total-1], with the same result for the same seed. prompt is at least 1. When the
    context is full, the window moves on by half a context. */
-GPT_DEF void gpt_generate(gpt_model *m, int *tokens, int prompt, int total, float temperature, uint64_t seed) {
+GPT_DEF void gpt_generate(gpt_model *m, int *tokens, int prompt, int total, float temperature,
+                          uint64_t seed) {
     int context = m->config.context, start = 0, done = 0;
     for (int at = prompt; at < total; at++) {
         const float *logits;
-        if (at - start > context) { start = at - (context + 1) / 2; done = 0; }
+        if (at - start > context) {
+            start = at - (context + 1) / 2;
+            done = 0;
+        }
         logits = gpt_model_logits(m, tokens + start, done, at - start);
         done = at - start;
         tokens[at] = gpt_sample(logits, m->config.vocab, temperature, gpt_sample_draw(seed, at));
@@ -1265,8 +1409,8 @@ GPT_INLINE gpt_vec gpt__rounded(float scale, gpt_vec x) {
 
 /* AdamW (Loshchilov and Hutter 2019) on n elements; step counts from 1. Gradients are multiplied by grad_scale first.
    Elementwise: a shard gets the same bits as it would inside the whole tensor, and as ddp_fsdp.h gives it. */
-GPT_DEF void gpt_adamw(float *w, const float *g, float *m, float *v, size_t n, float lr, float beta1, float beta2, float eps,
-                       float weight_decay, int step, float grad_scale) {
+GPT_DEF void gpt_adamw(float *w, const float *g, float *m, float *v, size_t n, float lr, float beta1,
+                       float beta2, float eps, float weight_decay, int step, float grad_scale) {
     float rate = (float)(lr / (1.0 - pow(beta1, step))), root = (float)(1.0 / sqrt(1.0 - pow(beta2, step)));
     float keep = 1.0f - (float)((double)lr * weight_decay), rest1 = 1.0f - beta1, rest2 = 1.0f - beta2;
     for (size_t i = 0; i < n; i += GPT_LANES) {
@@ -1274,7 +1418,8 @@ GPT_DEF void gpt_adamw(float *w, const float *g, float *m, float *v, size_t n, f
         gpt_vec gi = gpt__load_part(g + i, left, 0) * grad_scale;
         gpt_vec mi = gpt__rounded(beta1, gpt__load_part(m + i, left, 0)) + gpt__rounded(rest1, gi);
         gpt_vec vi = gpt__rounded(beta2, gpt__load_part(v + i, left, 0)) + gpt__rounded(rest2, gi * gi);
-        gpt_vec wi = gpt__rounded(keep, gpt__load_part(w + i, left, 0)) - rate * mi / (gpt__rounded(root, gpt__sqrt(vi)) + eps);
+        gpt_vec wi = gpt__rounded(keep, gpt__load_part(w + i, left, 0))
+                     - rate * mi / (gpt__rounded(root, gpt__sqrt(vi)) + eps);
         gpt__store_part(m + i, mi, left);
         gpt__store_part(v + i, vi, left);
         gpt__store_part(w + i, wi, left);

@@ -57,20 +57,24 @@ DETERMINISM
 //== api ================================================================================== >>api
 
 typedef struct gpt_cuda_desc {
-    gpt_config config;          /* the whole model. channels: a multiple of 8 */
-    ddp_dtype dtype;            /* of parameters, activations and gradients. 0 = DDP_BF16; DDP_F32: for checks */
-    int batch, length;          /* B and T of a micro-batch */
-    int slots;                  /* micro-batches whose activations are kept at the same time; 0 = 1 */
-    int first_unit, end_unit;   /* units of this rank, first_unit to end_unit - 1; end_unit 0 = layers + 2 */
-    int recompute;              /* 1 = of a block only its input is kept; its forward runs again before its backward */
-    int graphs;                 /* 1 = each unit's forward and backward, and each gpt_cuda_micro_batch, becomes a CUDA graph when it comes with the same
-                                   pointers for the second time. Needs a stream other than 0; not with a tensor group */
-    ddp_group *tensor;          /* NULL = none; GPUs over which heads and hidden channels are cut. Every unit call is then collective */
-    int tensor_ranks;           /* 0 = those of tensor, or 1. May be given without a group to gpt_cuda_check, _bytes, _flops and _param_boxes */
-    int tensor_rank;            /* read where tensor is NULL */
-    cudaStream_t stream;        /* 0 = CUDA's default stream */
-    void (*note)(void *user, const char *kernel, double flops, double bytes); /* NULL = none; called after each launch of a kernel or product, with the
-                                   work that it has to do and the bytes that it has to move at least. Not when a graph is launched */
+    gpt_config config; /* the whole model. channels: a multiple of 8 */
+    ddp_dtype dtype;   /* of parameters, activations and gradients. 0 = DDP_BF16; DDP_F32: for checks */
+    int batch, length; /* B and T of a micro-batch */
+    int slots;         /* micro-batches whose activations are kept at the same time; 0 = 1 */
+    int first_unit, end_unit; /* units of this rank, first_unit to end_unit - 1; end_unit 0 = layers + 2 */
+    int recompute; /* 1 = of a block only its input is kept; its forward runs again before its backward */
+    int graphs; /* 1 = each unit's forward and backward, and each gpt_cuda_micro_batch, becomes a CUDA graph
+                   when it comes with the same pointers for the second time. Needs a stream other than 0; not
+                   with a tensor group */
+    ddp_group *
+        tensor; /* NULL = none; GPUs over which heads and hidden channels are cut. Every unit call is then collective */
+    int tensor_ranks; /* 0 = those of tensor, or 1. May be given without a group to gpt_cuda_check, _bytes, _flops and _param_boxes */
+    int tensor_rank;  /* read where tensor is NULL */
+    cudaStream_t stream; /* 0 = CUDA's default stream */
+    void (*note)(void *user, const char *kernel, double flops,
+                 double bytes); /* NULL = none; called after each launch of a kernel or product, with the work
+                                   that it has to do and the bytes that it has to move at least. Not when a
+                                   graph is launched */
     void *note_user;
 } gpt_cuda_desc;
 
@@ -94,7 +98,9 @@ GPT_DEF int gpt_cuda_batch_sort(int32_t *batch, int tokens, int vocab);
 
 /* What this rank has of parameter `index` of gpt_param_info: rows and columns of the whole; of a vector, rows are its elements and columns is 1. Returns how
    many boxes there are: 3 for qkv weight and bias under a tensor cut (queries, keys, values), otherwise 1; 0 for no such parameter. */
-typedef struct gpt_cuda_box { int64_t row, rows, column, columns; } gpt_cuda_box;
+typedef struct gpt_cuda_box {
+    int64_t row, rows, column, columns;
+} gpt_cuda_box;
 GPT_DEF int gpt_cuda_param_boxes(const gpt_cuda_desc *desc, int index, gpt_cuda_box box[3]);
 
 GPT_DEF ddp_result gpt_cuda_create(gpt_cuda **out, const gpt_cuda_desc *desc);
@@ -105,18 +111,21 @@ GPT_DEF void gpt_cuda_destroy(gpt_cuda *model); /* waits for the stream; NULL is
    behind box k - 1. Device memory of desc.dtype, row-major, aligned to 16 bytes; the table itself is read before the call returns.
    batch: device memory, read by embedding and head. in, out: (B T, C), different memory; NULL = the model's own, gpt_cuda_stream_of(model, unit, slot), and
    that of the unit behind. Embedding: in is not used. Head: out is not used; the losses and what backward needs are kept. */
-GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *model, int unit, int slot, void *const *values, const int32_t *batch, const void *in, void *out);
+GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *model, int unit, int slot, void *const *values,
+                                         const int32_t *batch, const void *in, void *out);
 
 /* Backward of a unit for the mean of the B T losses, after its forward in the same slot with the same values, batch and in. grads: like values; overwritten.
    d_out: gradient of its output, d_in: of its input, (B T, C), may be the same memory; NULL = gpt_cuda_d_stream_of(model). Head: d_out is not used;
    embedding: d_in is not. */
-GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *model, int unit, int slot, void *const *values, void *const *grads, const int32_t *batch, const void *in,
-                                         const void *d_out, void *d_in);
+GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *model, int unit, int slot, void *const *values,
+                                          void *const *grads, const int32_t *batch, const void *in,
+                                          const void *d_out, void *d_in);
 
 /* Forward and backward of all units, with memory of the model's own between them: as gpt_cuda_unit_forward of each, first to last, then
    gpt_cuda_unit_backward of each, last to first. values[u] and grads[u]: tables of unit u, as there. With graphs it is one graph: the losses stay on the
    device, and gpt_cuda_loss adds them up. The rank has all units. */
-GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *model, int slot, void *const *const *values, void *const *const *grads, const int32_t *batch);
+GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *model, int slot, void *const *const *values,
+                                        void *const *const *grads, const int32_t *batch);
 
 /* *sum (device memory, or pinned memory of the host, 8 bytes aligned) becomes the sum of the B T losses of the slot's last head forward, added in f64 in a
    fixed order. Asynchronous. */
@@ -124,7 +133,8 @@ GPT_DEF ddp_result gpt_cuda_loss(gpt_cuda *model, int slot, double *sum);
 
 /* logits (device memory, vocab, f32) of position `position` of sequence 0, from the head's own input in the slot: to sample text after forwards of the
    units before the head. values: the head's. */
-GPT_DEF ddp_result gpt_cuda_logits(gpt_cuda *model, int slot, void *const *values, int position, float *logits);
+GPT_DEF ddp_result gpt_cuda_logits(gpt_cuda *model, int slot, void *const *values, int position,
+                                   float *logits);
 
 /* The model's own memory for the input of a unit, (B T, C) in desc.dtype: units 1 to layers + 1 of this rank, and of the unit behind its last one. NULL: there
    is none. Valid from its writer's forward to its own backward. */
@@ -132,9 +142,14 @@ GPT_DEF void *gpt_cuda_stream_of(gpt_cuda *model, int unit, int slot);
 /* The model's own memory for the gradient of the residual stream, (B T, C), used by all units and slots in turn. */
 GPT_DEF void *gpt_cuda_d_stream_of(gpt_cuda *model);
 
-#define GPT_CUDA__TRY(call) do { ddp_result gpt_cuda__tried = (call); if (gpt_cuda__tried != DDP_OK) return gpt_cuda__tried; } while (0)
-#define GPT_CUDA__ALIGN 16          /* bytes; of every matrix and vector */
-#define GPT_CUDA__CHANNELS 12288    /* at most: the backward of a norm keeps two sums per channel in shared memory */
+#define GPT_CUDA__TRY(call)                                    \
+    do {                                                       \
+        ddp_result gpt_cuda__tried = (call);                   \
+        if (gpt_cuda__tried != DDP_OK) return gpt_cuda__tried; \
+    } while (0)
+#define GPT_CUDA__ALIGN 16 /* bytes; of every matrix and vector */
+#define GPT_CUDA__CHANNELS \
+    12288 /* at most: the backward of a norm keeps two sums per channel in shared memory */
 
 //== batch ============================================================================== >>batch
 
@@ -190,7 +205,8 @@ static inline const char *gpt_cuda__wrong(const char *format, ...) {
 /* Attention over the heads of this rank. */
 static inline gpt_cuda_attention gpt_cuda__attention_of(const gpt_cuda_desc *d) {
     gpt_cuda_attention it = DDP_ZERO;
-    it.batch = d->batch, it.length = d->length, it.heads = d->config.heads / d->tensor_ranks, it.head_size = d->config.channels / d->config.heads;
+    it.batch = d->batch, it.length = d->length, it.heads = d->config.heads / d->tensor_ranks,
+    it.head_size = d->config.channels / d->config.heads;
     it.dtype = d->dtype, it.stream = d->stream;
     return it;
 }
@@ -205,25 +221,40 @@ GPT_DEF const char *gpt_cuda_check(const gpt_cuda_desc *desc) {
     c = &d.config;
     wrong = gpt_config_check(c);
     if (wrong) return gpt_cuda__wrong("config: %s", wrong);
-    if (d.dtype != DDP_BF16 && d.dtype != DDP_F32) return gpt_cuda__wrong("dtype is %s; the model is bf16 or f32", ddp_dtype_name(d.dtype));
+    if (d.dtype != DDP_BF16 && d.dtype != DDP_F32)
+        return gpt_cuda__wrong("dtype is %s; the model is bf16 or f32", ddp_dtype_name(d.dtype));
     if (c->channels % 8 || c->channels > GPT_CUDA__CHANNELS)
-        return gpt_cuda__wrong("%d channels are not a multiple of 8 up to %d; the kernels read 16 bytes at a time", c->channels, GPT_CUDA__CHANNELS);
+        return gpt_cuda__wrong(
+            "%d channels are not a multiple of 8 up to %d; the kernels read 16 bytes at a time", c->channels,
+            GPT_CUDA__CHANNELS);
     if (d.tensor && desc->tensor_ranks && desc->tensor_ranks != d.tensor_ranks)
-        return gpt_cuda__wrong("tensor_ranks is %d, but the tensor group has %d ranks; leave it 0", desc->tensor_ranks, d.tensor_ranks);
+        return gpt_cuda__wrong("tensor_ranks is %d, but the tensor group has %d ranks; leave it 0",
+                               desc->tensor_ranks, d.tensor_ranks);
     if (d.tensor_ranks < 1 || d.tensor_rank < 0 || d.tensor_rank >= d.tensor_ranks)
-        return gpt_cuda__wrong("tensor_rank is %d of %d; ranks are numbered from 0", d.tensor_rank, d.tensor_ranks);
-    if (c->heads % d.tensor_ranks) return gpt_cuda__wrong("%d tensor ranks do not divide %d heads; each rank has whole heads", d.tensor_ranks, c->heads);
+        return gpt_cuda__wrong("tensor_rank is %d of %d; ranks are numbered from 0", d.tensor_rank,
+                               d.tensor_ranks);
+    if (c->heads % d.tensor_ranks)
+        return gpt_cuda__wrong("%d tensor ranks do not divide %d heads; each rank has whole heads",
+                               d.tensor_ranks, c->heads);
     if (c->channels / d.tensor_ranks % 8)
-        return gpt_cuda__wrong("%d channels over %d tensor ranks are %d each; that must be a multiple of 8", c->channels, d.tensor_ranks,
-                               c->channels / d.tensor_ranks);
-    if (d.batch < 1 || d.length < 1) return gpt_cuda__wrong("batch %d and length %d must be at least 1", d.batch, d.length);
-    if (d.length > c->context) return gpt_cuda__wrong("length %d is more than the context of %d positions", d.length, c->context);
-    if ((int64_t)d.batch * d.length > (1 << 26)) return gpt_cuda__wrong("batch %d times length %d is more than %d tokens; use more, smaller micro-batches",
-                                                                        d.batch, d.length, 1 << 26);
-    if (d.slots < 1 || d.slots > 4096) return gpt_cuda__wrong("slots is %d; 1 to 4096 micro-batches can be kept", d.slots);
+        return gpt_cuda__wrong("%d channels over %d tensor ranks are %d each; that must be a multiple of 8",
+                               c->channels, d.tensor_ranks, c->channels / d.tensor_ranks);
+    if (d.batch < 1 || d.length < 1)
+        return gpt_cuda__wrong("batch %d and length %d must be at least 1", d.batch, d.length);
+    if (d.length > c->context)
+        return gpt_cuda__wrong("length %d is more than the context of %d positions", d.length, c->context);
+    if ((int64_t)d.batch * d.length > (1 << 26))
+        return gpt_cuda__wrong(
+            "batch %d times length %d is more than %d tokens; use more, smaller micro-batches", d.batch,
+            d.length, 1 << 26);
+    if (d.slots < 1 || d.slots > 4096)
+        return gpt_cuda__wrong("slots is %d; 1 to 4096 micro-batches can be kept", d.slots);
     if (d.first_unit < 0 || d.first_unit >= d.end_unit || d.end_unit > c->layers + 2)
-        return gpt_cuda__wrong("units %d to %d are not part of the model's, 0 to %d", d.first_unit, d.end_unit - 1, c->layers + 1);
-    if (d.graphs && d.tensor_ranks > 1) return "graphs is set with a tensor group; its collectives are not captured, so leave one of them out";
+        return gpt_cuda__wrong("units %d to %d are not part of the model's, 0 to %d", d.first_unit,
+                               d.end_unit - 1, c->layers + 1);
+    if (d.graphs && d.tensor_ranks > 1)
+        return "graphs is set with a tensor group; its collectives are not captured, so leave one of them "
+               "out";
     attention = gpt_cuda__attention_of(&d);
     wrong = c->layers > 0 ? gpt_cuda_attention_check(&attention) : NULL;
     return wrong ? gpt_cuda__wrong("attention: %s", wrong) : NULL;
@@ -245,7 +276,8 @@ GPT_DEF int gpt_cuda_param_boxes(const gpt_cuda_desc *desc, int index, gpt_cuda_
             box[k].row = rows * k + rows / ranks * rank, box[k].rows = rows / ranks;
             box[k].columns = p.shape[1];
         }
-    if (kind == GPT_ATTN_WEIGHT || kind == GPT_MLP_WEIGHT) box[0].columns = p.shape[1] / ranks, box[0].column = box[0].columns * rank;
+    if (kind == GPT_ATTN_WEIGHT || kind == GPT_MLP_WEIGHT)
+        box[0].columns = p.shape[1] / ranks, box[0].column = box[0].columns * rank;
     return count;
 }
 
@@ -253,58 +285,81 @@ GPT_DEF double gpt_cuda_flops(const gpt_cuda_desc *desc) {
     gpt_cuda_desc d = gpt_cuda__resolve(desc);
     double C = d.config.channels, tokens = (double)d.batch * d.length, flops = 0;
     for (int unit = d.first_unit; unit < d.end_unit; unit++)
-        if (unit == d.config.layers + 1) flops += 6 * C * d.config.vocab;
-        else if (unit > 0) flops += (6 * 12 * C * C + 6 * C * d.length) / d.tensor_ranks;
+        if (unit == d.config.layers + 1)
+            flops += 6 * C * d.config.vocab;
+        else if (unit > 0)
+            flops += (6 * 12 * C * C + 6 * C * d.length) / d.tensor_ranks;
     return tokens * flops;
 }
 
 //== memory ============================================================================== >>memory
 
-enum { GPT_CUDA__NORM_BLOCKS = 528, GPT_CUDA__SUM_BLOCKS = 64 };    /* that leave partial sums over rows */
-#define GPT_CUDA__LT_BYTES ((size_t)32 << 20)                       /* of workspace, as NVIDIA asks for on its largest devices */
-enum { GPT_CUDA__WAYS = 128, GPT_CUDA__GRAPHS = 4 };                /* of products; graphs of one unit, direction and slot, and of micro-batches */
+enum { GPT_CUDA__NORM_BLOCKS = 528, GPT_CUDA__SUM_BLOCKS = 64 }; /* that leave partial sums over rows */
+#define GPT_CUDA__LT_BYTES ((size_t)32 << 20) /* of workspace, as NVIDIA asks for on its largest devices */
+enum {
+    GPT_CUDA__WAYS = 128,
+    GPT_CUDA__GRAPHS = 4
+}; /* of products; graphs of one unit, direction and slot, and of micro-batches */
 
 /* What a block's forward keeps for its backward. L = C / tensor ranks. */
 typedef struct gpt_cuda__acts {
-    char *ln1, *qkv, *attention;            /* (B, T, C) (B, T, 3L) (B, T, L) */
-    char *middle, *ln2, *fc, *gelu;         /* (B, T, C) (B, T, C) (B, T, 4L) (B, T, 4L) */
-    float *mean1, *rstd1, *mean2, *rstd2;   /* (B, T) */
-    float *lse;                             /* (B, heads of this rank, T) */
+    char *ln1, *qkv, *attention;          /* (B, T, C) (B, T, 3L) (B, T, L) */
+    char *middle, *ln2, *fc, *gelu;       /* (B, T, C) (B, T, C) (B, T, 4L) (B, T, 4L) */
+    float *mean1, *rstd1, *mean2, *rstd2; /* (B, T) */
+    float *lse;                           /* (B, heads of this rank, T) */
 } gpt_cuda__acts;
 
-typedef struct gpt_cuda__head { char *ln; float *mean, *rstd, *losses; } gpt_cuda__head;    /* (B, T, C) (B, T) (B, T) (B, T) */
+typedef struct gpt_cuda__head {
+    char *ln;
+    float *mean, *rstd, *losses;
+} gpt_cuda__head; /* (B, T, C) (B, T) (B, T) (B, T) */
 
-typedef struct gpt_cuda__way { int64_t key[8]; int state; cublasLtMatmulAlgo_t algo; } gpt_cuda__way;   /* state: 0 none, 1 a way, 2 not supported */
+typedef struct gpt_cuda__way {
+    int64_t key[8];
+    int state;
+    cublasLtMatmulAlgo_t algo;
+} gpt_cuda__way; /* state: 0 none, 1 a way, 2 not supported */
 
 /* Work of a unit, or of a whole micro-batch, with these pointers: seen once, or a graph. */
-enum { GPT_CUDA__TABLES = 6 * GPT_BLOCK_PARAMS, GPT_CUDA__KEY = GPT_CUDA__TABLES + 6 }; /* pointers: values and gradients of a unit; of a unit's call */
-typedef struct gpt_cuda__graph { const void **key; int seen; uint64_t used; cudaGraphExec_t exec; } gpt_cuda__graph;
+enum {
+    GPT_CUDA__TABLES = 6 * GPT_BLOCK_PARAMS,
+    GPT_CUDA__KEY = GPT_CUDA__TABLES + 6
+}; /* pointers: values and gradients of a unit; of a unit's call */
+typedef struct gpt_cuda__graph {
+    const void **key;
+    int seen;
+    uint64_t used;
+    cudaGraphExec_t exec;
+} gpt_cuda__graph;
 
 struct gpt_cuda {
-    gpt_cuda_desc desc;             /* resolved */
-    int f32, rows, L, heads;        /* rows = B T; L channels and heads of this rank */
-    size_t size, bytes;             /* of an element; of memory */
-    int64_t padded;                 /* V up to a multiple of 64: columns of logits in memory */
+    gpt_cuda_desc desc;      /* resolved */
+    int f32, rows, L, heads; /* rows = B T; L channels and heads of this rank */
+    size_t size, bytes;      /* of an element; of memory */
+    int64_t padded;          /* V up to a multiple of 64: columns of logits in memory */
     char *memory;
-    int block_sets;                 /* of activations: per slot and block, or one with recompute */
-    gpt_cuda__acts *blocks;         /* [slot][block of this rank] */
-    gpt_cuda__head *heads_of;       /* [slot] */
-    char **stream;                  /* [slot][unit - first + 1]: inputs; last: output of the last unit */
-    char *d_stream, *d_middle, *d_norm, *d_wide;    /* (B, T, C) three times, (B, T, 4L) */
-    char *logits;                   /* (B, T, padded), then their gradient */
-    char *head, *d_head;            /* (padded, C): the head's matrix and its gradient, where V is not padded already; otherwise NULL */
-    float *partial;                 /* sums over some of the rows: GPT_CUDA__NORM_BLOCKS of 2 C, or GPT_CUDA__SUM_BLOCKS of up to 4 C */
-    char *attention;                /* what attention wants for itself */
-    char *workspace;                /* cuBLASLt's */
-    int held_unit, held_slot;       /* recompute: whose activations lie there; -1 = nobody's */
-    int logits_slot;                /* whose logits do */
-    int capturing, whole;           /* whole: units that are called are part of a micro-batch, whose graph they make */
+    int block_sets;           /* of activations: per slot and block, or one with recompute */
+    gpt_cuda__acts *blocks;   /* [slot][block of this rank] */
+    gpt_cuda__head *heads_of; /* [slot] */
+    char **stream;            /* [slot][unit - first + 1]: inputs; last: output of the last unit */
+    char *d_stream, *d_middle, *d_norm, *d_wide; /* (B, T, C) three times, (B, T, 4L) */
+    char *logits;                                /* (B, T, padded), then their gradient */
+    char *head,
+        *d_head; /* (padded, C): the head's matrix and its gradient, where V is not padded already; otherwise NULL */
+    float *
+        partial; /* sums over some of the rows: GPT_CUDA__NORM_BLOCKS of 2 C, or GPT_CUDA__SUM_BLOCKS of up to 4 C */
+    char *attention;          /* what attention wants for itself */
+    char *workspace;          /* cuBLASLt's */
+    int held_unit, held_slot; /* recompute: whose activations lie there; -1 = nobody's */
+    int logits_slot;          /* whose logits do */
+    int capturing, whole; /* whole: units that are called are part of a micro-batch, whose graph they make */
     cublasLtHandle_t lt;
     gpt_cuda__way ways[GPT_CUDA__WAYS];
     int next_way;
-    gpt_cuda__graph *graphs;        /* [unit - first][direction][slot][GPT_CUDA__GRAPHS], then GPT_CUDA__GRAPHS of micro-batches */
-    const void **keys, **key;       /* of graphs; of the micro-batch under way */
-    uint64_t clock;                 /* of their use */
+    gpt_cuda__graph *
+        graphs; /* [unit - first][direction][slot][GPT_CUDA__GRAPHS], then GPT_CUDA__GRAPHS of micro-batches */
+    const void **keys, **key; /* of graphs; of the micro-batch under way */
+    uint64_t clock;           /* of their use */
 };
 
 static inline char *gpt_cuda__take(char *memory, size_t *used, size_t bytes) {
@@ -314,7 +369,8 @@ static inline char *gpt_cuda__take(char *memory, size_t *used, size_t bytes) {
 }
 
 static inline void gpt_cuda__place_block(const gpt_cuda *m, char *memory, size_t *used, gpt_cuda__acts *a) {
-    size_t rows = (size_t)m->rows, C = (size_t)m->desc.config.channels * m->size, L = (size_t)m->L * m->size, column = rows * sizeof(float);
+    size_t rows = (size_t)m->rows, C = (size_t)m->desc.config.channels * m->size, L = (size_t)m->L * m->size,
+           column = rows * sizeof(float);
     a->ln1 = gpt_cuda__take(memory, used, rows * C);
     a->qkv = gpt_cuda__take(memory, used, rows * 3 * L);
     a->attention = gpt_cuda__take(memory, used, rows * L);
@@ -355,7 +411,8 @@ static inline void gpt_cuda__place_shared(gpt_cuda *m, char *memory, size_t *use
 static inline size_t gpt_cuda__lay_out(gpt_cuda *m, char *memory) {
     const gpt_cuda_desc *d = &m->desc;
     size_t used = 0, rows = (size_t)m->rows, C = (size_t)d->config.channels * m->size;
-    int layers = d->config.layers, first = d->first_unit > 1 ? d->first_unit : 1, last = d->end_unit <= layers ? d->end_unit : layers + 1;
+    int layers = d->config.layers, first = d->first_unit > 1 ? d->first_unit : 1,
+        last = d->end_unit <= layers ? d->end_unit : layers + 1;
     for (int slot = 0; slot < d->slots; slot++) {
         for (int unit = first; unit <= last; unit++) {
             char *at = gpt_cuda__take(memory, &used, rows * C);
@@ -363,8 +420,10 @@ static inline size_t gpt_cuda__lay_out(gpt_cuda *m, char *memory) {
         }
         for (int unit = first; unit <= layers && unit < d->end_unit; unit++) {
             gpt_cuda__acts acts, *at = m->blocks ? &m->blocks[slot * layers + unit - 1] : &acts;
-            if (d->recompute && (slot > 0 || unit > first)) { if (m->blocks) *at = m->blocks[first - 1]; }
-            else gpt_cuda__place_block(m, memory, &used, at);
+            if (d->recompute && (slot > 0 || unit > first)) {
+                if (m->blocks) *at = m->blocks[first - 1];
+            } else
+                gpt_cuda__place_block(m, memory, &used, at);
         }
         if (d->end_unit == layers + 2) {
             gpt_cuda__head head;
@@ -405,7 +464,8 @@ GPT_DEF size_t gpt_cuda_bytes(const gpt_cuda_desc *desc) {
 #define GPT_CUDA__THREADS(...)
 #define GPT_CUDA__UNDER_WAY /* before a loop that loads: four turns' loads at a time */
 #else
-#define GPT_CUDA__THREADS(...) __launch_bounds__(__VA_ARGS__) /* threads of a block, and blocks that a multiprocessor has room for */
+#define GPT_CUDA__THREADS(...) \
+    __launch_bounds__(__VA_ARGS__) /* threads of a block, and blocks that a multiprocessor has room for */
 #define GPT_CUDA__UNDER_WAY _Pragma("unroll 4")
 #endif
 #define GPT_CUDA__LOG2E 1.44269504f
@@ -413,7 +473,9 @@ GPT_DEF size_t gpt_cuda_bytes(const gpt_cuda_desc *desc) {
 template <class T> struct alignas(16) gpt_cuda__vector { T v[16 / sizeof(T)]; };
 
 /* out = x + bias + residual, row by row; bias (columns) and residual may be NULL. A block per row. */
-template <class T> static __global__ void gpt_cuda__add_kernel(T *out, const T *x, const T *bias, const T *residual, int columns) {
+template <class T>
+static __global__ void gpt_cuda__add_kernel(T *out, const T *x, const T *bias, const T *residual,
+                                            int columns) {
     enum { K = 16 / sizeof(T) };
     size_t row = (size_t)blockIdx.x * (size_t)columns;
     for (int j = (int)threadIdx.x * K; j < columns; j += (int)blockDim.x * K) {
@@ -445,7 +507,8 @@ template <class T> static __global__ void gpt_cuda__gelu_kernel(T *out, T *x, co
         gpt_cuda_load<K>(a, x + row + j);
         if (bias) {
             gpt_cuda_load<K>(b, bias + j);
-            for (int i = 0; i < K; i++) a[i] = gpt_cuda_from_float<T>(gpt_cuda_to_float(a[i]) + gpt_cuda_to_float(b[i]));
+            for (int i = 0; i < K; i++)
+                a[i] = gpt_cuda_from_float<T>(gpt_cuda_to_float(a[i]) + gpt_cuda_to_float(b[i]));
             gpt_cuda_store<K>(x + row + j, a);
         }
         for (int i = 0; i < K; i++) {
@@ -475,14 +538,17 @@ template <class T> static __global__ void gpt_cuda__gelu_backward_kernel(T *d, c
 
 /* partial (gridDim.y, columns) in f32: sums of x (rows, columns), `step` elements from row to row, over the rows y, y + gridDim.y, ... of each block.
    A block has 8 warps for 32 packs of columns; warps take rows in turn and are added in order. */
-template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__column_partial_kernel(float *partial, const T *x, int64_t step, int rows,
-        int columns) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(256)
+    gpt_cuda__column_partial_kernel(float *partial, const T *x, int64_t step, int rows, int columns) {
     enum { K = 16 / sizeof(T), WARPS = 8 };
     GPT_CUDA_SHARED(float, sums, WARPS * 32 * K);
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, column = ((int)blockIdx.x * 32 + lane) * K, end = column < columns ? rows : 0;
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32,
+        column = ((int)blockIdx.x * 32 + lane) * K, end = column < columns ? rows : 0;
     float sum[K];
     for (int i = 0; i < K; i++) sum[i] = 0;
-    GPT_CUDA__UNDER_WAY for (int row = (int)blockIdx.y * WARPS + warp; row < end; row += (int)gridDim.y * WARPS) {
+    GPT_CUDA__UNDER_WAY for (int row = (int)blockIdx.y * WARPS + warp; row < end;
+                             row += (int)gridDim.y * WARPS) {
         T a[K];
         gpt_cuda_load<K>(a, x + row * step + column);
         for (int i = 0; i < K; i++) sum[i] += gpt_cuda_to_float(a[i]);
@@ -492,13 +558,16 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__colum
     if (warp != 0 || column >= columns) return;
     for (int other = 1; other < WARPS; other++)
         for (int i = 0; i < K; i++) sum[i] += sums[(other * K + i) * 32 + lane];
-    for (int i = 0; i < K; i += 4) gpt_cuda_store<4>(partial + (size_t)blockIdx.y * (size_t)columns + column + i, sum + i);
+    for (int i = 0; i < K; i += 4)
+        gpt_cuda_store<4>(partial + (size_t)blockIdx.y * (size_t)columns + column + i, sum + i);
 }
 
 /* The sum of partial (parts, columns) over parts: columns before `split` to first, the rest to second. A block has 32 warps for 32 columns; warps take parts in
    turn and are added in order. */
-template <class T> static __global__ void GPT_CUDA__THREADS(1024) gpt_cuda__column_sum_kernel(T *first, T *second, int split, const float *partial, int parts,
-        int columns) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(1024)
+    gpt_cuda__column_sum_kernel(T *first, T *second, int split, const float *partial, int parts,
+                                int columns) {
     GPT_CUDA_SHARED(float, sums, 32 * 33);
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, column = (int)blockIdx.x * 32 + lane;
     int end = column < columns ? parts : 0;
@@ -517,7 +586,9 @@ template <class T> static __global__ void GPT_CUDA__THREADS(1024) gpt_cuda__colu
 }
 
 /* out (V) = w (V, C) x (C), in f32. A warp per element. */
-template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__matrix_vector_kernel(float *out, const T *w, const T *x, int V, int C) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(256)
+    gpt_cuda__matrix_vector_kernel(float *out, const T *w, const T *x, int V, int C) {
     enum { K = 16 / sizeof(T) };
     int lane = (int)threadIdx.x % 32, row = (int)(blockIdx.x * blockDim.x + threadIdx.x) / 32;
     float sum = 0;
@@ -536,11 +607,14 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__matri
 
 /* out = (x - mean) rstd weight + shift for each row of C; mean and rstd are kept. With residual: x += bias + residual first, rounded to T and stored in sum
    (which may be x); bias may be NULL. A warp per row; each lane comes back to its own packs of it in shared memory. */
-template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_kernel(T *out, float *mean, float *rstd, T *sum, const T *x, const T *bias,
-                                                                                       const T *residual, const T *weight, const T *shift, int rows, int C) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(256)
+    gpt_cuda__norm_kernel(T *out, float *mean, float *rstd, T *sum, const T *x, const T *bias,
+                          const T *residual, const T *weight, const T *shift, int rows, int C) {
     enum { K = 16 / sizeof(T) };
     GPT_CUDA_DYNAMIC_SHARED(memory);
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, row = (int)(blockIdx.x * blockDim.x / 32) + warp;
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32,
+        row = (int)(blockIdx.x * blockDim.x / 32) + warp;
     gpt_cuda__vector<T> *kept = (gpt_cuda__vector<T> *)(void *)memory + (size_t)warp * (size_t)(C / K);
     size_t at = (size_t)row * (size_t)C;
     float total = 0, square = 0, m, r;
@@ -553,7 +627,8 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
             gpt_cuda_load<K>(b.v, residual + at + j * K);
             for (int i = 0; i < K; i++) value[i] = gpt_cuda_to_float(a.v[i]) + gpt_cuda_to_float(b.v[i]);
             if (bias) gpt_cuda_load<K>(b.v, bias + j * K);
-            for (int i = 0; i < K; i++) a.v[i] = gpt_cuda_from_float<T>(bias ? value[i] + gpt_cuda_to_float(b.v[i]) : value[i]);
+            for (int i = 0; i < K; i++)
+                a.v[i] = gpt_cuda_from_float<T>(bias ? value[i] + gpt_cuda_to_float(b.v[i]) : value[i]);
             gpt_cuda_store<K>(sum + at + j * K, a.v);
         }
         for (int i = 0; i < K; i++) total += gpt_cuda_to_float(a.v[i]);
@@ -562,7 +637,8 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
     m = gpt_cuda_warp_sum(total) / (float)C;
     for (int j = lane; j < C / K; j += 32) {
         gpt_cuda__vector<T> a = kept[j];
-        for (int i = 0; i < K; i++) square += (gpt_cuda_to_float(a.v[i]) - m) * (gpt_cuda_to_float(a.v[i]) - m);
+        for (int i = 0; i < K; i++)
+            square += (gpt_cuda_to_float(a.v[i]) - m) * (gpt_cuda_to_float(a.v[i]) - m);
     }
     r = gpt_cuda_rsqrt(gpt_cuda_warp_sum(square) / (float)C + 1e-5f);
     for (int j = lane; j < C / K; j += 32) {
@@ -570,7 +646,8 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
         gpt_cuda_load<K>(w.v, weight + j * K);
         gpt_cuda_load<K>(b.v, shift + j * K);
         for (int i = 0; i < K; i++)
-            a.v[i] = gpt_cuda_from_float<T>((gpt_cuda_to_float(a.v[i]) - m) * r * gpt_cuda_to_float(w.v[i]) + gpt_cuda_to_float(b.v[i]));
+            a.v[i] = gpt_cuda_from_float<T>((gpt_cuda_to_float(a.v[i]) - m) * r * gpt_cuda_to_float(w.v[i])
+                                            + gpt_cuda_to_float(b.v[i]));
         gpt_cuda_store<K>(out + at + j * K, a.v);
     }
     if (lane) return;
@@ -582,8 +659,10 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
    may be NULL. partial (gridDim.x, 2, C): this block's sums of d_out n and of d_out. Warps take rows in turn; each keeps its sums in shared memory, every
    lane those of its own columns, and at the end they are added in the order of the warps. The i-th sums of the 32 lanes are neighbours there: each in a bank
    of its own. */
-template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_backward_kernel(T *dx, const T *add, float *partial, const T *d_out,
-        const T *x, const float *mean, const float *rstd, const T *weight, int rows, int C) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(256)
+    gpt_cuda__norm_backward_kernel(T *dx, const T *add, float *partial, const T *d_out, const T *x,
+                                   const float *mean, const float *rstd, const T *weight, int rows, int C) {
     enum { K = 16 / sizeof(T) };
     GPT_CUDA_DYNAMIC_SHARED(memory);
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
@@ -601,7 +680,8 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
             gpt_cuda_load<K>(v, x + at + j);
             gpt_cuda_load<K>(w, weight + j);
             for (int i = 0; i < K; i++) {
-                float n = (gpt_cuda_to_float(v[i]) - m) * r, di = gpt_cuda_to_float(d[i]), g = di * gpt_cuda_to_float(w[i]);
+                float n = (gpt_cuda_to_float(v[i]) - m) * r, di = gpt_cuda_to_float(d[i]),
+                      g = di * gpt_cuda_to_float(w[i]);
                 sum_g += g;
                 sum_gn += g * n;
                 sums[j - lane * K + i * 32 + lane] += di * n;
@@ -616,7 +696,8 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
             gpt_cuda_load<K>(w, weight + j);
             if (add) gpt_cuda_load<K>(a, add + at + j);
             for (int i = 0; i < K; i++) {
-                float n = (gpt_cuda_to_float(v[i]) - m) * r, g = gpt_cuda_to_float(d[i]) * gpt_cuda_to_float(w[i]);
+                float n = (gpt_cuda_to_float(v[i]) - m) * r,
+                      g = gpt_cuda_to_float(d[i]) * gpt_cuda_to_float(w[i]);
                 float value = (g - sum_g - n * sum_gn) * r;
                 a[i] = gpt_cuda_from_float<T>(add ? value + gpt_cuda_to_float(a[i]) : value);
             }
@@ -627,7 +708,8 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
     for (int j = (int)threadIdx.x * 4; j < 2 * C; j += (int)blockDim.x * 4) {
         float sum[4] = {0, 0, 0, 0};
         for (int i = 0; i < 4; i++) {
-            int column = j < C ? j + i : j - C + i, at = (j < C ? 0 : wide) + column / (32 * K) * (32 * K) + column % K * 32 + column / K % 32;
+            int column = j < C ? j + i : j - C + i,
+                at = (j < C ? 0 : wide) + column / (32 * K) * (32 * K) + column % K * 32 + column / K % 32;
             for (int other = 0; other < warps; other++) sum[i] += all[(size_t)other * 2 * (size_t)wide + at];
         }
         gpt_cuda_store<4>(partial + (size_t)blockIdx.x * 2 * (size_t)C + j, sum);
@@ -637,8 +719,10 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__norm_
 //== embedding =================================================================== >>kernels-embed
 
 /* out (rows, C) = wte[token] + wpe[row % T]. A warp per row. */
-template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__embed_kernel(T *out, const T *wte, const T *wpe, const int32_t *tokens, int rows,
-                                                                                        int length, int C) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(256)
+    gpt_cuda__embed_kernel(T *out, const T *wte, const T *wpe, const int32_t *tokens, int rows, int length,
+                           int C) {
     enum { K = 16 / sizeof(T) };
     int lane = (int)threadIdx.x % 32, row = (int)(blockIdx.x * blockDim.x + threadIdx.x) / 32, token;
     if (row >= rows) return;
@@ -647,19 +731,22 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__embed
         T a[K], b[K];
         gpt_cuda_load<K>(a, wte + (size_t)token * (size_t)C + j);
         gpt_cuda_load<K>(b, wpe + (size_t)(row % length) * (size_t)C + j);
-        for (int i = 0; i < K; i++) a[i] = gpt_cuda_from_float<T>(gpt_cuda_to_float(a[i]) + gpt_cuda_to_float(b[i]));
+        for (int i = 0; i < K; i++)
+            a[i] = gpt_cuda_from_float<T>(gpt_cuda_to_float(a[i]) + gpt_cuda_to_float(b[i]));
         gpt_cuda_store<K>(out + (size_t)row * (size_t)C + j, a);
     }
 }
 
 /* Rows of d_wte that tokens of the batch use: the sum of d_out over the token's positions. The others hold zeros. A block of 8 warps has one distinct token
    and 32 packs of columns; warps take positions in turn and are added in order. */
-template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__embed_backward_kernel(T *d_wte, const T *d_out, const int32_t *batch, int rows,
-        int C) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(256)
+    gpt_cuda__embed_backward_kernel(T *d_wte, const T *d_out, const int32_t *batch, int rows, int C) {
     enum { K = 16 / sizeof(T), WARPS = 8 };
     GPT_CUDA_SHARED(float, sums, WARPS * 32 * K);
     const int32_t *order = batch + 2 * (size_t)rows, *begin = order + rows;
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, j = ((int)blockIdx.y * 32 + lane) * K, count, from, to, token;
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, j = ((int)blockIdx.y * 32 + lane) * K,
+        count, from, to, token;
     float sum[K];
     gpt_cuda_load<1>(&count, begin + rows + 1);
     if ((int)blockIdx.x >= count) return;
@@ -669,8 +756,10 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__embed
     for (int at = from + warp; at < to && j < C; at += 4 * WARPS) { /* four rows on their way */
         int position[4];
         T d[4][K];
-        for (int u = 0; u < 4; u++) if (at + u * WARPS < to) gpt_cuda_load<1>(&position[u], order + at + u * WARPS);
-        for (int u = 0; u < 4; u++) if (at + u * WARPS < to) gpt_cuda_load<K>(d[u], d_out + (size_t)position[u] * (size_t)C + j);
+        for (int u = 0; u < 4; u++)
+            if (at + u * WARPS < to) gpt_cuda_load<1>(&position[u], order + at + u * WARPS);
+        for (int u = 0; u < 4; u++)
+            if (at + u * WARPS < to) gpt_cuda_load<K>(d[u], d_out + (size_t)position[u] * (size_t)C + j);
         for (int u = 0; u < 4; u++)
             for (int i = 0; i < K && at + u * WARPS < to; i++) sum[i] += gpt_cuda_to_float(d[u][i]);
     }
@@ -687,8 +776,10 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__embed
 }
 
 /* d_wpe (context, C): for each position the sum of d_out over the sequences, in order; positions from T on get zeros. A warp per position. */
-template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__position_backward_kernel(T *d_wpe, const T *d_out, int sequences, int length,
-        int context, int C) {
+template <class T>
+static __global__ void GPT_CUDA__THREADS(256)
+    gpt_cuda__position_backward_kernel(T *d_wpe, const T *d_out, int sequences, int length, int context,
+                                       int C) {
     enum { K = 16 / sizeof(T) };
     int lane = (int)threadIdx.x % 32, t = (int)(blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (t >= context) return;
@@ -698,7 +789,9 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__posit
         for (int i = 0; i < K; i++) sum[i] = 0;
         for (int b = 0; b < sequences && t < length; b += 4) {
             for (int u = 0; u < 4; u++)
-                if (b + u < sequences) gpt_cuda_load<K>(d[u], d_out + ((size_t)(b + u) * (size_t)length + (size_t)t) * (size_t)C + j);
+                if (b + u < sequences)
+                    gpt_cuda_load<K>(d[u],
+                                     d_out + ((size_t)(b + u) * (size_t)length + (size_t)t) * (size_t)C + j);
             for (int u = 0; u < 4; u++)
                 for (int i = 0; i < K && b + u < sequences; i++) sum[i] += gpt_cuda_to_float(d[u][i]);
         }
@@ -713,7 +806,8 @@ template <class T> static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__posit
 GPT_CUDA_DEVICE void gpt_cuda__softmax_join(float *top, float *sum, float other_top, float other_sum) {
     float both = fmaxf(*top, other_top);
     float mine = *top == both ? *sum : *sum * gpt_cuda_exp2((*top - both) * GPT_CUDA__LOG2E);
-    float other = other_top == both ? other_sum : other_sum * gpt_cuda_exp2((other_top - both) * GPT_CUDA__LOG2E);
+    float other = other_top == both ? other_sum
+                                    : other_sum * gpt_cuda_exp2((other_top - both) * GPT_CUDA__LOG2E);
     *top = both;
     *sum = mine + other;
 }
@@ -736,8 +830,10 @@ GPT_CUDA_DEVICE void gpt_cuda__round_pack(gpt_bf16 *v, const float *x) {
 /* A block per row of logits (rows, padded), V of them in use: losses[row] = -log softmax[target], and the row becomes the gradient of factor times that;
    what is padding becomes 0. CACHED: the row lies in shared memory between the two looks at it, and goes over the wires of memory once each way.
    Only the packs in which V ends or the target lies ask which element is which: memory, and not instructions, should be what it takes. */
-template <class T, int CACHED> static __global__ void GPT_CUDA__THREADS(1024, 2) gpt_cuda__classifier_kernel(T *logits, float *losses, const int32_t *targets,
-        int V, int padded, float factor) {
+template <class T, int CACHED>
+static __global__ void GPT_CUDA__THREADS(1024, 2)
+    gpt_cuda__classifier_kernel(T *logits, float *losses, const int32_t *targets, int V, int padded,
+                                float factor) {
     enum { K = 16 / sizeof(T) };
     GPT_CUDA_DYNAMIC_SHARED(memory);
     GPT_CUDA_SHARED(float, tops, 32);
@@ -770,9 +866,12 @@ template <class T, int CACHED> static __global__ void GPT_CUDA__THREADS(1024, 2)
     lse = top + logf(sum);
     for (int j = (int)threadIdx.x; j < padded / K; j += (int)blockDim.x) {
         gpt_cuda__vector<T> a;
-        if (CACHED) a = kept[j];
-        else gpt_cuda_load_stream<K>(a.v, x + j * K);
-        GPT_CUDA_UNROLL for (int i = 0; i < K; i++) x_of[i] = gpt_cuda_exp2((gpt_cuda_to_float(a.v[i]) - lse) * GPT_CUDA__LOG2E) * factor;
+        if (CACHED)
+            a = kept[j];
+        else
+            gpt_cuda_load_stream<K>(a.v, x + j * K);
+        GPT_CUDA_UNROLL for (int i = 0; i < K; i++)
+            x_of[i] = gpt_cuda_exp2((gpt_cuda_to_float(a.v[i]) - lse) * GPT_CUDA__LOG2E) * factor;
         if (j == target / K)
             GPT_CUDA_UNROLL for (int i = 0; i < K; i++) x_of[i] -= j * K + i == target ? factor : 0.0f;
         if ((j + 1) * K > V)
@@ -806,7 +905,8 @@ static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__sum_kernel(double *out, 
 //== launches of kernels ============================================================== >>launches
 /* Void pointers are memory of the model's dtype. */
 
-#define GPT_CUDA__AS(m, function, ...) ((m)->f32 ? function<float>(m, __VA_ARGS__) : function<gpt_bf16>(m, __VA_ARGS__))
+#define GPT_CUDA__AS(m, function, ...) \
+    ((m)->f32 ? function<float>(m, __VA_ARGS__) : function<gpt_bf16>(m, __VA_ARGS__))
 
 static inline void gpt_cuda__note(const gpt_cuda *m, const char *name, double flops, double bytes) {
     if (m->desc.note && !m->capturing) m->desc.note(m->desc.note_user, name, flops, bytes);
@@ -818,36 +918,49 @@ static inline unsigned gpt_cuda__threads(const gpt_cuda *m, int64_t columns, int
     return (unsigned)(threads < most ? threads : most);
 }
 
-template <class T> static ddp_result gpt_cuda__add(gpt_cuda *m, void *out, const void *x, const void *bias, const void *residual, int rows, int columns) {
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__add_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)out, (const T *)x,
-                                  (const T *)bias, (const T *)residual, columns));
+template <class T>
+static ddp_result gpt_cuda__add(gpt_cuda *m, void *out, const void *x, const void *bias, const void *residual,
+                                int rows, int columns) {
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__add_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256),
+                                  0, m->desc.stream, (T *)out, (const T *)x, (const T *)bias,
+                                  (const T *)residual, columns));
     gpt_cuda__note(m, "bias, residual", 0, (2.0 + (residual != NULL)) * rows * columns * sizeof(T));
     return DDP_OK;
 }
 
-template <class T> static ddp_result gpt_cuda__gelu(gpt_cuda *m, void *out, void *x, const void *bias, int rows, int columns) {
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)out, (T *)x,
+template <class T>
+static ddp_result gpt_cuda__gelu(gpt_cuda *m, void *out, void *x, const void *bias, int rows, int columns) {
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_kernel<T>, (unsigned)rows,
+                                  gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)out, (T *)x,
                                   (const T *)bias, columns));
     gpt_cuda__note(m, "gelu", 0, (2.0 + (bias != NULL)) * rows * columns * sizeof(T));
     return DDP_OK;
 }
 
-template <class T> static ddp_result gpt_cuda__gelu_backward(gpt_cuda *m, void *d, const void *x, int rows, int columns) {
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_backward_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)d,
-                                  (const T *)x, columns));
+template <class T>
+static ddp_result gpt_cuda__gelu_backward(gpt_cuda *m, void *d, const void *x, int rows, int columns) {
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_backward_kernel<T>, (unsigned)rows,
+                                  gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)d, (const T *)x,
+                                  columns));
     gpt_cuda__note(m, "gelu backward", 0, 3.0 * rows * columns * sizeof(T));
     return DDP_OK;
 }
 
-template <class T> static ddp_result gpt_cuda__partial_sum(gpt_cuda *m, void *first, void *second, int split, int parts, int columns) {
-    return GPT_CUDA_LAUNCH(gpt_cuda__column_sum_kernel<T>, (unsigned)(columns + 31) / 32, 1024, 0, m->desc.stream, (T *)first, (T *)second, split, m->partial,
-                           parts, columns);
+template <class T>
+static ddp_result gpt_cuda__partial_sum(gpt_cuda *m, void *first, void *second, int split, int parts,
+                                        int columns) {
+    return GPT_CUDA_LAUNCH(gpt_cuda__column_sum_kernel<T>, (unsigned)(columns + 31) / 32, 1024, 0,
+                           m->desc.stream, (T *)first, (T *)second, split, m->partial, parts, columns);
 }
 
 /* out (columns) = the sum of the rows of x, `step` elements apart; at most 4 C columns. */
-template <class T> static ddp_result gpt_cuda__column_sum(gpt_cuda *m, void *out, const void *x, int64_t step, int rows, int columns) {
-    int parts = (rows + 7) / 8 < GPT_CUDA__SUM_BLOCKS ? (rows + 7) / 8 : GPT_CUDA__SUM_BLOCKS, width = 32 * 16 / (int)sizeof(T);
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__column_partial_kernel<T>, dim3((unsigned)((columns + width - 1) / width), (unsigned)parts), 256, 0,
+template <class T>
+static ddp_result gpt_cuda__column_sum(gpt_cuda *m, void *out, const void *x, int64_t step, int rows,
+                                       int columns) {
+    int parts = (rows + 7) / 8 < GPT_CUDA__SUM_BLOCKS ? (rows + 7) / 8 : GPT_CUDA__SUM_BLOCKS,
+        width = 32 * 16 / (int)sizeof(T);
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__column_partial_kernel<T>,
+                                  dim3((unsigned)((columns + width - 1) / width), (unsigned)parts), 256, 0,
                                   m->desc.stream, m->partial, (const T *)x, step, rows, columns));
     GPT_CUDA__TRY(gpt_cuda__partial_sum<T>(m, out, NULL, columns, parts, columns));
     gpt_cuda__note(m, "bias gradient", 0, (double)rows * columns * sizeof(T));
@@ -855,72 +968,91 @@ template <class T> static ddp_result gpt_cuda__column_sum(gpt_cuda *m, void *out
 }
 
 /* residual NULL: of x alone, and sum is not written. */
-template <class T> static ddp_result gpt_cuda__norm(gpt_cuda *m, void *out, float *mean, float *rstd, void *sum, const void *x, const void *bias,
-                                                    const void *residual, const void *weight, const void *shift, int rows) {
+template <class T>
+static ddp_result gpt_cuda__norm(gpt_cuda *m, void *out, float *mean, float *rstd, void *sum, const void *x,
+                                 const void *bias, const void *residual, const void *weight,
+                                 const void *shift, int rows) {
     int C = m->desc.config.channels, warps = (int)(49152 / ((size_t)C * sizeof(T)));
     warps = warps < 1 ? 1 : warps > 8 ? 8 : warps;
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_kernel<T>, (unsigned)((rows + warps - 1) / warps), (unsigned)warps * 32, (size_t)warps * (size_t)C * sizeof(T),
-                                  m->desc.stream, (T *)out, mean, rstd, (T *)sum, (const T *)x, (const T *)bias, (const T *)residual, (const T *)weight,
-                                  (const T *)shift, rows, C));
-    gpt_cuda__note(m, residual ? "residual, layer norm" : "layer norm", 0, (residual ? 4.0 : 2.0) * rows * C * sizeof(T));
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_kernel<T>, (unsigned)((rows + warps - 1) / warps),
+                                  (unsigned)warps * 32, (size_t)warps * (size_t)C * sizeof(T), m->desc.stream,
+                                  (T *)out, mean, rstd, (T *)sum, (const T *)x, (const T *)bias,
+                                  (const T *)residual, (const T *)weight, (const T *)shift, rows, C));
+    gpt_cuda__note(m, residual ? "residual, layer norm" : "layer norm", 0,
+                   (residual ? 4.0 : 2.0) * rows * C * sizeof(T));
     return DDP_OK;
 }
 
-template <class T> static ddp_result gpt_cuda__norm_backward(gpt_cuda *m, void *dx, const void *add, void *d_weight, void *d_shift, const void *d_out,
-                                                             const void *x, const float *mean, const float *rstd, const void *weight) {
+template <class T>
+static ddp_result gpt_cuda__norm_backward(gpt_cuda *m, void *dx, const void *add, void *d_weight,
+                                          void *d_shift, const void *d_out, const void *x, const float *mean,
+                                          const float *rstd, const void *weight) {
     int C = m->desc.config.channels, rows = m->rows, pass = 32 * 16 / (int)sizeof(T), blocks, warps;
     size_t sums = 8 * (size_t)((C + pass - 1) / pass * pass); /* bytes of a warp */
     warps = 98304 / sums > 8 ? 8 : (int)(98304 / sums);
-    blocks = (rows + warps - 1) / warps < GPT_CUDA__NORM_BLOCKS ? (rows + warps - 1) / warps : GPT_CUDA__NORM_BLOCKS;
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_backward_kernel<T>, (unsigned)blocks, (unsigned)warps * 32, (size_t)warps * sums, m->desc.stream, (T *)dx,
-                                  (const T *)add, m->partial, (const T *)d_out, (const T *)x, mean, rstd, (const T *)weight, rows, C));
+    blocks = (rows + warps - 1) / warps < GPT_CUDA__NORM_BLOCKS ? (rows + warps - 1) / warps
+                                                                : GPT_CUDA__NORM_BLOCKS;
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_backward_kernel<T>, (unsigned)blocks, (unsigned)warps * 32,
+                                  (size_t)warps * sums, m->desc.stream, (T *)dx, (const T *)add, m->partial,
+                                  (const T *)d_out, (const T *)x, mean, rstd, (const T *)weight, rows, C));
     GPT_CUDA__TRY(gpt_cuda__partial_sum<T>(m, d_weight, d_shift, C, blocks, 2 * C));
     gpt_cuda__note(m, "layer norm backward", 0, (add ? 4.0 : 3.0) * rows * C * sizeof(T));
     return DDP_OK;
 }
 
-template <class T> static ddp_result gpt_cuda__embed(gpt_cuda *m, void *out, const void *wte, const void *wpe, const int32_t *batch) {
+template <class T>
+static ddp_result gpt_cuda__embed(gpt_cuda *m, void *out, const void *wte, const void *wpe,
+                                  const int32_t *batch) {
     int C = m->desc.config.channels;
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_kernel<T>, (unsigned)(m->rows + 7) / 8, 256, 0, m->desc.stream, (T *)out, (const T *)wte, (const T *)wpe,
-                                  batch, m->rows, m->desc.length, C));
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_kernel<T>, (unsigned)(m->rows + 7) / 8, 256, 0,
+                                  m->desc.stream, (T *)out, (const T *)wte, (const T *)wpe, batch, m->rows,
+                                  m->desc.length, C));
     gpt_cuda__note(m, "embedding", 0, 2.0 * m->rows * C * sizeof(T));
     return DDP_OK;
 }
 
 static inline ddp_result gpt_cuda__fail(cudaError_t error, const char *call, const char *what) {
-    return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "gpt_cuda: %s of %s: %s (%s)", call, what,
-                    cudaGetErrorString(error), cudaGetErrorName(error));
+    return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
+                    "gpt_cuda: %s of %s: %s (%s)", call, what, cudaGetErrorString(error),
+                    cudaGetErrorName(error));
 }
 
-template <class T> static ddp_result gpt_cuda__embed_backward(gpt_cuda *m, void *d_wte, void *d_wpe, const int32_t *batch, const void *d_out) {
+template <class T>
+static ddp_result gpt_cuda__embed_backward(gpt_cuda *m, void *d_wte, void *d_wpe, const int32_t *batch,
+                                           const void *d_out) {
     const gpt_config *c = &m->desc.config;
     int C = c->channels, width = 32 * 16 / (int)sizeof(T), tokens = m->rows < c->vocab ? m->rows : c->vocab;
     size_t bytes = (size_t)c->vocab * (size_t)C * sizeof(T);
     cudaError_t error = cudaMemsetAsync(d_wte, 0, bytes, m->desc.stream);
     if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaMemsetAsync", "the gradient of wte");
     gpt_cuda__note(m, "embedding gradient, zeros", 0, (double)bytes);
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_backward_kernel<T>, dim3((unsigned)tokens, (unsigned)((C + width - 1) / width)), 256, 0, m->desc.stream,
-                                  (T *)d_wte, (const T *)d_out, batch, m->rows, C));
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_backward_kernel<T>,
+                                  dim3((unsigned)tokens, (unsigned)((C + width - 1) / width)), 256, 0,
+                                  m->desc.stream, (T *)d_wte, (const T *)d_out, batch, m->rows, C));
     gpt_cuda__note(m, "embedding backward", 0, 2.0 * m->rows * C * sizeof(T));
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__position_backward_kernel<T>, (unsigned)(c->context + 7) / 8, 256, 0, m->desc.stream, (T *)d_wpe, (const T *)d_out,
-                                  m->desc.batch, m->desc.length, c->context, C));
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__position_backward_kernel<T>, (unsigned)(c->context + 7) / 8, 256,
+                                  0, m->desc.stream, (T *)d_wpe, (const T *)d_out, m->desc.batch,
+                                  m->desc.length, c->context, C));
     gpt_cuda__note(m, "position backward", 0, 1.0 * m->rows * C * sizeof(T));
     return DDP_OK;
 }
 
-#define GPT_CUDA__ROW_BYTES 100864 /* of shared memory for a row of logits: with the rest less than the 99 KiB that every GPU since sm_80 gives a block */
+#define GPT_CUDA__ROW_BYTES \
+    100864 /* of shared memory for a row of logits: with the rest less than the 99 KiB that every GPU since sm_80 gives a block */
 
 /* Logits become their gradient, for the mean over rows. */
-template <class T> static ddp_result gpt_cuda__classify(gpt_cuda *m, void *logits, float *losses, const int32_t *targets) {
+template <class T>
+static ddp_result gpt_cuda__classify(gpt_cuda *m, void *logits, float *losses, const int32_t *targets) {
     size_t row = (size_t)m->padded * sizeof(T);
     unsigned threads = gpt_cuda__threads(m, m->padded, 1024);
     float factor = 1.0f / (float)m->rows;
     int V = m->desc.config.vocab, padded = (int)m->padded;
     if (row <= GPT_CUDA__ROW_BYTES)
-        GPT_CUDA__TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 1>), (unsigned)m->rows, threads, row, m->desc.stream, (T *)logits, losses, targets, V,
-                                      padded, factor));
-    else GPT_CUDA__TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 0>), (unsigned)m->rows, threads, 0, m->desc.stream, (T *)logits, losses, targets, V,
-                                       padded, factor));
+        GPT_CUDA__TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 1>), (unsigned)m->rows, threads, row,
+                                      m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
+    else
+        GPT_CUDA__TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 0>), (unsigned)m->rows, threads, 0,
+                                      m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
     gpt_cuda__note(m, "classifier", 0, (row <= GPT_CUDA__ROW_BYTES ? 2.0 : 3.0) * m->rows * (double)row);
     return DDP_OK;
 }
@@ -931,59 +1063,87 @@ template <class T> static ddp_result gpt_cuda__classify(gpt_cuda *m, void *logit
 typedef struct gpt_cuda__product {
     const char *name;
     int64_t m, n, k;
-    const void *a; int64_t lda; int a_transposed;   /* (m, k), or (k, m) where transposed */
-    const void *b; int64_t ldb; int b_transposed;   /* (k, n), or (n, k) */
-    void *out; int64_t ldo;
-    const void *add;                                /* NULL or (m, n), with out's leading dimension; may be out */
-    cublasLtEpilogue_t epilogue;                    /* 0 = nothing more. BIAS: + bias (n). GELU_AUX_BIAS: aux = what comes to with + bias (n), out = gelu(aux).
-                                                       DGELU: out = gelu'(aux) times it. BGRADB: bias (m) = sums of a's columns, which is transposed */
-    const void *bias;                               /* read by BIAS and GELU_AUX_BIAS, written by BGRADB */
-    void *aux;                                      /* (m, n), close together */
-    int64_t spare;                                  /* of the m n k multiplications, those that only fill up: no work for notes */
+    const void *a;
+    int64_t lda;
+    int a_transposed; /* (m, k), or (k, m) where transposed */
+    const void *b;
+    int64_t ldb;
+    int b_transposed; /* (k, n), or (n, k) */
+    void *out;
+    int64_t ldo;
+    const void *add; /* NULL or (m, n), with out's leading dimension; may be out */
+    cublasLtEpilogue_t
+        epilogue; /* 0 = nothing more. BIAS: + bias (n). GELU_AUX_BIAS: aux = what comes to with + bias (n),
+                     out = gelu(aux). DGELU: out = gelu'(aux) times it. BGRADB: bias (m) = sums of a's
+                     columns, which is transposed */
+    const void *bias; /* read by BIAS and GELU_AUX_BIAS, written by BGRADB */
+    void *aux;        /* (m, n), close together */
+    int64_t spare;    /* of the m n k multiplications, those that only fill up: no work for notes */
 } gpt_cuda__product;
-typedef struct gpt_cuda__lt { cublasLtMatmulDescOpaque_t product; cublasLtMatrixLayoutOpaque_t a, b, out; } gpt_cuda__lt;
+typedef struct gpt_cuda__lt {
+    cublasLtMatmulDescOpaque_t product;
+    cublasLtMatrixLayoutOpaque_t a, b, out;
+} gpt_cuda__lt;
 
-static inline ddp_result gpt_cuda__lt_fail(const gpt_cuda *m, const gpt_cuda__product *p, cublasStatus_t status, const char *call) {
+static inline ddp_result gpt_cuda__lt_fail(const gpt_cuda *m, const gpt_cuda__product *p,
+                                           cublasStatus_t status, const char *call) {
     return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
-                    "gpt_cuda: %s of the product '%s', %s m=%lld n=%lld k=%lld epilogue=%d: %s (%s)", call, p->name,
-                    ddp_dtype_name(m->desc.dtype), (long long)p->m, (long long)p->n, (long long)p->k, (int)p->epilogue, cublasLtGetStatusString(status),
-                    cublasLtGetStatusName(status));
+                    "gpt_cuda: %s of the product '%s', %s m=%lld n=%lld k=%lld epilogue=%d: %s (%s)", call,
+                    p->name, ddp_dtype_name(m->desc.dtype), (long long)p->m, (long long)p->n, (long long)p->k,
+                    (int)p->epilogue, cublasLtGetStatusString(status), cublasLtGetStatusName(status));
 }
 
 /* cuBLASLt reads by columns: out' (n, m) = op(b)' op(a)', so its A is b and its B is a. */
-static inline cublasStatus_t gpt_cuda__lt_describe(const gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d) {
+static inline cublasStatus_t gpt_cuda__lt_describe(const gpt_cuda *m, const gpt_cuda__product *p,
+                                                   gpt_cuda__lt *d) {
     cudaDataType_t type = m->f32 ? CUDA_R_32F : CUDA_R_16BF;
-    cublasOperation_t a = p->b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, b = p->a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t a = p->b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
+                      b = p->a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint64_t M = (uint64_t)p->m, N = (uint64_t)p->n, K = (uint64_t)p->k;
     cublasStatus_t s = cublasLtMatmulDescInit(&d->product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatrixLayoutInit(&d->a, type, p->b_transposed ? K : N, p->b_transposed ? N : K, p->ldb);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatrixLayoutInit(&d->b, type, p->a_transposed ? M : K, p->a_transposed ? K : M, p->lda);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatrixLayoutInit(&d->a, type, p->b_transposed ? K : N, p->b_transposed ? N : K, p->ldb);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatrixLayoutInit(&d->b, type, p->a_transposed ? M : K, p->a_transposed ? K : M, p->lda);
     return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->out, type, N, M, p->ldo) : s;
 }
 
-static inline cublasStatus_t gpt_cuda__lt_epilogue(const gpt_cuda__product *p, gpt_cuda__lt *d, const void *bias, const void *aux) {
+static inline cublasStatus_t gpt_cuda__lt_epilogue(const gpt_cuda__product *p, gpt_cuda__lt *d,
+                                                   const void *bias, const void *aux) {
     uint32_t epilogue = (uint32_t)p->epilogue;
     int64_t step = p->n;
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
     if (!p->epilogue) return s;
-    s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue);
-    if (s == CUBLAS_STATUS_SUCCESS && p->bias) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
-    if (s == CUBLAS_STATUS_SUCCESS && p->aux) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux, sizeof aux);
-    if (s == CUBLAS_STATUS_SUCCESS && p->aux) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &step, sizeof step);
+    s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                                       sizeof epilogue);
+    if (s == CUBLAS_STATUS_SUCCESS && p->bias)
+        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
+                                           sizeof bias);
+    if (s == CUBLAS_STATUS_SUCCESS && p->aux)
+        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux,
+                                           sizeof aux);
+    if (s == CUBLAS_STATUS_SUCCESS && p->aux)
+        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &step,
+                                           sizeof step);
     return s;
 }
 
 /* Whether a status says that cuBLASLt does not do such a product: of one with an epilogue, by invalid value, too. */
 static inline int gpt_cuda__lt_refuses(const gpt_cuda__product *p, cublasStatus_t s) {
-    return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_ARCH_MISMATCH || (s == CUBLAS_STATUS_INVALID_VALUE && p->epilogue);
+    return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_ARCH_MISMATCH
+           || (s == CUBLAS_STATUS_INVALID_VALUE && p->epilogue);
 }
 
 /* The way cuBLASLt would go first, for memory that is aligned to 16 bytes and no more, so that it does not depend on where things lie. Parts of k add up in the
    workspace, in order, and not in place by who comes first. count 0: there is none. */
-static inline cublasStatus_t gpt_cuda__lt_ask(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d, cublasLtMatmulAlgo_t *algo, int *count) {
-    const void *aligned = (const void *)(uintptr_t)GPT_CUDA__ALIGN; /* stands for bias and aux: only their alignment counts here */
+static inline cublasStatus_t gpt_cuda__lt_ask(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
+                                              cublasLtMatmulAlgo_t *algo, int *count) {
+    const void *aligned = (const void *)(uintptr_t)
+        GPT_CUDA__ALIGN; /* stands for bias and aux: only their alignment counts here */
     cublasLtMatmulPreferenceOpaque_t want;
     cublasLtMatmulHeuristicResult_t found;
     uint64_t bytes = GPT_CUDA__LT_BYTES;
@@ -991,12 +1151,19 @@ static inline cublasStatus_t gpt_cuda__lt_ask(gpt_cuda *m, const gpt_cuda__produ
     cublasStatus_t s = gpt_cuda__lt_epilogue(p, d, aligned, aligned);
     *count = 0;
     if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceInit(&want);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme, sizeof scheme);
-    for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES; i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align, sizeof align);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
+                                                 sizeof bytes);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme,
+                                                 sizeof scheme);
+    for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
+         i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
+        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align,
+                                                 sizeof align);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
-    s = cublasLtMatmulAlgoGetHeuristic(m->lt, &d->product, &d->a, &d->b, &d->out, &d->out, &want, 1, &found, count);
+    s = cublasLtMatmulAlgoGetHeuristic(m->lt, &d->product, &d->a, &d->b, &d->out, &d->out, &want, 1, &found,
+                                       count);
     if (s == CUBLAS_STATUS_SUCCESS && *count) *algo = found.algo, s = found.state;
     if (s != CUBLAS_STATUS_SUCCESS) *count = 0;
     return gpt_cuda__lt_refuses(p, s) ? CUBLAS_STATUS_SUCCESS : s;
@@ -1011,26 +1178,41 @@ static inline ddp_result gpt_cuda__multiply_plainly(gpt_cuda *m, const gpt_cuda_
     if (p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) plain.out = p->aux;
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &plain));
     switch (p->epilogue) {
-    case CUBLASLT_EPILOGUE_BIAS: return GPT_CUDA__AS(m, gpt_cuda__add, p->out, p->out, p->bias, NULL, rows, columns);
-    case CUBLASLT_EPILOGUE_GELU_AUX_BIAS: return GPT_CUDA__AS(m, gpt_cuda__gelu, p->out, p->aux, p->bias, rows, columns);
-    case CUBLASLT_EPILOGUE_DGELU: return GPT_CUDA__AS(m, gpt_cuda__gelu_backward, p->out, p->aux, rows, columns);
+    case CUBLASLT_EPILOGUE_BIAS:
+        return GPT_CUDA__AS(m, gpt_cuda__add, p->out, p->out, p->bias, NULL, rows, columns);
+    case CUBLASLT_EPILOGUE_GELU_AUX_BIAS:
+        return GPT_CUDA__AS(m, gpt_cuda__gelu, p->out, p->aux, p->bias, rows, columns);
+    case CUBLASLT_EPILOGUE_DGELU:
+        return GPT_CUDA__AS(m, gpt_cuda__gelu_backward, p->out, p->aux, rows, columns);
     default: return GPT_CUDA__AS(m, gpt_cuda__column_sum, (void *)p->bias, p->a, p->lda, (int)p->k, rows);
     }
 }
 
 /* The place of the product's way in the cache; asks for it where it is new. */
-static inline ddp_result gpt_cuda__way_of(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d, gpt_cuda__way **out) {
-    int64_t key[8] = {p->m, p->n, p->k, p->lda, p->ldb, p->ldo, (int)p->epilogue, (p->a_transposed != 0) | (p->b_transposed != 0) << 1 | (p->add != NULL) << 2};
+static inline ddp_result gpt_cuda__way_of(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
+                                          gpt_cuda__way **out) {
+    int64_t key[8] = {p->m,
+                      p->n,
+                      p->k,
+                      p->lda,
+                      p->ldb,
+                      p->ldo,
+                      (int)p->epilogue,
+                      (p->a_transposed != 0) | (p->b_transposed != 0) << 1 | (p->add != NULL) << 2};
     gpt_cuda__way *way;
     cublasStatus_t s;
     int count;
     for (int i = 0; i < GPT_CUDA__WAYS; i++)
-        if (m->ways[i].state && memcmp(m->ways[i].key, key, sizeof key) == 0) { *out = &m->ways[i]; return DDP_OK; }
+        if (m->ways[i].state && memcmp(m->ways[i].key, key, sizeof key) == 0) {
+            *out = &m->ways[i];
+            return DDP_OK;
+        }
     way = *out = &m->ways[m->next_way];
     way->state = 0;
     s = gpt_cuda__lt_ask(m, p, d, &way->algo, &count);
     if (s != CUBLAS_STATUS_SUCCESS || (count == 0 && !p->epilogue))
-        return gpt_cuda__lt_fail(m, p, s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s, "cublasLtMatmulAlgoGetHeuristic");
+        return gpt_cuda__lt_fail(m, p, s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s,
+                                 "cublasLtMatmulAlgoGetHeuristic");
     memcpy(way->key, key, sizeof key);
     way->state = count ? 1 : 2;
     m->next_way = (m->next_way + 1) % GPT_CUDA__WAYS;
@@ -1042,27 +1224,32 @@ static inline ddp_result gpt_cuda__multiply(gpt_cuda *m, const gpt_cuda__product
     gpt_cuda__lt d;
     gpt_cuda__way *way;
     cublasStatus_t s;
-    if (m->f32 && p->aux) return gpt_cuda__multiply_plainly(m, p); /* f32 is for checks: how exact cuBLASLt's GELU is, is not said */
+    if (m->f32 && p->aux)
+        return gpt_cuda__multiply_plainly(
+            m, p); /* f32 is for checks: how exact cuBLASLt's GELU is, is not said */
     s = gpt_cuda__lt_describe(m, p, &d);
     if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "describing it");
     GPT_CUDA__TRY(gpt_cuda__way_of(m, p, &d, &way));
     if (way->state == 2) return gpt_cuda__multiply_plainly(m, p);
     s = gpt_cuda__lt_epilogue(p, &d, p->bias, p->aux);
     if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "describing its epilogue");
-    s = cublasLtMatmul(m->lt, &d.product, &one, p->b, &d.a, p->a, &d.b, &more, p->add ? p->add : p->out, &d.out, p->out, &d.out, &way->algo, m->workspace,
-                       GPT_CUDA__LT_BYTES, m->desc.stream);
+    s = cublasLtMatmul(m->lt, &d.product, &one, p->b, &d.a, p->a, &d.b, &more, p->add ? p->add : p->out,
+                       &d.out, p->out, &d.out, &way->algo, m->workspace, GPT_CUDA__LT_BYTES, m->desc.stream);
     if (p->epilogue && gpt_cuda__lt_refuses(p, s)) { /* it found a way, and does not go it */
         way->state = 2;
         return gpt_cuda__multiply_plainly(m, p);
     }
     if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "cublasLtMatmul");
     gpt_cuda__note(m, p->name, 2.0 * ((double)p->m * (double)p->n * (double)p->k - (double)p->spare),
-                   (double)m->size * ((double)p->m * p->k + (double)p->k * p->n + (double)p->m * p->n * (1 + (p->add != NULL) + (p->aux != NULL))));
+                   (double)m->size
+                       * ((double)p->m * p->k + (double)p->k * p->n
+                          + (double)p->m * p->n * (1 + (p->add != NULL) + (p->aux != NULL))));
     return DDP_OK;
 }
 
 /* y (rows, N) = x (rows, K) weight (N, K)^T; what else y has is the caller's to fill in. */
-static inline gpt_cuda__product gpt_cuda__linear(const gpt_cuda *m, const char *name, void *y, const void *x, const void *weight, int64_t K, int64_t N) {
+static inline gpt_cuda__product gpt_cuda__linear(const gpt_cuda *m, const char *name, void *y, const void *x,
+                                                 const void *weight, int64_t K, int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
     p.name = name, p.m = m->rows, p.n = N, p.k = K;
     p.a = x, p.lda = K, p.b = weight, p.ldb = K, p.b_transposed = 1, p.out = y, p.ldo = N;
@@ -1070,7 +1257,8 @@ static inline gpt_cuda__product gpt_cuda__linear(const gpt_cuda *m, const char *
 }
 
 /* dx (rows, K) = dy (rows, N) weight (N, K) */
-static inline gpt_cuda__product gpt_cuda__linear_input(const gpt_cuda *m, const char *name, void *dx, const void *dy, const void *weight, int64_t K,
+static inline gpt_cuda__product gpt_cuda__linear_input(const gpt_cuda *m, const char *name, void *dx,
+                                                       const void *dy, const void *weight, int64_t K,
                                                        int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
     p.name = name, p.m = m->rows, p.n = K, p.k = N;
@@ -1079,7 +1267,8 @@ static inline gpt_cuda__product gpt_cuda__linear_input(const gpt_cuda *m, const 
 }
 
 /* d_weight (N, K) = dy^T x, d_bias (N) = the sum of the rows of dy; d_bias may be NULL. */
-static inline gpt_cuda__product gpt_cuda__linear_weight(const gpt_cuda *m, const char *name, void *d_weight, void *d_bias, const void *dy, const void *x,
+static inline gpt_cuda__product gpt_cuda__linear_weight(const gpt_cuda *m, const char *name, void *d_weight,
+                                                        void *d_bias, const void *dy, const void *x,
                                                         int64_t K, int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
     p.name = name, p.m = N, p.n = K, p.k = m->rows;
@@ -1091,11 +1280,14 @@ static inline gpt_cuda__product gpt_cuda__linear_weight(const gpt_cuda *m, const
 //== units ================================================================================ >>units
 
 /* Pointers into a unit's values, or gradients, by parameter and box. */
-typedef struct gpt_cuda__table { char *at[GPT_BLOCK_PARAMS][3]; } gpt_cuda__table;
+typedef struct gpt_cuda__table {
+    char *at[GPT_BLOCK_PARAMS][3];
+} gpt_cuda__table;
 
 /* What one call of a unit works on. */
 typedef struct gpt_cuda__call {
-    int unit, slot, backward, again;    /* again: activations that another call's took the place of are computed again first */
+    int unit, slot, backward,
+        again; /* again: activations that another call's took the place of are computed again first */
     gpt_cuda__table values, grads;
     const int32_t *batch;
     const char *in, *d_out;
@@ -1106,8 +1298,9 @@ typedef struct gpt_cuda__call {
 static inline int gpt_cuda__qkv_whole(const gpt_cuda *m, const gpt_cuda__table *t) {
     size_t bias = (size_t)m->L * m->size, weight = bias * (size_t)m->desc.config.channels;
     for (int k = 1; k < 3; k++)
-        if (t->at[GPT_QKV_WEIGHT][k] != t->at[GPT_QKV_WEIGHT][0] + (size_t)k * weight ||
-            t->at[GPT_QKV_BIAS][k] != t->at[GPT_QKV_BIAS][0] + (size_t)k * bias) return 0;
+        if (t->at[GPT_QKV_WEIGHT][k] != t->at[GPT_QKV_WEIGHT][0] + (size_t)k * weight
+            || t->at[GPT_QKV_BIAS][k] != t->at[GPT_QKV_BIAS][0] + (size_t)k * bias)
+            return 0;
     return 1;
 }
 
@@ -1128,10 +1321,12 @@ static inline ddp_result gpt_cuda__attend(gpt_cuda *m, const gpt_cuda__acts *a) 
     return DDP_OK;
 }
 
-static inline ddp_result gpt_cuda__attend_backward(gpt_cuda *m, void *d_qkv, const void *d_out, const gpt_cuda__acts *a) {
+static inline ddp_result gpt_cuda__attend_backward(gpt_cuda *m, void *d_qkv, const void *d_out,
+                                                   const gpt_cuda__acts *a) {
     gpt_cuda_attention it = gpt_cuda__attention_of(&m->desc);
     GPT_CUDA__TRY(gpt_cuda_attention_backward(&it, a->qkv, a->attention, a->lse, d_out, d_qkv, m->attention));
-    gpt_cuda__note(m, "attention backward", gpt_cuda_attention_flops(&it, 1), 8.0 * m->rows * m->L * (double)m->size);
+    gpt_cuda__note(m, "attention backward", gpt_cuda_attention_flops(&it, 1),
+                   8.0 * m->rows * m->L * (double)m->size);
     return DDP_OK;
 }
 
@@ -1140,27 +1335,31 @@ static inline ddp_result gpt_cuda__qkv(gpt_cuda *m, const gpt_cuda__table *w, ch
     int64_t C = m->desc.config.channels, L = m->L;
     int whole = gpt_cuda__qkv_whole(m, w);
     for (int k = 0; k < (whole ? 1 : 3); k++) {
-        gpt_cuda__product p = gpt_cuda__linear(m, "qkv", qkv + (size_t)k * (size_t)L * m->size, ln, w->at[GPT_QKV_WEIGHT][k], C, whole ? 3 * L : L);
+        gpt_cuda__product p = gpt_cuda__linear(m, "qkv", qkv + (size_t)k * (size_t)L * m->size, ln,
+                                               w->at[GPT_QKV_WEIGHT][k], C, whole ? 3 * L : L);
         p.ldo = 3 * L, p.epilogue = CUBLASLT_EPILOGUE_BIAS, p.bias = w->at[GPT_QKV_BIAS][k];
         GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
     }
     return DDP_OK;
 }
 
-static inline ddp_result gpt_cuda__qkv_backward(gpt_cuda *m, const gpt_cuda__table *w, const gpt_cuda__table *g, char *d_ln, const char *d_qkv,
+static inline ddp_result gpt_cuda__qkv_backward(gpt_cuda *m, const gpt_cuda__table *w,
+                                                const gpt_cuda__table *g, char *d_ln, const char *d_qkv,
                                                 const char *ln) {
     int64_t C = m->desc.config.channels, L = m->L;
     int whole = gpt_cuda__qkv_whole(m, g);
     for (int k = 0; k < (whole ? 1 : 3); k++) {
-        gpt_cuda__product p = gpt_cuda__linear_weight(m, "qkv weight gradient", g->at[GPT_QKV_WEIGHT][k], g->at[GPT_QKV_BIAS][k],
-                                                      d_qkv + (size_t)k * (size_t)L * m->size, ln, C, whole ? 3 * L : L);
+        gpt_cuda__product p = gpt_cuda__linear_weight(
+            m, "qkv weight gradient", g->at[GPT_QKV_WEIGHT][k], g->at[GPT_QKV_BIAS][k],
+            d_qkv + (size_t)k * (size_t)L * m->size, ln, C, whole ? 3 * L : L);
         p.lda = 3 * L;
         GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
     }
     whole = gpt_cuda__qkv_whole(m, w);
     for (int k = 0; k < (whole ? 1 : 3); k++) {
-        gpt_cuda__product p = gpt_cuda__linear_input(m, "qkv input gradient", d_ln, d_qkv + (size_t)k * (size_t)L * m->size, w->at[GPT_QKV_WEIGHT][k], C,
-                                                     whole ? 3 * L : L);
+        gpt_cuda__product p = gpt_cuda__linear_input(m, "qkv input gradient", d_ln,
+                                                     d_qkv + (size_t)k * (size_t)L * m->size,
+                                                     w->at[GPT_QKV_WEIGHT][k], C, whole ? 3 * L : L);
         p.lda = 3 * L, p.add = k ? d_ln : NULL;
         GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
     }
@@ -1169,17 +1368,20 @@ static inline ddp_result gpt_cuda__qkv_backward(gpt_cuda *m, const gpt_cuda__tab
 
 /* out = middle + mlp(ln2(middle)) with middle = in + attention(ln1(in)); the mathematics of gpt_block_forward. out NULL: all but the last product, as backward
    needs no more. */
-static inline ddp_result gpt_cuda__block_forward(gpt_cuda *m, const gpt_cuda__table *w, gpt_cuda__acts *a, const char *in, char *out) {
+static inline ddp_result gpt_cuda__block_forward(gpt_cuda *m, const gpt_cuda__table *w, gpt_cuda__acts *a,
+                                                 const char *in, char *out) {
     int64_t C = m->desc.config.channels, L = m->L;
     gpt_cuda__product p;
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln1, a->mean1, a->rstd1, NULL, in, NULL, NULL, w->at[GPT_LN1_WEIGHT][0], w->at[GPT_LN1_BIAS][0], m->rows));
+    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln1, a->mean1, a->rstd1, NULL, in, NULL, NULL,
+                               w->at[GPT_LN1_WEIGHT][0], w->at[GPT_LN1_BIAS][0], m->rows));
     GPT_CUDA__TRY(gpt_cuda__qkv(m, w, a->qkv, a->ln1));
     GPT_CUDA__TRY(gpt_cuda__attend(m, a));
     p = gpt_cuda__linear(m, "attention projection", a->middle, a->attention, w->at[GPT_ATTN_WEIGHT][0], L, C);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
     GPT_CUDA__TRY(gpt_cuda__sum_ranks(m, a->middle));
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln2, a->mean2, a->rstd2, a->middle, a->middle, w->at[GPT_ATTN_BIAS][0], in, w->at[GPT_LN2_WEIGHT][0],
-                               w->at[GPT_LN2_BIAS][0], m->rows));
+    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln2, a->mean2, a->rstd2, a->middle, a->middle,
+                               w->at[GPT_ATTN_BIAS][0], in, w->at[GPT_LN2_WEIGHT][0], w->at[GPT_LN2_BIAS][0],
+                               m->rows));
     p = gpt_cuda__linear(m, "mlp up, gelu", a->gelu, a->ln2, w->at[GPT_FC_WEIGHT][0], C, 4 * L);
     p.epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, p.bias = w->at[GPT_FC_BIAS][0], p.aux = a->fc;
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
@@ -1195,34 +1397,44 @@ static inline ddp_result gpt_cuda__block_forward(gpt_cuda *m, const gpt_cuda__ta
 }
 
 /* d_in and all gradients of the block from d_out. d_in may be d_out, which is read for the last time by the first layer norm's backward. */
-static inline ddp_result gpt_cuda__block_backward(gpt_cuda *m, const gpt_cuda__table *w, const gpt_cuda__table *g, gpt_cuda__acts *a, const char *in,
+static inline ddp_result gpt_cuda__block_backward(gpt_cuda *m, const gpt_cuda__table *w,
+                                                  const gpt_cuda__table *g, gpt_cuda__acts *a, const char *in,
                                                   const char *d_out, char *d_in) {
     int64_t C = m->desc.config.channels, L = m->L;
-    gpt_cuda__product p = gpt_cuda__linear_weight(m, "mlp down weight gradient", g->at[GPT_MLP_WEIGHT][0], g->at[GPT_MLP_BIAS][0], d_out, a->gelu, 4 * L, C);
+    gpt_cuda__product p = gpt_cuda__linear_weight(m, "mlp down weight gradient", g->at[GPT_MLP_WEIGHT][0],
+                                                  g->at[GPT_MLP_BIAS][0], d_out, a->gelu, 4 * L, C);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    p = gpt_cuda__linear_input(m, "mlp down input gradient, gelu", m->d_wide, d_out, w->at[GPT_MLP_WEIGHT][0], 4 * L, C);
+    p = gpt_cuda__linear_input(m, "mlp down input gradient, gelu", m->d_wide, d_out, w->at[GPT_MLP_WEIGHT][0],
+                               4 * L, C);
     p.epilogue = CUBLASLT_EPILOGUE_DGELU, p.aux = a->fc;
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    p = gpt_cuda__linear_weight(m, "mlp up weight gradient", g->at[GPT_FC_WEIGHT][0], g->at[GPT_FC_BIAS][0], m->d_wide, a->ln2, C, 4 * L);
+    p = gpt_cuda__linear_weight(m, "mlp up weight gradient", g->at[GPT_FC_WEIGHT][0], g->at[GPT_FC_BIAS][0],
+                                m->d_wide, a->ln2, C, 4 * L);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    p = gpt_cuda__linear_input(m, "mlp up input gradient", m->d_norm, m->d_wide, w->at[GPT_FC_WEIGHT][0], C, 4 * L);
+    p = gpt_cuda__linear_input(m, "mlp up input gradient", m->d_norm, m->d_wide, w->at[GPT_FC_WEIGHT][0], C,
+                               4 * L);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
     GPT_CUDA__TRY(gpt_cuda__sum_ranks(m, m->d_norm));
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm_backward, m->d_middle, d_out, g->at[GPT_LN2_WEIGHT][0], g->at[GPT_LN2_BIAS][0], m->d_norm, a->middle,
-                               a->mean2, a->rstd2, w->at[GPT_LN2_WEIGHT][0]));
-    p = gpt_cuda__linear_weight(m, "attention projection weight gradient", g->at[GPT_ATTN_WEIGHT][0], g->at[GPT_ATTN_BIAS][0], m->d_middle, a->attention, L, C);
+    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm_backward, m->d_middle, d_out, g->at[GPT_LN2_WEIGHT][0],
+                               g->at[GPT_LN2_BIAS][0], m->d_norm, a->middle, a->mean2, a->rstd2,
+                               w->at[GPT_LN2_WEIGHT][0]));
+    p = gpt_cuda__linear_weight(m, "attention projection weight gradient", g->at[GPT_ATTN_WEIGHT][0],
+                                g->at[GPT_ATTN_BIAS][0], m->d_middle, a->attention, L, C);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    p = gpt_cuda__linear_input(m, "attention projection input gradient", m->d_norm, m->d_middle, w->at[GPT_ATTN_WEIGHT][0], L, C);
+    p = gpt_cuda__linear_input(m, "attention projection input gradient", m->d_norm, m->d_middle,
+                               w->at[GPT_ATTN_WEIGHT][0], L, C);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
     GPT_CUDA__TRY(gpt_cuda__attend_backward(m, m->d_wide, m->d_norm, a));
     GPT_CUDA__TRY(gpt_cuda__qkv_backward(m, w, g, m->d_norm, m->d_wide, a->ln1));
     GPT_CUDA__TRY(gpt_cuda__sum_ranks(m, m->d_norm));
-    return GPT_CUDA__AS(m, gpt_cuda__norm_backward, d_in, m->d_middle, g->at[GPT_LN1_WEIGHT][0], g->at[GPT_LN1_BIAS][0], m->d_norm, in, a->mean1, a->rstd1,
-                        w->at[GPT_LN1_WEIGHT][0]);
+    return GPT_CUDA__AS(m, gpt_cuda__norm_backward, d_in, m->d_middle, g->at[GPT_LN1_WEIGHT][0],
+                        g->at[GPT_LN1_BIAS][0], m->d_norm, in, a->mean1, a->rstd1, w->at[GPT_LN1_WEIGHT][0]);
 }
 
 /* What rows of zeros cost a product of the head, in multiplications. */
-static inline int64_t gpt_cuda__head_spare(const gpt_cuda *m) { return (m->padded - m->desc.config.vocab) * m->rows * m->desc.config.channels; }
+static inline int64_t gpt_cuda__head_spare(const gpt_cuda *m) {
+    return (m->padded - m->desc.config.vocab) * m->rows * m->desc.config.channels;
+}
 
 /* Rows of the head's matrix, copied to or from where they are filled up. */
 static inline ddp_result gpt_cuda__copy_head(gpt_cuda *m, void *to, const void *from) {
@@ -1240,7 +1452,8 @@ static inline ddp_result gpt_cuda__head_loss(gpt_cuda *m, const gpt_cuda__call *
     const char *weight = call->values.at[2][0];
     gpt_cuda__product p;
     if (m->head) GPT_CUDA__TRY(gpt_cuda__copy_head(m, m->head, weight));
-    p = gpt_cuda__linear(m, "logits", m->logits, h->ln, m->head ? m->head : weight, m->desc.config.channels, m->padded);
+    p = gpt_cuda__linear(m, "logits", m->logits, h->ln, m->head ? m->head : weight, m->desc.config.channels,
+                         m->padded);
     p.spare = gpt_cuda__head_spare(m);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
     return GPT_CUDA__AS(m, gpt_cuda__classify, m->logits, h->losses, call->batch + m->rows);
@@ -1248,13 +1461,15 @@ static inline ddp_result gpt_cuda__head_loss(gpt_cuda *m, const gpt_cuda__call *
 
 static inline ddp_result gpt_cuda__head_forward(gpt_cuda *m, const gpt_cuda__call *call) {
     const gpt_cuda__head *h = &m->heads_of[call->slot];
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, h->ln, h->mean, h->rstd, NULL, call->in, NULL, NULL, call->values.at[0][0], call->values.at[1][0], m->rows));
+    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, h->ln, h->mean, h->rstd, NULL, call->in, NULL, NULL,
+                               call->values.at[0][0], call->values.at[1][0], m->rows));
     return gpt_cuda__head_loss(m, call);
 }
 
 static inline ddp_result gpt_cuda__head_backward(gpt_cuda *m, const gpt_cuda__call *call) {
     const gpt_cuda__head *h = &m->heads_of[call->slot];
-    char *weight = m->head ? m->head : call->values.at[2][0], *d_weight = m->head ? m->d_head : call->grads.at[2][0];
+    char *weight = m->head ? m->head : call->values.at[2][0],
+         *d_weight = m->head ? m->d_head : call->grads.at[2][0];
     int64_t C = m->desc.config.channels;
     gpt_cuda__product p;
     if (call->again) GPT_CUDA__TRY(gpt_cuda__head_loss(m, call));
@@ -1265,8 +1480,8 @@ static inline ddp_result gpt_cuda__head_backward(gpt_cuda *m, const gpt_cuda__ca
     p = gpt_cuda__linear_input(m, "head input gradient", m->d_norm, m->logits, weight, C, m->padded);
     p.spare = gpt_cuda__head_spare(m);
     GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    return GPT_CUDA__AS(m, gpt_cuda__norm_backward, call->d_in, NULL, call->grads.at[0][0], call->grads.at[1][0], m->d_norm, call->in, h->mean, h->rstd,
-                        call->values.at[0][0]);
+    return GPT_CUDA__AS(m, gpt_cuda__norm_backward, call->d_in, NULL, call->grads.at[0][0],
+                        call->grads.at[1][0], m->d_norm, call->in, h->mean, h->rstd, call->values.at[0][0]);
 }
 
 /* All the work of a call, on the stream. */
@@ -1274,9 +1489,13 @@ static inline ddp_result gpt_cuda__work(gpt_cuda *m, const gpt_cuda__call *call)
     int layers = m->desc.config.layers;
     gpt_cuda__acts *a;
     if (call->unit == 0 && call->backward)
-        return GPT_CUDA__AS(m, gpt_cuda__embed_backward, call->grads.at[0][0], call->grads.at[1][0], call->batch, call->d_out);
-    if (call->unit == 0) return GPT_CUDA__AS(m, gpt_cuda__embed, call->out, call->values.at[0][0], call->values.at[1][0], call->batch);
-    if (call->unit == layers + 1) return call->backward ? gpt_cuda__head_backward(m, call) : gpt_cuda__head_forward(m, call);
+        return GPT_CUDA__AS(m, gpt_cuda__embed_backward, call->grads.at[0][0], call->grads.at[1][0],
+                            call->batch, call->d_out);
+    if (call->unit == 0)
+        return GPT_CUDA__AS(m, gpt_cuda__embed, call->out, call->values.at[0][0], call->values.at[1][0],
+                            call->batch);
+    if (call->unit == layers + 1)
+        return call->backward ? gpt_cuda__head_backward(m, call) : gpt_cuda__head_forward(m, call);
     a = &m->blocks[call->slot * layers + call->unit - 1];
     if (!call->backward) return gpt_cuda__block_forward(m, &call->values, a, call->in, call->out);
     if (call->again) GPT_CUDA__TRY(gpt_cuda__block_forward(m, &call->values, a, call->in, NULL));
@@ -1294,14 +1513,17 @@ static inline size_t gpt_cuda__unit_graphs(const gpt_cuda *m) {
 }
 
 /* Pointers that a micro-batch is known by: its batch, the losses of its slot, and all units' tables. */
-static inline size_t gpt_cuda__whole_key(const gpt_cuda *m) { return (size_t)(m->desc.end_unit - m->desc.first_unit) * GPT_CUDA__TABLES + 2; }
+static inline size_t gpt_cuda__whole_key(const gpt_cuda *m) {
+    return (size_t)(m->desc.end_unit - m->desc.first_unit) * GPT_CUDA__TABLES + 2;
+}
 
 static inline ddp_result gpt_cuda__make_graphs(gpt_cuda *m) {
     size_t units = gpt_cuda__unit_graphs(m), whole = gpt_cuda__whole_key(m);
     if (!m->desc.graphs) return DDP_OK;
     m->graphs = (gpt_cuda__graph *)calloc(units + GPT_CUDA__GRAPHS, sizeof *m->graphs);
     m->keys = (const void **)calloc(units * GPT_CUDA__KEY + (GPT_CUDA__GRAPHS + 1) * whole, sizeof *m->keys);
-    if (!m->graphs || !m->keys) return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its graphs");
+    if (!m->graphs || !m->keys)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its graphs");
     m->key = m->keys + units * GPT_CUDA__KEY;
     for (size_t i = 0; i < units; i++) m->graphs[i].key = m->keys + i * GPT_CUDA__KEY;
     for (size_t i = 0; i < GPT_CUDA__GRAPHS; i++) m->graphs[units + i].key = m->key + (i + 1) * whole;
@@ -1314,10 +1536,14 @@ static inline void gpt_cuda__graph_drop(gpt_cuda__graph *graph) {
 }
 
 /* Of a list of GPT_CUDA__GRAPHS the graph with this key, or one that is free for it: the one that was not used for longest. */
-static inline gpt_cuda__graph *gpt_cuda__graph_of(gpt_cuda *m, gpt_cuda__graph *list, const void *const *key, size_t key_count) {
+static inline gpt_cuda__graph *gpt_cuda__graph_of(gpt_cuda *m, gpt_cuda__graph *list, const void *const *key,
+                                                  size_t key_count) {
     gpt_cuda__graph *graph = list;
     for (int i = 0; i < GPT_CUDA__GRAPHS; i++) {
-        if (list[i].seen && memcmp(list[i].key, key, key_count * sizeof *key) == 0) { list[i].used = ++m->clock; return &list[i]; }
+        if (list[i].seen && memcmp(list[i].key, key, key_count * sizeof *key) == 0) {
+            list[i].used = ++m->clock;
+            return &list[i];
+        }
         if (list[i].used < graph->used) graph = &list[i];
     }
     gpt_cuda__graph_drop(graph);
@@ -1326,7 +1552,8 @@ static inline gpt_cuda__graph *gpt_cuda__graph_of(gpt_cuda *m, gpt_cuda__graph *
     return graph;
 }
 
-static inline ddp_result gpt_cuda__capture(gpt_cuda *m, gpt_cuda__work_fn work, const void *arguments, const char *what, cudaGraphExec_t *out) {
+static inline ddp_result gpt_cuda__capture(gpt_cuda *m, gpt_cuda__work_fn work, const void *arguments,
+                                           const char *what, cudaGraphExec_t *out) {
     cudaGraph_t graph = NULL;
     ddp_result result;
     cudaError_t error = cudaStreamBeginCapture(m->desc.stream, cudaStreamCaptureModeThreadLocal), ended;
@@ -1335,7 +1562,8 @@ static inline ddp_result gpt_cuda__capture(gpt_cuda *m, gpt_cuda__work_fn work, 
     result = work(m, arguments);
     m->capturing = 0;
     ended = cudaStreamEndCapture(m->desc.stream, &graph);
-    if (result == DDP_OK && ended != cudaSuccess) result = gpt_cuda__fail(ended, "cudaStreamEndCapture", what);
+    if (result == DDP_OK && ended != cudaSuccess)
+        result = gpt_cuda__fail(ended, "cudaStreamEndCapture", what);
     if (result == DDP_OK) {
         error = cudaGraphInstantiate(out, graph, 0);
         if (error != cudaSuccess) *out = NULL, result = gpt_cuda__fail(error, "cudaGraphInstantiate", what);
@@ -1345,7 +1573,8 @@ static inline ddp_result gpt_cuda__capture(gpt_cuda *m, gpt_cuda__work_fn work, 
 }
 
 /* The work, plainly or as a graph. */
-static inline ddp_result gpt_cuda__play(gpt_cuda *m, gpt_cuda__graph *graph, gpt_cuda__work_fn work, const void *arguments, const char *what) {
+static inline ddp_result gpt_cuda__play(gpt_cuda *m, gpt_cuda__graph *graph, gpt_cuda__work_fn work,
+                                        const void *arguments, const char *what) {
     cudaError_t error;
     if (!graph->seen) {
         GPT_CUDA__TRY(work(m, arguments));
@@ -1357,15 +1586,19 @@ static inline ddp_result gpt_cuda__play(gpt_cuda *m, gpt_cuda__graph *graph, gpt
     return error == cudaSuccess ? DDP_OK : gpt_cuda__fail(error, "cudaGraphLaunch", what);
 }
 
-static inline ddp_result gpt_cuda__unit_work(gpt_cuda *m, const void *call) { return gpt_cuda__work(m, (const gpt_cuda__call *)call); }
+static inline ddp_result gpt_cuda__unit_work(gpt_cuda *m, const void *call) {
+    return gpt_cuda__work(m, (const gpt_cuda__call *)call);
+}
 
 static inline ddp_result gpt_cuda__issue(gpt_cuda *m, const gpt_cuda__call *call) {
-    const void *key[GPT_CUDA__KEY] = {call->batch, call->in, call->d_out, call->out, call->d_in, call->again ? m : NULL};
+    const void *key[GPT_CUDA__KEY] = {call->batch, call->in,   call->d_out,
+                                      call->out,   call->d_in, call->again ? m : NULL};
     int place = ((call->unit - m->desc.first_unit) * 2 + call->backward) * m->desc.slots + call->slot;
     if (!m->graphs || m->whole) return gpt_cuda__work(m, call);
     memcpy(key + 6, &call->values, sizeof call->values);
     memcpy(key + 6 + 3 * GPT_BLOCK_PARAMS, &call->grads, sizeof call->grads);
-    return gpt_cuda__play(m, gpt_cuda__graph_of(m, m->graphs + place * GPT_CUDA__GRAPHS, key, GPT_CUDA__KEY), gpt_cuda__unit_work, call, "a unit");
+    return gpt_cuda__play(m, gpt_cuda__graph_of(m, m->graphs + place * GPT_CUDA__GRAPHS, key, GPT_CUDA__KEY),
+                          gpt_cuda__unit_work, call, "a unit");
 }
 
 //== public ============================================================================== >>public
@@ -1373,7 +1606,8 @@ static inline ddp_result gpt_cuda__issue(gpt_cuda *m, const gpt_cuda__call *call
 GPT_DEF void gpt_cuda_destroy(gpt_cuda *m) {
     if (!m) return;
     if (m->memory) cudaStreamSynchronize(m->desc.stream);
-    for (size_t i = 0; m->graphs && i < gpt_cuda__unit_graphs(m) + GPT_CUDA__GRAPHS; i++) gpt_cuda__graph_drop(&m->graphs[i]);
+    for (size_t i = 0; m->graphs && i < gpt_cuda__unit_graphs(m) + GPT_CUDA__GRAPHS; i++)
+        gpt_cuda__graph_drop(&m->graphs[i]);
     if (m->lt) cublasLtDestroy(m->lt);
     if (m->memory) ddp_device_cuda()->free(NULL, m->memory);
     free(m->graphs);
@@ -1392,27 +1626,32 @@ static inline ddp_result gpt_cuda__fill(gpt_cuda *m) {
     m->blocks = (gpt_cuda__acts *)calloc(slots * (size_t)d->config.layers + 1, sizeof *m->blocks);
     m->heads_of = (gpt_cuda__head *)calloc(slots, sizeof *m->heads_of);
     m->stream = (char **)calloc(slots * (units + 1), sizeof *m->stream);
-    if (!m->blocks || !m->heads_of || !m->stream) return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its lists");
+    if (!m->blocks || !m->heads_of || !m->stream)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its lists");
     GPT_CUDA__TRY(gpt_cuda__make_graphs(m));
     m->bytes = gpt_cuda__lay_out(m, NULL);
     if (ddp_device_cuda()->alloc(NULL, m->bytes, &memory) != DDP_OK) {
         char cause[512];
         snprintf(cause, sizeof cause, "%s", ddp_last_error());
         return ddp_fail(DDP_ERR_NO_MEMORY,
-                        "gpt_cuda_create: no %.1f MiB of device memory for activations and workspace: smaller micro-batches, fewer slots or recompute need "
-                        "less: %s", (double)m->bytes / 1048576, cause);
+                        "gpt_cuda_create: no %.1f MiB of device memory for activations and workspace: "
+                        "smaller micro-batches, fewer slots or recompute need "
+                        "less: %s",
+                        (double)m->bytes / 1048576, cause);
     }
     m->memory = (char *)memory;
     gpt_cuda__lay_out(m, m->memory);
     if (m->head) {
         size_t rows = (size_t)m->desc.config.channels * m->size, end = (size_t)m->desc.config.vocab * rows;
         cudaError_t error = cudaMemsetAsync(m->head + end, 0, (size_t)m->padded * rows - end, d->stream);
-        if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaMemsetAsync", "rows behind the head's matrix");
+        if (error != cudaSuccess)
+            return gpt_cuda__fail(error, "cudaMemsetAsync", "rows behind the head's matrix");
     }
     status = cublasLtCreate(&m->lt);
     if (status == CUBLAS_STATUS_SUCCESS) return DDP_OK;
     m->lt = NULL;
-    return ddp_fail(DDP_ERR_ENGINE, "gpt_cuda_create: cublasLtCreate: %s (%s)", cublasLtGetStatusString(status), cublasLtGetStatusName(status));
+    return ddp_fail(DDP_ERR_ENGINE, "gpt_cuda_create: cublasLtCreate: %s (%s)",
+                    cublasLtGetStatusString(status), cublasLtGetStatusName(status));
 }
 
 GPT_DEF ddp_result gpt_cuda_create(gpt_cuda **out, const gpt_cuda_desc *desc) {
@@ -1422,15 +1661,20 @@ GPT_DEF ddp_result gpt_cuda_create(gpt_cuda **out, const gpt_cuda_desc *desc) {
     if (out) *out = NULL;
     if (wrong) return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_create: %s", wrong);
     if (desc->tensor_ranks > 1 && !desc->tensor)
-        return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_create: %d tensor ranks without a group; set tensor", desc->tensor_ranks);
+        return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_create: %d tensor ranks without a group; set tensor",
+                        desc->tensor_ranks);
     if (desc->graphs && !desc->stream)
-        return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_create: graphs need a stream of their own, as CUDA's default one cannot be captured");
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "gpt_cuda_create: graphs need a stream of their own, as CUDA's default one cannot be captured");
     m = (gpt_cuda *)malloc(sizeof *m);
     if (!m) return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for a model");
     gpt_cuda__shape(m, desc);
     result = gpt_cuda__fill(m);
-    if (result == DDP_OK) *out = m;
-    else gpt_cuda_destroy(m);
+    if (result == DDP_OK)
+        *out = m;
+    else
+        gpt_cuda_destroy(m);
     return result;
 }
 
@@ -1443,8 +1687,11 @@ GPT_DEF void *gpt_cuda_stream_of(gpt_cuda *m, int unit, int slot) {
 GPT_DEF void *gpt_cuda_d_stream_of(gpt_cuda *m) { return m->d_stream; }
 
 /* The table of a unit, from a list with three pointers per parameter. */
-static inline ddp_result gpt_cuda__table_of(const gpt_cuda *m, const char *call, int unit, const char *what, void *const *list, gpt_cuda__table *t) {
-    int block = unit > 0 && unit <= m->desc.config.layers, count = unit == 0 ? 2 : block ? GPT_BLOCK_PARAMS : 3;
+static inline ddp_result gpt_cuda__table_of(const gpt_cuda *m, const char *call, int unit, const char *what,
+                                            void *const *list, gpt_cuda__table *t) {
+    int block = unit > 0 && unit <= m->desc.config.layers, count = unit == 0 ? 2
+                                                                   : block   ? GPT_BLOCK_PARAMS
+                                                                             : 3;
     if (!list) return ddp_fail(DDP_ERR_INVALID, "%s: unit %d: %s is NULL", call, unit, what);
     for (int i = 0; i < count; i++) {
         size_t box = (size_t)m->L * m->size * (size_t)(i == GPT_QKV_WEIGHT ? m->desc.config.channels : 1);
@@ -1453,30 +1700,38 @@ static inline ddp_result gpt_cuda__table_of(const gpt_cuda *m, const char *call,
             t->at[i][k] = (char *)list[3 * i + k];
             if (k && !t->at[i][k]) t->at[i][k] = t->at[i][k - 1] + box;
             if (!t->at[i][k] || (uintptr_t)t->at[i][k] % GPT_CUDA__ALIGN)
-                return ddp_fail(DDP_ERR_INVALID, "%s: unit %d: %s[%d], of parameter %d, is %p; it must be device memory aligned to %d bytes", call, unit,
-                                what, 3 * i + k, i, (void *)t->at[i][k], GPT_CUDA__ALIGN);
+                return ddp_fail(DDP_ERR_INVALID,
+                                "%s: unit %d: %s[%d], of parameter %d, is %p; it must be device memory "
+                                "aligned to %d bytes",
+                                call, unit, what, 3 * i + k, i, (void *)t->at[i][k], GPT_CUDA__ALIGN);
         }
     }
     return DDP_OK;
 }
 
-static inline ddp_result gpt_cuda__call_check(const gpt_cuda *m, const char *call, int unit, int slot, const void *batch) {
+static inline ddp_result gpt_cuda__call_check(const gpt_cuda *m, const char *call, int unit, int slot,
+                                              const void *batch) {
     if (!m) return ddp_fail(DDP_ERR_INVALID, "%s: model is NULL", call);
     if (unit < m->desc.first_unit || unit >= m->desc.end_unit)
-        return ddp_fail(DDP_ERR_INVALID, "%s: unit %d is not this rank's; it has %d to %d", call, unit, m->desc.first_unit, m->desc.end_unit - 1);
-    if (slot < 0 || slot >= m->desc.slots) return ddp_fail(DDP_ERR_INVALID, "%s: slot %d of %d", call, slot, m->desc.slots);
-    if ((unit == 0 || unit == m->desc.config.layers + 1) && !batch) return ddp_fail(DDP_ERR_INVALID, "%s: unit %d needs batch, which is NULL", call, unit);
+        return ddp_fail(DDP_ERR_INVALID, "%s: unit %d is not this rank's; it has %d to %d", call, unit,
+                        m->desc.first_unit, m->desc.end_unit - 1);
+    if (slot < 0 || slot >= m->desc.slots)
+        return ddp_fail(DDP_ERR_INVALID, "%s: slot %d of %d", call, slot, m->desc.slots);
+    if ((unit == 0 || unit == m->desc.config.layers + 1) && !batch)
+        return ddp_fail(DDP_ERR_INVALID, "%s: unit %d needs batch, which is NULL", call, unit);
     return DDP_OK;
 }
 
 /* in, out, d_in and d_out that are there, and aligned. */
-static inline ddp_result gpt_cuda__rows_check(const char *call, int unit, const char *what, const void *rows) {
+static inline ddp_result gpt_cuda__rows_check(const char *call, int unit, const char *what,
+                                              const void *rows) {
     if (rows && (uintptr_t)rows % GPT_CUDA__ALIGN == 0) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "%s: unit %d: %s is %p; it must be device memory aligned to %d bytes", call, unit, what, (void *)(uintptr_t)rows,
-                    GPT_CUDA__ALIGN);
+    return ddp_fail(DDP_ERR_INVALID, "%s: unit %d: %s is %p; it must be device memory aligned to %d bytes",
+                    call, unit, what, (void *)(uintptr_t)rows, GPT_CUDA__ALIGN);
 }
 
-GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *m, int unit, int slot, void *const *values, const int32_t *batch, const void *in, void *out) {
+GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *m, int unit, int slot, void *const *values,
+                                         const int32_t *batch, const void *in, void *out) {
     static const char *const name = "gpt_cuda_unit_forward";
     gpt_cuda__call call = DDP_ZERO;
     int head, block;
@@ -1490,7 +1745,9 @@ GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *m, int unit, int slot, void *
     if (!head) call.out = (char *)(out ? out : gpt_cuda_stream_of(m, unit + 1, slot));
     if (unit > 0) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "in", call.in));
     if (!head) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "out", call.out));
-    if (call.in && call.in == call.out) return ddp_fail(DDP_ERR_INVALID, "%s: unit %d: in and out are the same memory; backward reads in again", name, unit);
+    if (call.in && call.in == call.out)
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s: unit %d: in and out are the same memory; backward reads in again", name, unit);
     if (block) m->held_unit = -1;
     if (head) m->logits_slot = -1;
     result = gpt_cuda__issue(m, &call);
@@ -1499,7 +1756,8 @@ GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *m, int unit, int slot, void *
     return result;
 }
 
-GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *m, int unit, int slot, void *const *values, void *const *grads, const int32_t *batch, const void *in,
+GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *m, int unit, int slot, void *const *values,
+                                          void *const *grads, const int32_t *batch, const void *in,
                                           const void *d_out, void *d_in) {
     static const char *const name = "gpt_cuda_unit_backward";
     gpt_cuda__call call = DDP_ZERO;
@@ -1511,12 +1769,15 @@ GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *m, int unit, int slot, void 
     call.batch = block ? NULL : batch;
     if (unit > 0) GPT_CUDA__TRY(gpt_cuda__table_of(m, name, unit, "values", values, &call.values));
     GPT_CUDA__TRY(gpt_cuda__table_of(m, name, unit, "grads", grads, &call.grads));
-    if (unit > 0) call.in = (const char *)(in ? in : gpt_cuda_stream_of(m, unit, slot)), call.d_in = (char *)(d_in ? d_in : m->d_stream);
+    if (unit > 0)
+        call.in = (const char *)(in ? in : gpt_cuda_stream_of(m, unit, slot)),
+        call.d_in = (char *)(d_in ? d_in : m->d_stream);
     if (!head) call.d_out = (const char *)(d_out ? d_out : m->d_stream);
     if (unit > 0) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "in", call.in));
     if (unit > 0) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "d_in", call.d_in));
     if (!head) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "d_out", call.d_out));
-    call.again = head ? m->logits_slot != slot : block && m->desc.recompute && (m->held_unit != unit || m->held_slot != slot);
+    call.again = head ? m->logits_slot != slot
+                      : block && m->desc.recompute && (m->held_unit != unit || m->held_slot != slot);
     if (call.again && head) m->logits_slot = -1;
     if (call.again && block) m->held_unit = -1;
     result = gpt_cuda__issue(m, &call);
@@ -1526,16 +1787,22 @@ GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *m, int unit, int slot, void 
 }
 
 /* What gpt_cuda_micro_batch was called with. */
-typedef struct gpt_cuda__micro_batch { int slot; void *const *const *values, *const *const *grads; const int32_t *batch; } gpt_cuda__micro_batch;
+typedef struct gpt_cuda__micro_batch {
+    int slot;
+    void *const *const *values, *const *const *grads;
+    const int32_t *batch;
+} gpt_cuda__micro_batch;
 
 static inline ddp_result gpt_cuda__each_unit(gpt_cuda *m, const void *arguments) {
     const gpt_cuda__micro_batch *it = (const gpt_cuda__micro_batch *)arguments;
     int units = m->desc.end_unit;
     ddp_result result = DDP_OK;
     m->whole = 1;
-    for (int u = 0; u < units && result == DDP_OK; u++) result = gpt_cuda_unit_forward(m, u, it->slot, it->values[u], it->batch, NULL, NULL);
+    for (int u = 0; u < units && result == DDP_OK; u++)
+        result = gpt_cuda_unit_forward(m, u, it->slot, it->values[u], it->batch, NULL, NULL);
     for (int u = units - 1; u >= 0 && result == DDP_OK; u--)
-        result = gpt_cuda_unit_backward(m, u, it->slot, it->values[u], it->grads[u], it->batch, NULL, NULL, NULL);
+        result = gpt_cuda_unit_backward(m, u, it->slot, it->values[u], it->grads[u], it->batch, NULL, NULL,
+                                        NULL);
     m->whole = 0;
     return result;
 }
@@ -1552,21 +1819,25 @@ static inline ddp_result gpt_cuda__whole_key_of(gpt_cuda *m, const gpt_cuda__mic
     return DDP_OK;
 }
 
-GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *m, int slot, void *const *const *values, void *const *const *grads, const int32_t *batch) {
+GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *m, int slot, void *const *const *values,
+                                        void *const *const *grads, const int32_t *batch) {
     static const char *const name = "gpt_cuda_micro_batch";
     const gpt_cuda__micro_batch it = {slot, values, grads, batch};
     gpt_cuda__graph *graph;
     ddp_result result;
     GPT_CUDA__TRY(gpt_cuda__call_check(m, name, m ? m->desc.first_unit : 0, slot, batch));
     if (m->desc.first_unit > 0 || m->desc.end_unit < m->desc.config.layers + 2)
-        return ddp_fail(DDP_ERR_INVALID, "%s: this rank has units %d to %d; a micro-batch goes through all, 0 to %d", name, m->desc.first_unit,
-                        m->desc.end_unit - 1, m->desc.config.layers + 1);
-    if (!values || !grads) return ddp_fail(DDP_ERR_INVALID, "%s: values or grads is NULL; give a table for each unit", name);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s: this rank has units %d to %d; a micro-batch goes through all, 0 to %d", name,
+                        m->desc.first_unit, m->desc.end_unit - 1, m->desc.config.layers + 1);
+    if (!values || !grads)
+        return ddp_fail(DDP_ERR_INVALID, "%s: values or grads is NULL; give a table for each unit", name);
     if (!m->graphs) return gpt_cuda__each_unit(m, &it);
     GPT_CUDA__TRY(gpt_cuda__whole_key_of(m, &it));
     graph = gpt_cuda__graph_of(m, m->graphs + gpt_cuda__unit_graphs(m), m->key, gpt_cuda__whole_key(m));
     result = gpt_cuda__play(m, graph, gpt_cuda__each_unit, &it, "a micro-batch");
-    m->held_unit = result == DDP_OK ? 1 : -1, m->held_slot = slot; /* a graph leaves what the calls that it was made of would */
+    m->held_unit = result == DDP_OK ? 1 : -1,
+    m->held_slot = slot; /* a graph leaves what the calls that it was made of would */
     m->logits_slot = result == DDP_OK ? slot : -1;
     return result;
 }
@@ -1574,17 +1845,24 @@ GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *m, int slot, void *const *cons
 GPT_DEF ddp_result gpt_cuda_loss(gpt_cuda *m, int slot, double *sum) {
     GPT_CUDA__TRY(gpt_cuda__call_check(m, "gpt_cuda_loss", m ? m->desc.config.layers + 1 : 0, slot, m));
     if (!sum || (uintptr_t)sum % 8)
-        return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_loss: sum is %p; it must be memory of 8 bytes that a GPU reaches, aligned to 8", (void *)sum);
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__sum_kernel, 1, 256, 0, m->desc.stream, sum, m->heads_of[slot].losses, m->rows));
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "gpt_cuda_loss: sum is %p; it must be memory of 8 bytes that a GPU reaches, aligned to 8",
+            (void *)sum);
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__sum_kernel, 1, 256, 0, m->desc.stream, sum,
+                                  m->heads_of[slot].losses, m->rows));
     gpt_cuda__note(m, "sum of losses", 0, 4.0 * m->rows);
     return DDP_OK;
 }
 
-template <class T> static ddp_result gpt_cuda__logits_of(gpt_cuda *m, const void *row, const gpt_cuda__table *w, float *logits) {
+template <class T>
+static ddp_result gpt_cuda__logits_of(gpt_cuda *m, const void *row, const gpt_cuda__table *w, float *logits) {
     int V = m->desc.config.vocab, C = m->desc.config.channels;
-    GPT_CUDA__TRY(gpt_cuda__norm<T>(m, m->d_norm, m->partial, m->partial + 4, NULL, row, NULL, NULL, w->at[0][0], w->at[1][0], 1));
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<T>, (unsigned)(V + 7) / 8, 256, 0, m->desc.stream, logits,
-                                  (const T *)(const void *)w->at[2][0], (const T *)(const void *)m->d_norm, V, C));
+    GPT_CUDA__TRY(gpt_cuda__norm<T>(m, m->d_norm, m->partial, m->partial + 4, NULL, row, NULL, NULL,
+                                    w->at[0][0], w->at[1][0], 1));
+    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<T>, (unsigned)(V + 7) / 8, 256, 0,
+                                  m->desc.stream, logits, (const T *)(const void *)w->at[2][0],
+                                  (const T *)(const void *)m->d_norm, V, C));
     gpt_cuda__note(m, "logits of one position", 2.0 * V * C, (double)V * C * sizeof(T));
     return DDP_OK;
 }
@@ -1594,10 +1872,15 @@ GPT_DEF ddp_result gpt_cuda_logits(gpt_cuda *m, int slot, void *const *values, i
     int head = m ? m->desc.config.layers + 1 : 0;
     GPT_CUDA__TRY(gpt_cuda__call_check(m, "gpt_cuda_logits", head, slot, m));
     GPT_CUDA__TRY(gpt_cuda__table_of(m, "gpt_cuda_logits", head, "values", values, &w));
-    if (position < 0 || position >= m->desc.length) return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_logits: position %d of %d", position, m->desc.length);
-    if (!logits) return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_logits: logits is NULL; give device memory for %d floats", m->desc.config.vocab);
-    return GPT_CUDA__AS(m, gpt_cuda__logits_of, (char *)gpt_cuda_stream_of(m, head, slot) + (size_t)position * (size_t)m->desc.config.channels * m->size, &w,
-                        logits);
+    if (position < 0 || position >= m->desc.length)
+        return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_logits: position %d of %d", position, m->desc.length);
+    if (!logits)
+        return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_logits: logits is NULL; give device memory for %d floats",
+                        m->desc.config.vocab);
+    return GPT_CUDA__AS(m, gpt_cuda__logits_of,
+                        (char *)gpt_cuda_stream_of(m, head, slot)
+                            + (size_t)position * (size_t)m->desc.config.channels * m->size,
+                        &w, logits);
 }
 
 #endif /* GPT_CUDA_CUH */

@@ -72,19 +72,26 @@ typedef struct gpt_cuda_attention {
     cudaStream_t stream;
 } gpt_cuda_attention;
 
-static const char *gpt_cuda_attention_check(const gpt_cuda_attention *it);  /* NULL, or what is wrong in one sentence */
-static size_t gpt_cuda_attention_workspace(const gpt_cuda_attention *it);   /* bytes that backward needs; holds nothing from call to call */
-static double gpt_cuda_attention_flops(const gpt_cuda_attention *it, int backward); /* of its products, under the diagonal: 2, or 5 in backward */
-static ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it, const void *qkv, void *out, float *lse);
-static ddp_result gpt_cuda_attention_backward(const gpt_cuda_attention *it, const void *qkv, const void *out, const float *lse, const void *d_out,
-                                              void *d_qkv, void *workspace);
+static const char *
+gpt_cuda_attention_check(const gpt_cuda_attention *it); /* NULL, or what is wrong in one sentence */
+static size_t gpt_cuda_attention_workspace(
+    const gpt_cuda_attention *it); /* bytes that backward needs; holds nothing from call to call */
+static double
+gpt_cuda_attention_flops(const gpt_cuda_attention *it,
+                         int backward); /* of its products, under the diagonal: 2, or 5 in backward */
+static ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it, const void *qkv, void *out,
+                                             float *lse);
+static ddp_result gpt_cuda_attention_backward(const gpt_cuda_attention *it, const void *qkv, const void *out,
+                                              const float *lse, const void *d_out, void *d_qkv,
+                                              void *workspace);
 
 //== arguments ========================================================================================== >>arguments
 
 enum {
-    GPT_CUDA__QUERIES = 128,                     /* a tile of forward; of keys: gpt_cuda__forward_shape */
-    GPT_CUDA__DOWN = 128, GPT_CUDA__ACROSS = 64, /* tiles of backward: keys, queries */
-    GPT_CUDA__PLAIN = 32                         /* of the plain kernels, both */
+    GPT_CUDA__QUERIES = 128, /* a tile of forward; of keys: gpt_cuda__forward_shape */
+    GPT_CUDA__DOWN = 128,
+    GPT_CUDA__ACROSS = 64, /* tiles of backward: keys, queries */
+    GPT_CUDA__PLAIN = 32   /* of the plain kernels, both */
 };
 #define GPT_CUDA__LOG2_E 1.4426950408889634f
 #if defined(__CUDACC__) && !defined(GPT_CUDA_ON_CPU)
@@ -98,19 +105,23 @@ template <class T> struct gpt_cuda__attn {
     int batch, length, heads, size, padded; /* padded: length, rounded up to GPT_CUDA__ACROSS */
     float scale;                            /* of scores: 1 / sqrt(HS) */
     const T *qkv, *out, *d_out;
-    T *to, *d_qkv;      /* to: out, of forward */
+    T *to, *d_qkv; /* to: out, of forward */
     float *lse;
-    int *ticket;        /* here the workspace begins */
-    int *progress;      /* (B NH, tiles of keys): query tiles before this one have this block's part */
-    float *lse2;        /* (B NH, padded): lse in base 2, infinity behind the end, where probabilities become 0 */
-    float *delta;       /* (B NH, padded): sum of out d_out of a query and head, which is the sum of P dP */
-    float *partial;     /* (B NH, padded / ACROSS): tiles of dQ, as the threads' registers hold them */
+    int *ticket;    /* here the workspace begins */
+    int *progress;  /* (B NH, tiles of keys): query tiles before this one have this block's part */
+    float *lse2;    /* (B NH, padded): lse in base 2, infinity behind the end, where probabilities become 0 */
+    float *delta;   /* (B NH, padded): sum of out d_out of a query and head, which is the sum of P dP */
+    float *partial; /* (B NH, padded / ACROSS): tiles of dQ, as the threads' registers hold them */
 };
 
 /* Which tile of which head a block has. */
-struct gpt_cuda__place { int tile, pair, head; size_t row; }; /* pair: of batch and head; row: the first of the sequence in (B T) */
+struct gpt_cuda__place {
+    int tile, pair, head;
+    size_t row;
+}; /* pair: of batch and head; row: the first of the sequence in (B T) */
 
-template <class T> GPT_CUDA_DEVICE gpt_cuda__place gpt_cuda__place_of(const gpt_cuda__attn<T> &a, int block, int tiles) {
+template <class T>
+GPT_CUDA_DEVICE gpt_cuda__place gpt_cuda__place_of(const gpt_cuda__attn<T> &a, int block, int tiles) {
     gpt_cuda__place at;
     at.tile = tiles - 1 - block % tiles;
     at.pair = block / tiles;
@@ -123,7 +134,8 @@ template <class T> GPT_CUDA_DEVICE gpt_cuda__place gpt_cuda__place_of(const gpt_
 GPT_CUDA_DEVICE int gpt_cuda__warp() { return gpt_cuda_shuffle((int)threadIdx.x / 32, 0); }
 
 /* Where queries (0), keys (1) or values (2) of the head begin in qkv or d_qkv, whose rows are 3 NH HS long. */
-template <class T, class P> GPT_CUDA_DEVICE P *gpt_cuda__part(const gpt_cuda__attn<T> &a, P *qkv, const gpt_cuda__place &at, int part) {
+template <class T, class P>
+GPT_CUDA_DEVICE P *gpt_cuda__part(const gpt_cuda__attn<T> &a, P *qkv, const gpt_cuda__place &at, int part) {
     return qkv + (at.row * 3 + (size_t)part) * (size_t)(a.heads * a.size) + (size_t)(at.head * a.size);
 }
 
@@ -145,7 +157,9 @@ template <int D> GPT_CUDA_DEVICE int gpt_cuda__at(int row, int chunk) {
 }
 
 /* From there 16 rows16 rows down and 16 columns16 columns to the right, for an `at` in the first 16 columns. */
-template <int D> GPT_CUDA_DEVICE int gpt_cuda__move(int at, int rows16, int columns16) { return (at ^ columns16 * 32) + rows16 * 32 * D; }
+template <int D> GPT_CUDA_DEVICE int gpt_cuda__move(int at, int rows16, int columns16) {
+    return (at ^ columns16 * 32) + rows16 * 32 * D;
+}
 
 /* Addresses that a lane gives ldmatrix for the 16 x 16 values from `row` on: tiles down first, or across first. */
 template <int D> GPT_CUDA_DEVICE int gpt_cuda__down(int row) {
@@ -159,7 +173,8 @@ template <int D> GPT_CUDA_DEVICE int gpt_cuda__across(int row) {
 
 /* Starts copies of rows first to first + ROWS - 1 of a head to a tile; rows from `end` on become zeros. All threads of the block. */
 template <int ROWS, int D, int THREADS>
-GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const gpt_bf16 *from, int pitch, int first, int end) {
+GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const gpt_bf16 *from, int pitch, int first,
+                                         int end) {
     const int CHUNKS = D / 8, STEP = THREADS / CHUNKS; /* rows at a time */
     static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "a thread's pieces lie in one place of their rows");
     int thread = gpt_cuda__thread(), row = thread / CHUNKS, chunk = thread % CHUNKS;
@@ -173,10 +188,12 @@ GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const gpt_bf16 *fr
 
 /* d (16 M x 16 N) += a b^T: M x 16 rows of a tile, from a_at = down(row) on, times N x 16 rows of another, from b_at = across(row) on. */
 template <int M, int N, int D>
-GPT_CUDA_DEVICE void gpt_cuda__mma_rows(float (*d)[2 * N][4], const unsigned char *a, int a_at, const unsigned char *b, int b_at) {
+GPT_CUDA_DEVICE void gpt_cuda__mma_rows(float (*d)[2 * N][4], const unsigned char *a, int a_at,
+                                        const unsigned char *b, int b_at) {
     GPT_CUDA_UNROLL for (int k = 0; k < D / 16; k++) {
         uint32_t left[M][4];
-        GPT_CUDA_UNROLL for (int m = 0; m < M; m++) gpt_cuda_ldmatrix4(left[m], a + gpt_cuda__move<D>(a_at, m, k));
+        GPT_CUDA_UNROLL for (int m = 0; m < M; m++)
+            gpt_cuda_ldmatrix4(left[m], a + gpt_cuda__move<D>(a_at, m, k));
         GPT_CUDA_UNROLL for (int n = 0; n < N; n++) {
             uint32_t right[4];
             gpt_cuda_ldmatrix4(right, b + gpt_cuda__move<D>(b_at, n, k));
@@ -190,23 +207,23 @@ GPT_CUDA_DEVICE void gpt_cuda__mma_rows(float (*d)[2 * N][4], const unsigned cha
 
 /* d (16 M x D) += p b: p (16 M x 16 K) in registers, b 16 K rows of a tile, from b_at = down(row) on. */
 template <int M, int K, int D>
-GPT_CUDA_DEVICE void gpt_cuda__mma_columns(float (*d)[D / 8][4], const uint32_t (*p)[K][4], const unsigned char *b, int b_at) {
-    GPT_CUDA_UNROLL for (int k = 0; k < K; k++)
-        GPT_CUDA_UNROLL for (int n = 0; n < D / 16; n++) {
-            uint32_t right[4];
-            gpt_cuda_ldmatrix4_trans(right, b + gpt_cuda__move<D>(b_at, k, n));
-            GPT_CUDA_UNROLL for (int m = 0; m < M; m++) {
-                gpt_cuda_mma_bf16(d[m][2 * n], p[m][k], right);
-                gpt_cuda_mma_bf16(d[m][2 * n + 1], p[m][k], right + 2);
-            }
+GPT_CUDA_DEVICE void gpt_cuda__mma_columns(float (*d)[D / 8][4], const uint32_t (*p)[K][4],
+                                           const unsigned char *b, int b_at) {
+    GPT_CUDA_UNROLL for (int k = 0; k < K; k++) GPT_CUDA_UNROLL for (int n = 0; n < D / 16; n++) {
+        uint32_t right[4];
+        gpt_cuda_ldmatrix4_trans(right, b + gpt_cuda__move<D>(b_at, k, n));
+        GPT_CUDA_UNROLL for (int m = 0; m < M; m++) {
+            gpt_cuda_mma_bf16(d[m][2 * n], p[m][k], right);
+            gpt_cuda_mma_bf16(d[m][2 * n + 1], p[m][k], right + 2);
         }
+    }
 }
 
 /* Results of mma (16 x 8 each) as left sides of the next (16 x 16 each). */
 template <int M, int K> GPT_CUDA_DEVICE void gpt_cuda__pack(uint32_t (*p)[K][4], const float (*d)[2 * K][4]) {
-    GPT_CUDA_UNROLL for (int m = 0; m < M; m++)
-        GPT_CUDA_UNROLL for (int n = 0; n < 2 * K; n++)
-            GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) p[m][n / 2][n % 2 * 2 + r] = gpt_cuda_pack_bf16(d[m][n][2 * r], d[m][n][2 * r + 1]);
+    GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int n = 0; n < 2 * K; n++)
+        GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
+            p[m][n / 2][n % 2 * 2 + r] = gpt_cuda_pack_bf16(d[m][n][2 * r], d[m][n][2 * r + 1]);
 }
 
 /* Stores 32 neighbouring columns of row g (r = 0) or g + 8 (r = 1) of four results, times scale. The four lanes of a row exchange pairs until each has a
@@ -214,28 +231,34 @@ template <int M, int K> GPT_CUDA_DEVICE void gpt_cuda__pack(uint32_t (*p)[K][4],
 GPT_CUDA_DEVICE void gpt_cuda__store_row(gpt_bf16 *to, const float (*d)[4], int r, float scale, int valid) {
     int t = (int)threadIdx.x % 4;
     uint32_t w[4], got;
-    GPT_CUDA_UNROLL for (int n = 0; n < 4; n++) w[n] = gpt_cuda_pack_bf16(d[n][2 * r] * scale, d[n][2 * r + 1] * scale);
+    GPT_CUDA_UNROLL for (int n = 0; n < 4; n++)
+        w[n] = gpt_cuda_pack_bf16(d[n][2 * r] * scale, d[n][2 * r + 1] * scale);
     GPT_CUDA_UNROLL for (int n = 0; n < 4; n += 2) {
         got = gpt_cuda_shuffle_xor(t & 1 ? w[n] : w[n + 1], 1);
-        if (t & 1) w[n] = got;
-        else w[n + 1] = got;
+        if (t & 1)
+            w[n] = got;
+        else
+            w[n + 1] = got;
     }
     GPT_CUDA_UNROLL for (int n = 0; n < 2; n++) {
         got = gpt_cuda_shuffle_xor(t & 2 ? w[n] : w[n + 2], 2);
-        if (t & 2) w[n] = got;
-        else w[n + 2] = got;
+        if (t & 2)
+            w[n] = got;
+        else
+            w[n + 2] = got;
     }
     if (valid) gpt_cuda_store<8>(to + 8 * t, (const gpt_bf16 *)(const void *)w);
 }
 
 /* M x 16 rows of a warp from `row` on, N x 32 columns, to a matrix with rows `pitch` apart; rows from `end` on are left out. */
 template <int M, int N>
-GPT_CUDA_DEVICE void gpt_cuda__store_rows(gpt_bf16 *to, int pitch, int row, int end, const float (*d)[4 * N][4], float scale) {
-    GPT_CUDA_UNROLL for (int m = 0; m < M; m++)
-        GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) {
-            int at = row + 16 * m + 8 * r + (int)threadIdx.x % 32 / 4;
-            GPT_CUDA_UNROLL for (int n = 0; n < N; n++) gpt_cuda__store_row(to + at * pitch + 32 * n, d[m] + 4 * n, r, scale, at < end);
-        }
+GPT_CUDA_DEVICE void gpt_cuda__store_rows(gpt_bf16 *to, int pitch, int row, int end,
+                                          const float (*d)[4 * N][4], float scale) {
+    GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) {
+        int at = row + 16 * m + 8 * r + (int)threadIdx.x % 32 / 4;
+        GPT_CUDA_UNROLL for (int n = 0; n < N; n++)
+            gpt_cuda__store_row(to + at * pitch + 32 * n, d[m] + 4 * n, r, scale, at < end);
+    }
 }
 
 //== forward ============================================================================================== >>forward
@@ -253,15 +276,17 @@ GPT_CUDA_DEVICE float gpt_cuda__row_sum(float x) {
 /* Scores of 16 M queries from `query` on with keys from `key` on: those of later keys become minus infinity. */
 template <int M, int N> GPT_CUDA_DEVICE void gpt_cuda__mask_rows(float (*s)[N][4], int query, int key) {
     int thread = gpt_cuda__thread(), g = thread % 32 / 4, t = thread % 4;
-    GPT_CUDA_UNROLL for (int m = 0; m < M; m++)
-        GPT_CUDA_UNROLL for (int n = 0; n < N; n++)
-            GPT_CUDA_UNROLL for (int i = 0; i < 4; i++)
-                if (key + 8 * n + 2 * t + i % 2 > query + 16 * m + 8 * (i / 2) + g) s[m][n][i] = -INFINITY;
+    GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int n = 0; n < N; n++)
+        GPT_CUDA_UNROLL for (int i = 0; i < 4;
+                             i++) if (key + 8 * n + 2 * t + i % 2 > query + 16 * m + 8 * (i / 2) + g)
+            s[m][n][i] = -INFINITY;
 }
 
 /* A row's part in a step of the online softmax: scores s of row g (r = 0) or g + 8 (r = 1) become 2^(factor (s - top)), top the largest so far; what
    was summed under an earlier top is scaled to the new one. sum is this lane's part of the row's. */
-template <int N, int D> GPT_CUDA_DEVICE void gpt_cuda__softmax_row(float (*s)[4], float (*o)[4], int r, float factor, float *top, float *sum) {
+template <int N, int D>
+GPT_CUDA_DEVICE void gpt_cuda__softmax_row(float (*s)[4], float (*o)[4], int r, float factor, float *top,
+                                           float *sum) {
     float largest = *top, shrink, shift;
     GPT_CUDA_UNROLL for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
     largest = gpt_cuda__row_max(largest);
@@ -269,11 +294,10 @@ template <int N, int D> GPT_CUDA_DEVICE void gpt_cuda__softmax_row(float (*s)[4]
     shift = largest * factor;
     *top = largest;
     *sum *= shrink;
-    GPT_CUDA_UNROLL for (int n = 0; n < N; n++)
-        GPT_CUDA_UNROLL for (int i = 2 * r; i < 2 * r + 2; i++) {
-            s[n][i] = gpt_cuda_exp2(fmaf(s[n][i], factor, -shift));
-            *sum += s[n][i];
-        }
+    GPT_CUDA_UNROLL for (int n = 0; n < N; n++) GPT_CUDA_UNROLL for (int i = 2 * r; i < 2 * r + 2; i++) {
+        s[n][i] = gpt_cuda_exp2(fmaf(s[n][i], factor, -shift));
+        *sum += s[n][i];
+    }
     GPT_CUDA_UNROLL for (int n = 0; n < D / 8; n++) {
         o[n][2 * r] *= shrink;
         o[n][2 * r + 1] *= shrink;
@@ -282,28 +306,39 @@ template <int N, int D> GPT_CUDA_DEVICE void gpt_cuda__softmax_row(float (*s)[4]
 
 /* out and lse of a warp's 32 queries from `row` on. */
 template <int D>
-GPT_CUDA_DEVICE void gpt_cuda__forward_end(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at, int row, float (*o)[D / 8][4],
-                                           const float (*top)[2], const float (*sum)[2]) {
+GPT_CUDA_DEVICE void gpt_cuda__forward_end(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at,
+                                           int row, float (*o)[D / 8][4], const float (*top)[2],
+                                           const float (*sum)[2]) {
     const size_t pitch = (size_t)(a.heads * D);
     gpt_bf16 *to = a.to + at.row * pitch + (size_t)(at.head * D);
-    GPT_CUDA_UNROLL for (int m = 0; m < 2; m++)
-        GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) {
-            int query = row + 16 * m + 8 * r + (int)threadIdx.x % 32 / 4;
-            float total = gpt_cuda__row_sum(sum[m][r]), lse = top[m][r] * a.scale + logf(total);
-            GPT_CUDA_UNROLL for (int n = 0; n < D / 32; n++)
-                gpt_cuda__store_row(to + (size_t)query * pitch + 32 * n, o[m] + 4 * n, r, 1 / total, query < a.length);
-            if (threadIdx.x % 4 == 0 && query < a.length) gpt_cuda_store<1>(a.lse + (size_t)at.pair * (size_t)a.length + query, &lse);
-        }
+    GPT_CUDA_UNROLL for (int m = 0; m < 2; m++) GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) {
+        int query = row + 16 * m + 8 * r + (int)threadIdx.x % 32 / 4;
+        float total = gpt_cuda__row_sum(sum[m][r]), lse = top[m][r] * a.scale + logf(total);
+        GPT_CUDA_UNROLL for (int n = 0; n < D / 32; n++) gpt_cuda__store_row(
+            to + (size_t)query * pitch + 32 * n, o[m] + 4 * n, r, 1 / total, query < a.length);
+        if (threadIdx.x % 4 == 0 && query < a.length)
+            gpt_cuda_store<1>(a.lse + (size_t)at.pair * (size_t)a.length + query, &lse);
+    }
 }
 
 /* How many keys a block takes at a time, and what a multiprocessor's registers hold. Shared memory: queries, then two stages of keys and values. */
 template <int D> struct gpt_cuda__forward_shape {
-    enum { KEYS = D == 128 ? 32 : 64, BLOCKS = D == 128 ? 2 : 3, BYTES = KEYS * D * 2, SHARED_BYTES = GPT_CUDA__QUERIES * D * 2 + 4 * BYTES };
+    enum {
+        KEYS = D == 128 ? 32 : 64,
+        BLOCKS = D == 128 ? 2 : 3,
+        BYTES = KEYS * D * 2,
+        SHARED_BYTES = GPT_CUDA__QUERIES * D * 2 + 4 * BYTES
+    };
 };
 
 template <int D>
-static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS) gpt_cuda__attn_forward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
-    enum { QUERIES = GPT_CUDA__QUERIES, KEYS = gpt_cuda__forward_shape<D>::KEYS, BYTES = gpt_cuda__forward_shape<D>::BYTES };
+static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS)
+    gpt_cuda__attn_forward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
+    enum {
+        QUERIES = GPT_CUDA__QUERIES,
+        KEYS = gpt_cuda__forward_shape<D>::KEYS,
+        BYTES = gpt_cuda__forward_shape<D>::BYTES
+    };
     GPT_CUDA_DYNAMIC_SHARED(shared);
     const gpt_cuda__place at = gpt_cuda__place_of(a, (int)blockIdx.x, (a.length + QUERIES - 1) / QUERIES);
     const gpt_bf16 *head = gpt_cuda__part(a, a.qkv, at, 0);
@@ -323,16 +358,20 @@ static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS
         gpt_cuda_sync(); /* this stage has come, and nobody reads the other one any more */
         if (key + KEYS < end) {
             gpt_cuda__tile_load<KEYS, D, 128>(next, head + width, 3 * width, key + KEYS, a.length);
-            gpt_cuda__tile_load<KEYS, D, 128>(next + BYTES, head + 2 * width, 3 * width, key + KEYS, a.length);
+            gpt_cuda__tile_load<KEYS, D, 128>(next + BYTES, head + 2 * width, 3 * width, key + KEYS,
+                                              a.length);
             gpt_cuda_copy_commit();
         }
-        if (key > row) continue; /* the warp's queries are all before these keys, as row and key are multiples of 32 */
+        if (key > row)
+            continue; /* the warp's queries are all before these keys, as row and key are multiples of 32 */
         float s[2][KEYS / 8][4] = {};
         uint32_t p[2][KEYS / 16][4];
         gpt_cuda__mma_rows<2, KEYS / 16, D>(s, shared, gpt_cuda__down<D>(mine), here, gpt_cuda__across<D>(0));
-        if (key + KEYS - 1 > row) gpt_cuda__mask_rows<2, KEYS / 8>(s, row, key); /* behind T, too: such keys are later than every query that counts */
-        GPT_CUDA_UNROLL for (int m = 0; m < 2; m++)
-            GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) gpt_cuda__softmax_row<KEYS / 8, D>(s[m], o[m], r, factor, &top[m][r], &sum[m][r]);
+        if (key + KEYS - 1 > row)
+            gpt_cuda__mask_rows<2, KEYS / 8>(
+                s, row, key); /* behind T, too: such keys are later than every query that counts */
+        GPT_CUDA_UNROLL for (int m = 0; m < 2; m++) GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
+            gpt_cuda__softmax_row<KEYS / 8, D>(s[m], o[m], r, factor, &top[m][r], &sum[m][r]);
         gpt_cuda__pack<2, KEYS / 16>(p, s);
         gpt_cuda__mma_columns<2, KEYS / 16, D>(o, p, here + BYTES, gpt_cuda__down<D>(0));
     }
@@ -344,18 +383,25 @@ static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS
 #define GPT_CUDA__PREPARE_THREADS 256
 
 /* Before backward: lse in base 2 and delta, 8 lanes to a query and head, 32 queries to a block; and tickets and progress begin at 0. */
-template <class T> static __global__ void __launch_bounds__(256) gpt_cuda__attn_prepare_kernel(const gpt_cuda__attn<T> a) {
-    const int WIDE = 16 / (int)sizeof(T), tiles = a.padded / 32, pair = (int)blockIdx.x / tiles, lane = (int)threadIdx.x % 8, zero = 0;
-    const int query = (int)blockIdx.x % tiles * 32 + (int)threadIdx.x / 8, keys = (a.length + GPT_CUDA__DOWN - 1) / GPT_CUDA__DOWN;
-    const size_t at = (((size_t)(pair / a.heads) * (size_t)a.length + (size_t)query) * (size_t)a.heads + (size_t)(pair % a.heads)) * (size_t)a.size;
-    const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, to = (size_t)pair * (size_t)a.padded + (size_t)query;
+template <class T>
+static __global__ void __launch_bounds__(256) gpt_cuda__attn_prepare_kernel(const gpt_cuda__attn<T> a) {
+    const int WIDE = 16 / (int)sizeof(T), tiles = a.padded / 32, pair = (int)blockIdx.x / tiles,
+              lane = (int)threadIdx.x % 8, zero = 0;
+    const int query = (int)blockIdx.x % tiles * 32 + (int)threadIdx.x / 8,
+              keys = (a.length + GPT_CUDA__DOWN - 1) / GPT_CUDA__DOWN;
+    const size_t at = (((size_t)(pair / a.heads) * (size_t)a.length + (size_t)query) * (size_t)a.heads
+                       + (size_t)(pair % a.heads))
+                      * (size_t)a.size;
+    const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x,
+                 to = (size_t)pair * (size_t)a.padded + (size_t)query;
     float delta = 0, lse2 = INFINITY, lse;
     T x[WIDE], y[WIDE];
     if (query < a.length && a.size % WIDE == 0) {
         for (int i = lane * WIDE; i < a.size; i += 8 * WIDE) {
             gpt_cuda_load<WIDE>(x, a.out + at + i);
             gpt_cuda_load<WIDE>(y, a.d_out + at + i);
-            GPT_CUDA_UNROLL for (int j = 0; j < WIDE; j++) delta = fmaf(gpt_cuda_to_float(x[j]), gpt_cuda_to_float(y[j]), delta);
+            GPT_CUDA_UNROLL for (int j = 0; j < WIDE; j++)
+                delta = fmaf(gpt_cuda_to_float(x[j]), gpt_cuda_to_float(y[j]), delta);
         }
     } else if (query < a.length) {
         for (int i = lane; i < a.size; i += 8) {
@@ -382,22 +428,33 @@ template <class T> static __global__ void __launch_bounds__(256) gpt_cuda__attn_
 /* How a block of backward is cut. A warp has 16 M keys, and of dQ 16 QM queries and 32 columns. */
 template <int D> struct gpt_cuda__backward_shape {
     enum {
-        WARPS = D == 128 ? 8 : 4, THREADS = 32 * WARPS, BLOCKS = D == 128 ? 1 : 2, M = GPT_CUDA__DOWN / 16 / WARPS,
-        BESIDE = D / 32, QM = GPT_CUDA__ACROSS / 16 * BESIDE / WARPS,
-        KEY_BYTES = GPT_CUDA__DOWN * D * 2, QUERY_BYTES = GPT_CUDA__ACROSS * D * 2, NUMBER_BYTES = GPT_CUDA__ACROSS * 4,
-        STAGE_BYTES = 2 * (QUERY_BYTES + NUMBER_BYTES), SCORE_BYTES = GPT_CUDA__DOWN * GPT_CUDA__ACROSS * 2,
-        SHARED_BYTES = 2 * KEY_BYTES + 2 * STAGE_BYTES + SCORE_BYTES /* keys, values, two stages of queries, dS */
+        WARPS = D == 128 ? 8 : 4,
+        THREADS = 32 * WARPS,
+        BLOCKS = D == 128 ? 1 : 2,
+        M = GPT_CUDA__DOWN / 16 / WARPS,
+        BESIDE = D / 32,
+        QM = GPT_CUDA__ACROSS / 16 * BESIDE / WARPS,
+        KEY_BYTES = GPT_CUDA__DOWN * D * 2,
+        QUERY_BYTES = GPT_CUDA__ACROSS * D * 2,
+        NUMBER_BYTES = GPT_CUDA__ACROSS * 4,
+        STAGE_BYTES = 2 * (QUERY_BYTES + NUMBER_BYTES),
+        SCORE_BYTES = GPT_CUDA__DOWN * GPT_CUDA__ACROSS * 2,
+        SHARED_BYTES = 2 * KEY_BYTES + 2 * STAGE_BYTES
+                       + SCORE_BYTES /* keys, values, two stages of queries, dS */
     };
 };
 
 /* A stage: queries from `query` on, their d_out, lse2 and delta. */
 template <int D>
-GPT_CUDA_DEVICE void gpt_cuda__stage_load(unsigned char *stage, const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at, int query) {
+GPT_CUDA_DEVICE void gpt_cuda__stage_load(unsigned char *stage, const gpt_cuda__attn<gpt_bf16> &a,
+                                          const gpt_cuda__place &at, int query) {
     typedef gpt_cuda__backward_shape<D> S;
     const int width = a.heads * D;
-    gpt_cuda__tile_load<GPT_CUDA__ACROSS, D, S::THREADS>(stage, gpt_cuda__part(a, a.qkv, at, 0), 3 * width, query, a.length);
-    gpt_cuda__tile_load<GPT_CUDA__ACROSS, D, S::THREADS>(stage + S::QUERY_BYTES, a.d_out + at.row * (size_t)width + (size_t)(at.head * D), width, query,
-                                                         a.length);
+    gpt_cuda__tile_load<GPT_CUDA__ACROSS, D, S::THREADS>(stage, gpt_cuda__part(a, a.qkv, at, 0), 3 * width,
+                                                         query, a.length);
+    gpt_cuda__tile_load<GPT_CUDA__ACROSS, D, S::THREADS>(
+        stage + S::QUERY_BYTES, a.d_out + at.row * (size_t)width + (size_t)(at.head * D), width, query,
+        a.length);
     if (threadIdx.x < 2 * S::NUMBER_BYTES / 16) {
         int i = (int)threadIdx.x;
         const float *from = i < S::NUMBER_BYTES / 16 ? a.lse2 : a.delta;
@@ -409,41 +466,47 @@ GPT_CUDA_DEVICE void gpt_cuda__stage_load(unsigned char *stage, const gpt_cuda__
 /* Scores s and gradients dp of probabilities, keys from `key` down and queries from `query` across, become probabilities and gradients of scores, where
    numbers are lse2 of these queries and, ACROSS further on, delta. Not scaled: dQ and dK are, in the end. */
 template <int M>
-GPT_CUDA_DEVICE void gpt_cuda__softmax_backward(float (*s)[4][4], float (*dp)[4][4], const float *numbers, float factor, int key, int query) {
-    const int thread = gpt_cuda__thread(), g = thread % 32 / 4, t = thread % 4, masked = key + 16 * M - 1 > query;
+GPT_CUDA_DEVICE void gpt_cuda__softmax_backward(float (*s)[4][4], float (*dp)[4][4], const float *numbers,
+                                                float factor, int key, int query) {
+    const int thread = gpt_cuda__thread(), g = thread % 32 / 4, t = thread % 4,
+              masked = key + 16 * M - 1 > query;
     GPT_CUDA_UNROLL for (int n = 0; n < 4; n++) {
         const float2 lse2 = *(const float2 *)(const void *)(numbers + 8 * n + 2 * t);
         const float2 delta = *(const float2 *)(const void *)(numbers + GPT_CUDA__ACROSS + 8 * n + 2 * t);
-        GPT_CUDA_UNROLL for (int m = 0; m < M; m++)
-            GPT_CUDA_UNROLL for (int i = 0; i < 4; i++) {
-                if (masked && key + 16 * m + 8 * (i / 2) + g > query + 8 * n + 2 * t + i % 2) s[m][n][i] = -INFINITY;
-                s[m][n][i] = gpt_cuda_exp2(fmaf(s[m][n][i], factor, i % 2 ? -lse2.y : -lse2.x));
-                dp[m][n][i] = s[m][n][i] * (dp[m][n][i] - (i % 2 ? delta.y : delta.x));
-            }
+        GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int i = 0; i < 4; i++) {
+            if (masked && key + 16 * m + 8 * (i / 2) + g > query + 8 * n + 2 * t + i % 2)
+                s[m][n][i] = -INFINITY;
+            s[m][n][i] = gpt_cuda_exp2(fmaf(s[m][n][i], factor, i % 2 ? -lse2.y : -lse2.x));
+            dp[m][n][i] = s[m][n][i] * (dp[m][n][i] - (i % 2 ? delta.y : delta.x));
+        }
     }
 }
 
 /* 32 queries of a stage, its first or second half, against the warp's keys from row `mine` of the block's on: adds to dk and dv, and leaves dS^T in
    scores. key, query: the first of the block and of the stage. */
 template <int D, int M>
-GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const unsigned char *stage, unsigned char *scores, int mine, int half, int key,
-                                             int query, float factor, float (*dk)[D / 8][4], float (*dv)[D / 8][4]) {
+GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const unsigned char *stage,
+                                             unsigned char *scores, int mine, int half, int key, int query,
+                                             float factor, float (*dk)[D / 8][4], float (*dv)[D / 8][4]) {
     typedef gpt_cuda__backward_shape<D> S;
-    const int thread = gpt_cuda__thread(), g = thread % 32 / 4, t = thread % 4, none = key + mine > query + 32 * half + 31;
+    const int thread = gpt_cuda__thread(), g = thread % 32 / 4, t = thread % 4,
+              none = key + mine > query + 32 * half + 31;
     const float *numbers = (const float *)(const void *)(stage + 2 * S::QUERY_BYTES) + 32 * half;
     uint32_t p[M][2][4], ds[M][2][4] = {};
     if (!none) { /* otherwise all these keys are later than all these queries, for the whole warp */
         float s[M][4][4] = {}, dp[M][4][4] = {};
         gpt_cuda__mma_rows<M, 2, D>(s, keys, gpt_cuda__down<D>(mine), stage, gpt_cuda__across<D>(32 * half));
-        gpt_cuda__mma_rows<M, 2, D>(dp, keys + S::KEY_BYTES, gpt_cuda__down<D>(mine), stage + S::QUERY_BYTES, gpt_cuda__across<D>(32 * half));
+        gpt_cuda__mma_rows<M, 2, D>(dp, keys + S::KEY_BYTES, gpt_cuda__down<D>(mine), stage + S::QUERY_BYTES,
+                                    gpt_cuda__across<D>(32 * half));
         gpt_cuda__softmax_backward<M>(s, dp, numbers, factor, key + mine, query + 32 * half);
         gpt_cuda__pack<M, 2>(p, s);
         gpt_cuda__pack<M, 2>(ds, dp);
     }
-    GPT_CUDA_UNROLL for (int m = 0; m < M; m++)
-        GPT_CUDA_UNROLL for (int n = 0; n < 4; n++)
+    GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int n = 0; n < 4; n++)
             GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
-                *(uint32_t *)(void *)(scores + gpt_cuda__at<GPT_CUDA__ACROSS>(mine + 16 * m + 8 * r + g, 4 * half + n) + 4 * t) = ds[m][n / 2][n % 2 * 2 + r];
+        * (uint32_t *)(void *)(scores
+                               + gpt_cuda__at<GPT_CUDA__ACROSS>(mine + 16 * m + 8 * r + g, 4 * half + n)
+                               + 4 * t) = ds[m][n / 2][n % 2 * 2 + r];
     if (none) return;
     gpt_cuda__mma_columns<M, 2, D>(dv, p, stage + S::QUERY_BYTES, gpt_cuda__down<D>(32 * half));
     gpt_cuda__mma_columns<M, 2, D>(dk, ds, stage, gpt_cuda__down<D>(32 * half));
@@ -451,37 +514,47 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const un
 
 /* The block's part of dQ of query tile `tile`: dS K, added to those before it (not first), kept for those behind it or (last) stored into d_qkv. */
 template <int D>
-GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at, const unsigned char *keys,
-                                                const unsigned char *scores, int warp, int tile) {
+GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at,
+                                                const unsigned char *keys, const unsigned char *scores,
+                                                int warp, int tile) {
     typedef gpt_cuda__backward_shape<D> S;
     enum { QM = S::QM };
     const int down16 = warp / S::BESIDE * QM, beside = warp % S::BESIDE;
-    const int key = at.tile * GPT_CUDA__DOWN, query = tile * GPT_CUDA__ACROSS, first = key + GPT_CUDA__DOWN > query;
+    const int key = at.tile * GPT_CUDA__DOWN, query = tile * GPT_CUDA__ACROSS,
+              first = key + GPT_CUDA__DOWN > query;
     const int a_at = gpt_cuda__across<GPT_CUDA__ACROSS>(0), b_at = gpt_cuda__down<D>(0);
-    float *partial = a.partial + ((size_t)at.pair * (size_t)a.padded + (size_t)query) * D + gpt_cuda__thread() * 4;
+    float *partial = a.partial + ((size_t)at.pair * (size_t)a.padded + (size_t)query) * D
+                     + gpt_cuda__thread() * 4;
     float dq[QM][4][4] = {}, before[QM][4][4] = {};
     if (!first) /* asked for here, needed behind the products */
-        GPT_CUDA_UNROLL for (int i = 0; i < QM * 4; i++) gpt_cuda_load<4>(before[i / 4][i % 4], partial + i * S::THREADS * 4);
-    for (int part = 0; part < GPT_CUDA__DOWN / 64 && key + 64 * part < query + GPT_CUDA__ACROSS; part++) /* 64 keys, some of them not later */
+        GPT_CUDA_UNROLL for (int i = 0; i < QM * 4; i++)
+            gpt_cuda_load<4>(before[i / 4][i % 4], partial + i * S::THREADS * 4);
+    for (int part = 0; part < GPT_CUDA__DOWN / 64 && key + 64 * part < query + GPT_CUDA__ACROSS;
+         part++) /* 64 keys, some of them not later */
         GPT_CUDA_UNROLL for (int k = 0; k < 4; k++) {
             uint32_t left[QM][4], right[2][4];
-            GPT_CUDA_UNROLL for (int m = 0; m < QM; m++)
-                gpt_cuda_ldmatrix4_trans(left[m], scores + gpt_cuda__move<GPT_CUDA__ACROSS>(a_at, 4 * part + k, down16 + m));
-            GPT_CUDA_UNROLL for (int n = 0; n < 2; n++) gpt_cuda_ldmatrix4_trans(right[n], keys + gpt_cuda__move<D>(b_at, 4 * part + k, 2 * beside + n));
-            GPT_CUDA_UNROLL for (int m = 0; m < QM; m++)
-                GPT_CUDA_UNROLL for (int n = 0; n < 4; n++) gpt_cuda_mma_bf16(dq[m][n], left[m], right[n / 2] + n % 2 * 2);
+            GPT_CUDA_UNROLL for (int m = 0; m < QM; m++) gpt_cuda_ldmatrix4_trans(
+                left[m], scores + gpt_cuda__move<GPT_CUDA__ACROSS>(a_at, 4 * part + k, down16 + m));
+            GPT_CUDA_UNROLL for (int n = 0; n < 2; n++) gpt_cuda_ldmatrix4_trans(
+                right[n], keys + gpt_cuda__move<D>(b_at, 4 * part + k, 2 * beside + n));
+            GPT_CUDA_UNROLL for (int m = 0; m < QM; m++) GPT_CUDA_UNROLL for (int n = 0; n < 4; n++)
+                gpt_cuda_mma_bf16(dq[m][n], left[m], right[n / 2] + n % 2 * 2);
         }
-    GPT_CUDA_UNROLL for (int i = 0; i < QM * 16; i++) dq[i / 16][i / 4 % 4][i % 4] += before[i / 16][i / 4 % 4][i % 4];
+    GPT_CUDA_UNROLL for (int i = 0; i < QM * 16; i++)
+        dq[i / 16][i / 4 % 4][i % 4] += before[i / 16][i / 4 % 4][i % 4];
     if (at.tile > 0) {
-        GPT_CUDA_UNROLL for (int i = 0; i < QM * 4; i++) gpt_cuda_store<4>(partial + i * S::THREADS * 4, dq[i / 4][i % 4]);
+        GPT_CUDA_UNROLL for (int i = 0; i < QM * 4; i++)
+            gpt_cuda_store<4>(partial + i * S::THREADS * 4, dq[i / 4][i % 4]);
     } else {
-        gpt_cuda__store_rows<QM, 1>(gpt_cuda__part(a, a.d_qkv, at, 0) + 32 * beside, 3 * a.heads * D, query + 16 * down16, a.length, dq, a.scale);
+        gpt_cuda__store_rows<QM, 1>(gpt_cuda__part(a, a.d_qkv, at, 0) + 32 * beside, 3 * a.heads * D,
+                                    query + 16 * down16, a.length, dq, a.scale);
     }
 }
 
 template <int D>
-static __global__ void __launch_bounds__(gpt_cuda__backward_shape<D>::THREADS, gpt_cuda__backward_shape<D>::BLOCKS)
-gpt_cuda__attn_backward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
+static __global__ void __launch_bounds__(gpt_cuda__backward_shape<D>::THREADS,
+                                         gpt_cuda__backward_shape<D>::BLOCKS)
+    gpt_cuda__attn_backward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
     typedef gpt_cuda__backward_shape<D> S;
     enum { M = S::M };
     GPT_CUDA_DYNAMIC_SHARED(shared);
@@ -493,20 +566,25 @@ gpt_cuda__attn_backward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
     const int warp = gpt_cuda__warp(), mine = warp * 16 * M;
     const gpt_cuda__place at = gpt_cuda__place_of(a, drawn[0], tiles);
     const int key = at.tile * GPT_CUDA__DOWN, begin = key / GPT_CUDA__ACROSS;
-    const int waits = threadIdx.x == S::THREADS - 32; /* this thread does: of another warp than the one that tells */
+    const int waits = threadIdx.x
+                      == S::THREADS - 32; /* this thread does: of another warp than the one that tells */
     const int pitch = 3 * a.heads * D;
     const float factor = a.scale * GPT_CUDA__LOG2_E;
     int *const progress = a.progress + (size_t)at.pair * (size_t)tiles + at.tile;
     int known = 0; /* of the block before this one */
-    unsigned char *const keys = shared, *const stages = keys + 2 * S::KEY_BYTES, *const scores = stages + 2 * S::STAGE_BYTES;
+    unsigned char *const keys = shared, *const stages = keys + 2 * S::KEY_BYTES,
+                         *const scores = stages + 2 * S::STAGE_BYTES;
     float dk[M][D / 8][4] = {}, dv[M][D / 8][4] = {};
-    gpt_cuda__tile_load<GPT_CUDA__DOWN, D, S::THREADS>(keys, gpt_cuda__part(a, a.qkv, at, 1), pitch, key, a.length);
-    gpt_cuda__tile_load<GPT_CUDA__DOWN, D, S::THREADS>(keys + S::KEY_BYTES, gpt_cuda__part(a, a.qkv, at, 2), pitch, key, a.length);
+    gpt_cuda__tile_load<GPT_CUDA__DOWN, D, S::THREADS>(keys, gpt_cuda__part(a, a.qkv, at, 1), pitch, key,
+                                                       a.length);
+    gpt_cuda__tile_load<GPT_CUDA__DOWN, D, S::THREADS>(keys + S::KEY_BYTES, gpt_cuda__part(a, a.qkv, at, 2),
+                                                       pitch, key, a.length);
     gpt_cuda__stage_load<D>(stages, a, at, begin * GPT_CUDA__ACROSS);
     gpt_cuda_copy_commit();
     for (int tile = begin; tile < end; tile++) {
         const int first = tile * GPT_CUDA__ACROSS < key + GPT_CUDA__DOWN;
-        unsigned char *here = stages + (tile - begin) % 2 * S::STAGE_BYTES, *next = stages + (tile - begin + 1) % 2 * S::STAGE_BYTES;
+        unsigned char *here = stages + (tile - begin) % 2 * S::STAGE_BYTES,
+                      *next = stages + (tile - begin + 1) % 2 * S::STAGE_BYTES;
         gpt_cuda_copy_wait<0>();
         gpt_cuda_sync(); /* this stage has come; nobody reads the other one or scores any more; dQ of the tile before is written */
         if (threadIdx.x == 0 && tile > begin && at.tile > 0) gpt_cuda_release(progress, tile);
@@ -515,10 +593,11 @@ gpt_cuda__attn_backward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
             gpt_cuda__stage_load<D>(next, a, at, (tile + 1) * GPT_CUDA__ACROSS);
             gpt_cuda_copy_commit();
         }
-        if (waits && !first && known <= tile) known = gpt_cuda_acquire(progress + 1); /* often it is far enough; otherwise work goes first */
+        if (waits && !first && known <= tile)
+            known = gpt_cuda_acquire(progress + 1); /* often it is far enough; otherwise work goes first */
         gpt_cuda_warp_sync();
-        GPT_CUDA__KEEP for (int half = 0; half < 2; half++)
-            gpt_cuda__backward_half<D, M>(keys, here, scores, mine, half, key, tile * GPT_CUDA__ACROSS, factor, dk, dv);
+        GPT_CUDA__KEEP for (int half = 0; half < 2; half++) gpt_cuda__backward_half<D, M>(
+            keys, here, scores, mine, half, key, tile * GPT_CUDA__ACROSS, factor, dk, dv);
         while (waits && !first && known <= tile) known = gpt_cuda_acquire(progress + 1);
         gpt_cuda_warp_sync();
         gpt_cuda_sync(); /* scores are there, and what is known to one thread is to all */
@@ -527,7 +606,8 @@ gpt_cuda__attn_backward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
     gpt_cuda_sync();
     if (threadIdx.x == 0 && at.tile > 0) gpt_cuda_release(progress, end);
     gpt_cuda_warp_sync();
-    gpt_cuda__store_rows<M, D / 32>(gpt_cuda__part(a, a.d_qkv, at, 1), pitch, key + mine, a.length, dk, a.scale);
+    gpt_cuda__store_rows<M, D / 32>(gpt_cuda__part(a, a.d_qkv, at, 1), pitch, key + mine, a.length, dk,
+                                    a.scale);
     gpt_cuda__store_rows<M, D / 32>(gpt_cuda__part(a, a.d_qkv, at, 2), pitch, key + mine, a.length, dv, 1);
 }
 
@@ -543,7 +623,9 @@ GPT_CUDA_BOTH int gpt_cuda__plain_pitch(int size) { return (size + 31) / 32 * 32
 GPT_CUDA_BOTH int gpt_cuda__plain_tile(int size) { return GPT_CUDA__PLAIN * gpt_cuda__plain_pitch(size); }
 
 /* Rows first to first + 31 of a head; rows from `end` on, and columns up to a multiple of 8, are zeros. */
-template <class T> GPT_CUDA_DEVICE void gpt_cuda__plain_load(float *tile, const T *from, size_t pitch, int first, int end, int size) {
+template <class T>
+GPT_CUDA_DEVICE void gpt_cuda__plain_load(float *tile, const T *from, size_t pitch, int first, int end,
+                                          int size) {
     const int columns = (size + 7) / 8 * 8;
     for (int i = (int)threadIdx.x * 4; i < GPT_CUDA__PLAIN * columns; i += GPT_CUDA__PLAIN_THREADS * 4) {
         int row = i / columns, column = i % columns;
@@ -554,11 +636,12 @@ template <class T> GPT_CUDA_DEVICE void gpt_cuda__plain_load(float *tile, const 
             if (size % 4 == 0) {
                 if (column < size) gpt_cuda_load<4>(x, at);
             } else {
-                GPT_CUDA_UNROLL for (int j = 0; j < 4; j++)
-                    if (column + j < size) gpt_cuda_load<1>(x + j, at + j);
+                GPT_CUDA_UNROLL for (int j = 0; j < 4; j++) if (column + j < size)
+                    gpt_cuda_load<1>(x + j, at + j);
             }
         }
-        GPT_CUDA_UNROLL for (int j = 0; j < 4; j++) tile[row * gpt_cuda__plain_pitch(size) + column + j] = gpt_cuda_to_float(x[j]);
+        GPT_CUDA_UNROLL for (int j = 0; j < 4; j++)
+            tile[row * gpt_cuda__plain_pitch(size) + column + j] = gpt_cuda_to_float(x[j]);
     }
 }
 
@@ -576,15 +659,17 @@ GPT_CUDA_DEVICE void gpt_cuda__plain_scores(float s[4], const float *row, const 
 }
 
 /* sum[n], column l + 8 n, += p[j] times row j of a tile, over j. */
-template <int N> GPT_CUDA_DEVICE void gpt_cuda__plain_sum(float *sum, const float *p, const float *tile, int size) {
+template <int N>
+GPT_CUDA_DEVICE void gpt_cuda__plain_sum(float *sum, const float *p, const float *tile, int size) {
     const int pitch = gpt_cuda__plain_pitch(size), l = (int)threadIdx.x % 8;
     for (int j = 0; j < GPT_CUDA__PLAIN; j++)
-        GPT_CUDA_UNROLL for (int n = 0; n < N; n++)
-            if (8 * n < size) sum[n] = fmaf(p[j], tile[j * pitch + l + 8 * n], sum[n]);
+        GPT_CUDA_UNROLL for (int n = 0; n < N; n++) if (8 * n < size)
+            sum[n] = fmaf(p[j], tile[j * pitch + l + 8 * n], sum[n]);
 }
 
 /* This lane's columns of a row. */
-template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda__plain_store(T *row, const float *sum, float scale, int size) {
+template <int N, class T>
+GPT_CUDA_DEVICE void gpt_cuda__plain_store(T *row, const float *sum, float scale, int size) {
     const int l = (int)threadIdx.x % 8;
     GPT_CUDA_UNROLL for (int n = 0; n < N; n++) {
         T x = gpt_cuda_from_float<T>(sum[n] * scale);
@@ -602,13 +687,17 @@ GPT_CUDA_DEVICE float gpt_cuda__plain_total(float x) {
     return x;
 }
 
-template <class T, int N> static __global__ void __launch_bounds__(256) gpt_cuda__attn_plain_forward_kernel(const gpt_cuda__attn<T> a) {
+template <class T, int N>
+static __global__ void __launch_bounds__(256) gpt_cuda__attn_plain_forward_kernel(const gpt_cuda__attn<T> a) {
     GPT_CUDA_DYNAMIC_SHARED(shared);
-    const gpt_cuda__place at = gpt_cuda__place_of(a, (int)blockIdx.x, (a.length + GPT_CUDA__PLAIN - 1) / GPT_CUDA__PLAIN);
-    const int mine = (int)threadIdx.x / 8, l = (int)threadIdx.x % 8, first = at.tile * GPT_CUDA__PLAIN, row = first + mine;
+    const gpt_cuda__place at = gpt_cuda__place_of(a, (int)blockIdx.x,
+                                                  (a.length + GPT_CUDA__PLAIN - 1) / GPT_CUDA__PLAIN);
+    const int mine = (int)threadIdx.x / 8, l = (int)threadIdx.x % 8, first = at.tile * GPT_CUDA__PLAIN,
+              row = first + mine;
     const size_t width = (size_t)(a.heads * a.size);
     const float factor = a.scale * GPT_CUDA__LOG2_E;
-    float *queries = (float *)(void *)shared, *keys = queries + gpt_cuda__plain_tile(a.size), *values = keys + gpt_cuda__plain_tile(a.size);
+    float *queries = (float *)(void *)shared, *keys = queries + gpt_cuda__plain_tile(a.size),
+          *values = keys + gpt_cuda__plain_tile(a.size);
     float *p = values + gpt_cuda__plain_tile(a.size) + mine * GPT_CUDA__PLAIN_SCORES;
     float o[N] = {}, s[4], top = -INFINITY, sum = 0;
     gpt_cuda__plain_load(queries, gpt_cuda__part(a, a.qkv, at, 0), 3 * width, first, a.length, a.size);
@@ -639,29 +728,38 @@ template <class T, int N> static __global__ void __launch_bounds__(256) gpt_cuda
     sum = gpt_cuda__plain_total(sum);
     float lse = top * a.scale + logf(sum);
     if (row >= a.length) return;
-    gpt_cuda__plain_store<N>(a.to + (at.row + (size_t)row) * width + (size_t)(at.head * a.size), o, 1 / sum, a.size);
+    gpt_cuda__plain_store<N>(a.to + (at.row + (size_t)row) * width + (size_t)(at.head * a.size), o, 1 / sum,
+                             a.size);
     if (l == 0) gpt_cuda_store<1>(a.lse + (size_t)at.pair * (size_t)a.length + (size_t)row, &lse);
 }
 
 /* KEYS 1: rows are keys, dk += dS^T Q and dv += P^T dO. KEYS 0: rows are queries, dq += dS K. x, y: keys and values, or queries and d_out. */
-template <class T, int N, int KEYS> static __global__ void __launch_bounds__(256) gpt_cuda__attn_plain_backward_kernel(const gpt_cuda__attn<T> a) {
+template <class T, int N, int KEYS>
+static __global__ void __launch_bounds__(256)
+    gpt_cuda__attn_plain_backward_kernel(const gpt_cuda__attn<T> a) {
     GPT_CUDA_DYNAMIC_SHARED(shared);
     const int tiles = (a.length + GPT_CUDA__PLAIN - 1) / GPT_CUDA__PLAIN, tile = gpt_cuda__plain_tile(a.size);
     const gpt_cuda__place at = gpt_cuda__place_of(a, (int)blockIdx.x, tiles);
-    const int mine = (int)threadIdx.x / 8, l = (int)threadIdx.x % 8, first = at.tile * GPT_CUDA__PLAIN, row = first + mine;
+    const int mine = (int)threadIdx.x / 8, l = (int)threadIdx.x % 8, first = at.tile * GPT_CUDA__PLAIN,
+              row = first + mine;
     const size_t width = (size_t)(a.heads * a.size);
-    const float factor = a.scale * GPT_CUDA__LOG2_E, *lse2 = a.lse2 + (size_t)at.pair * (size_t)a.padded, *delta = a.delta + (lse2 - a.lse2);
-    const T *queries = gpt_cuda__part(a, a.qkv, at, 0), *keys = gpt_cuda__part(a, a.qkv, at, 1), *values = gpt_cuda__part(a, a.qkv, at, 2);
+    const float factor = a.scale * GPT_CUDA__LOG2_E, *lse2 = a.lse2 + (size_t)at.pair * (size_t)a.padded,
+                *delta = a.delta + (lse2 - a.lse2);
+    const T *queries = gpt_cuda__part(a, a.qkv, at, 0), *keys = gpt_cuda__part(a, a.qkv, at, 1),
+            *values = gpt_cuda__part(a, a.qkv, at, 2);
     const T *d_out = a.d_out + at.row * width + (size_t)(at.head * a.size);
     float *x = (float *)(void *)shared, *y = x + tile, *others_x = y + tile, *others_y = others_x + tile;
-    float *p = others_y + tile + mine * GPT_CUDA__PLAIN_SCORES, *ds = p + GPT_CUDA__PLAIN * GPT_CUDA__PLAIN_SCORES;
+    float *p = others_y + tile + mine * GPT_CUDA__PLAIN_SCORES,
+          *ds = p + GPT_CUDA__PLAIN * GPT_CUDA__PLAIN_SCORES;
     float sum_x[N] = {}, sum_y[N] = {}, s[4], dp[4], lse_of, delta_of;
     gpt_cuda__plain_load(x, KEYS ? keys : queries, 3 * width, first, a.length, a.size);
     gpt_cuda__plain_load(y, KEYS ? values : d_out, KEYS ? 3 * width : width, first, a.length, a.size);
     for (int i = KEYS ? at.tile : 0; i < (KEYS ? tiles : at.tile + 1); i++) {
         gpt_cuda_sync();
-        gpt_cuda__plain_load(others_x, KEYS ? queries : keys, 3 * width, i * GPT_CUDA__PLAIN, a.length, a.size);
-        gpt_cuda__plain_load(others_y, KEYS ? d_out : values, KEYS ? width : 3 * width, i * GPT_CUDA__PLAIN, a.length, a.size);
+        gpt_cuda__plain_load(others_x, KEYS ? queries : keys, 3 * width, i * GPT_CUDA__PLAIN, a.length,
+                             a.size);
+        gpt_cuda__plain_load(others_y, KEYS ? d_out : values, KEYS ? width : 3 * width, i * GPT_CUDA__PLAIN,
+                             a.length, a.size);
         gpt_cuda_sync();
         gpt_cuda__plain_scores(s, x + mine * gpt_cuda__plain_pitch(a.size), others_x, a.size);
         gpt_cuda__plain_scores(dp, y + mine * gpt_cuda__plain_pitch(a.size), others_y, a.size);
@@ -678,8 +776,11 @@ template <class T, int N, int KEYS> static __global__ void __launch_bounds__(256
         if (KEYS) gpt_cuda__plain_sum<N>(sum_y, p, others_y, a.size);
     }
     if (row >= a.length) return;
-    gpt_cuda__plain_store<N>(gpt_cuda__part(a, a.d_qkv, at, KEYS ? 1 : 0) + (size_t)row * 3 * width, sum_x, a.scale, a.size);
-    if (KEYS) gpt_cuda__plain_store<N>(gpt_cuda__part(a, a.d_qkv, at, 2) + (size_t)row * 3 * width, sum_y, 1, a.size);
+    gpt_cuda__plain_store<N>(gpt_cuda__part(a, a.d_qkv, at, KEYS ? 1 : 0) + (size_t)row * 3 * width, sum_x,
+                             a.scale, a.size);
+    if (KEYS)
+        gpt_cuda__plain_store<N>(gpt_cuda__part(a, a.d_qkv, at, 2) + (size_t)row * 3 * width, sum_y, 1,
+                                 a.size);
 }
 
 //== calls ================================================================================================== >>calls
@@ -690,12 +791,16 @@ static inline size_t gpt_cuda__attn_padded(const gpt_cuda_attention *it) {
 
 static inline const char *gpt_cuda_attention_check(const gpt_cuda_attention *it) {
     if (!it) return "there is no description: give a gpt_cuda_attention";
-    if (it->batch < 1 || it->length < 1 || it->heads < 1 || it->head_size < 1) return "batch, length, heads and head_size must be at least 1";
-    if (it->head_size > GPT_CUDA_ATTENTION_LARGEST) return "head_size must be at most 256: use more heads for the same channels";
-    if (it->dtype != 0 && it->dtype != DDP_BF16 && it->dtype != DDP_F32) return "dtype must be DDP_BF16 or DDP_F32";
-    if ((double)it->batch * it->heads * (double)gpt_cuda__attn_padded(it) >= 2147483648.0 ||
-        3.0 * it->heads * it->head_size * (it->length + 128.0) >= 2147483648.0)
-        return "batch times heads times length, and length times 3 times channels, must stay below 2^31: give it fewer or shorter sequences";
+    if (it->batch < 1 || it->length < 1 || it->heads < 1 || it->head_size < 1)
+        return "batch, length, heads and head_size must be at least 1";
+    if (it->head_size > GPT_CUDA_ATTENTION_LARGEST)
+        return "head_size must be at most 256: use more heads for the same channels";
+    if (it->dtype != 0 && it->dtype != DDP_BF16 && it->dtype != DDP_F32)
+        return "dtype must be DDP_BF16 or DDP_F32";
+    if ((double)it->batch * it->heads * (double)gpt_cuda__attn_padded(it) >= 2147483648.0
+        || 3.0 * it->heads * it->head_size * (it->length + 128.0) >= 2147483648.0)
+        return "batch times heads times length, and length times 3 times channels, must stay below 2^31: "
+               "give it fewer or shorter sequences";
     return NULL;
 }
 
@@ -725,7 +830,8 @@ static inline double gpt_cuda_attention_flops(const gpt_cuda_attention *it, int 
     return (backward ? 5 : 2) * 2 * scores * it->head_size;
 }
 
-template <class T> static inline gpt_cuda__attn<T> gpt_cuda__attn_arguments(const gpt_cuda_attention *it, const void *qkv) {
+template <class T>
+static inline gpt_cuda__attn<T> gpt_cuda__attn_arguments(const gpt_cuda_attention *it, const void *qkv) {
     gpt_cuda__attn<T> a;
     memset(&a, 0, sizeof a);
     a.batch = it->batch;
@@ -743,47 +849,69 @@ static inline unsigned gpt_cuda__attn_blocks(const gpt_cuda_attention *it, int r
 }
 
 /* Description and pointers, before anything runs. */
-static inline ddp_result gpt_cuda__attn_valid(const char *function, const gpt_cuda_attention *it, int count, const char *const *names,
-                                              const void *const *pointers) {
+static inline ddp_result gpt_cuda__attn_valid(const char *function, const gpt_cuda_attention *it, int count,
+                                              const char *const *names, const void *const *pointers) {
     const char *wrong = gpt_cuda_attention_check(it);
     if (wrong) return ddp_fail(DDP_ERR_INVALID, "%s: %s", function, wrong);
     for (int i = 0; i < count; i++) {
-        if (!pointers[i]) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL; give device memory", function, names[i]);
-        if ((uintptr_t)pointers[i] % 16) return ddp_fail(DDP_ERR_INVALID, "%s: %s is not aligned to 16 bytes", function, names[i]);
+        if (!pointers[i])
+            return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL; give device memory", function, names[i]);
+        if ((uintptr_t)pointers[i] % 16)
+            return ddp_fail(DDP_ERR_INVALID, "%s: %s is not aligned to 16 bytes", function, names[i]);
     }
     return DDP_OK;
 }
 
-template <int D> static inline ddp_result gpt_cuda__attn_forward(const gpt_cuda_attention *it, const gpt_cuda__attn<gpt_bf16> &a) {
-    return GPT_CUDA_LAUNCH(gpt_cuda__attn_forward_kernel<D>, gpt_cuda__attn_blocks(it, GPT_CUDA__QUERIES), 128, gpt_cuda__forward_shape<D>::SHARED_BYTES,
-                           it->stream, a);
+template <int D>
+static inline ddp_result gpt_cuda__attn_forward(const gpt_cuda_attention *it,
+                                                const gpt_cuda__attn<gpt_bf16> &a) {
+    return GPT_CUDA_LAUNCH(gpt_cuda__attn_forward_kernel<D>, gpt_cuda__attn_blocks(it, GPT_CUDA__QUERIES),
+                           128, gpt_cuda__forward_shape<D>::SHARED_BYTES, it->stream, a);
 }
 
-template <int D> static inline ddp_result gpt_cuda__attn_backward(const gpt_cuda_attention *it, const gpt_cuda__attn<gpt_bf16> &a) {
+template <int D>
+static inline ddp_result gpt_cuda__attn_backward(const gpt_cuda_attention *it,
+                                                 const gpt_cuda__attn<gpt_bf16> &a) {
     typedef gpt_cuda__backward_shape<D> S;
-    return GPT_CUDA_LAUNCH(gpt_cuda__attn_backward_kernel<D>, gpt_cuda__attn_blocks(it, GPT_CUDA__DOWN), S::THREADS, S::SHARED_BYTES, it->stream, a);
+    return GPT_CUDA_LAUNCH(gpt_cuda__attn_backward_kernel<D>, gpt_cuda__attn_blocks(it, GPT_CUDA__DOWN),
+                           S::THREADS, S::SHARED_BYTES, it->stream, a);
 }
 
-template <class T> static inline ddp_result gpt_cuda__attn_plain_forward(const gpt_cuda_attention *it, const gpt_cuda__attn<T> &a) {
-    const size_t shared = sizeof(float) * (size_t)(3 * gpt_cuda__plain_tile(a.size) + GPT_CUDA__PLAIN * GPT_CUDA__PLAIN_SCORES);
+template <class T>
+static inline ddp_result gpt_cuda__attn_plain_forward(const gpt_cuda_attention *it,
+                                                      const gpt_cuda__attn<T> &a) {
+    const size_t shared = sizeof(float)
+                          * (size_t)(3 * gpt_cuda__plain_tile(a.size)
+                                     + GPT_CUDA__PLAIN * GPT_CUDA__PLAIN_SCORES);
     const unsigned blocks = gpt_cuda__attn_blocks(it, GPT_CUDA__PLAIN);
-    if (a.size <= 64) return GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_forward_kernel<T, 8>), blocks, GPT_CUDA__PLAIN_THREADS, shared, it->stream, a);
-    return GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_forward_kernel<T, 32>), blocks, GPT_CUDA__PLAIN_THREADS, shared, it->stream, a);
+    if (a.size <= 64)
+        return GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_forward_kernel<T, 8>), blocks, GPT_CUDA__PLAIN_THREADS,
+                               shared, it->stream, a);
+    return GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_forward_kernel<T, 32>), blocks, GPT_CUDA__PLAIN_THREADS,
+                           shared, it->stream, a);
 }
 
-template <class T, int N> static inline ddp_result gpt_cuda__attn_plain_both(const gpt_cuda_attention *it, const gpt_cuda__attn<T> &a) {
-    const size_t shared = sizeof(float) * (size_t)(4 * gpt_cuda__plain_tile(a.size) + 2 * GPT_CUDA__PLAIN * GPT_CUDA__PLAIN_SCORES);
+template <class T, int N>
+static inline ddp_result gpt_cuda__attn_plain_both(const gpt_cuda_attention *it, const gpt_cuda__attn<T> &a) {
+    const size_t shared = sizeof(float)
+                          * (size_t)(4 * gpt_cuda__plain_tile(a.size)
+                                     + 2 * GPT_CUDA__PLAIN * GPT_CUDA__PLAIN_SCORES);
     const unsigned blocks = gpt_cuda__attn_blocks(it, GPT_CUDA__PLAIN);
-    ddp_result result = GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_backward_kernel<T, N, 1>), blocks, GPT_CUDA__PLAIN_THREADS, shared, it->stream, a);
+    ddp_result result = GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_backward_kernel<T, N, 1>), blocks,
+                                        GPT_CUDA__PLAIN_THREADS, shared, it->stream, a);
     if (result != DDP_OK) return result;
-    return GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_backward_kernel<T, N, 0>), blocks, GPT_CUDA__PLAIN_THREADS, shared, it->stream, a);
+    return GPT_CUDA_LAUNCH((gpt_cuda__attn_plain_backward_kernel<T, N, 0>), blocks, GPT_CUDA__PLAIN_THREADS,
+                           shared, it->stream, a);
 }
 
-template <class T> static inline ddp_result gpt_cuda__attn_plain_backward(const gpt_cuda_attention *it, const gpt_cuda__attn<T> &a) {
+template <class T>
+static inline ddp_result gpt_cuda__attn_plain_backward(const gpt_cuda_attention *it,
+                                                       const gpt_cuda__attn<T> &a) {
     return a.size <= 64 ? gpt_cuda__attn_plain_both<T, 8>(it, a) : gpt_cuda__attn_plain_both<T, 32>(it, a);
 }
 
-static inline ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it, const void *qkv, void *out, float *lse) {
+static inline ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it, const void *qkv, void *out,
+                                                    float *lse) {
     static const char *const names[] = {"qkv", "out", "lse"};
     const void *const pointers[] = {qkv, out, lse};
     ddp_result result = gpt_cuda__attn_valid("gpt_cuda_attention_forward", it, 3, names, pointers);
@@ -805,7 +933,8 @@ static inline ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it
 
 /* Backward's arguments, and its first kernel. */
 template <class T>
-static inline ddp_result gpt_cuda__attn_prepare(const gpt_cuda_attention *it, gpt_cuda__attn<T> *a, const void *out, const float *lse, const void *d_out,
+static inline ddp_result gpt_cuda__attn_prepare(const gpt_cuda_attention *it, gpt_cuda__attn<T> *a,
+                                                const void *out, const float *lse, const void *d_out,
                                                 void *d_qkv, void *workspace) {
     unsigned char *memory = (unsigned char *)workspace;
     size_t at[4];
@@ -819,17 +948,22 @@ static inline ddp_result gpt_cuda__attn_prepare(const gpt_cuda_attention *it, gp
     a->lse2 = (float *)(void *)(memory + at[0]);
     a->delta = (float *)(void *)(memory + at[1]);
     a->partial = (float *)(void *)(memory + at[2]);
-    return GPT_CUDA_LAUNCH(gpt_cuda__attn_prepare_kernel<T>, (unsigned)it->batch * (unsigned)it->heads * (unsigned)(a->padded / 32),
+    return GPT_CUDA_LAUNCH(gpt_cuda__attn_prepare_kernel<T>,
+                           (unsigned)it->batch * (unsigned)it->heads * (unsigned)(a->padded / 32),
                            GPT_CUDA__PREPARE_THREADS, 0, it->stream, *a);
 }
 
-static inline ddp_result gpt_cuda_attention_backward(const gpt_cuda_attention *it, const void *qkv, const void *out, const float *lse, const void *d_out,
+static inline ddp_result gpt_cuda_attention_backward(const gpt_cuda_attention *it, const void *qkv,
+                                                     const void *out, const float *lse, const void *d_out,
                                                      void *d_qkv, void *workspace) {
     static const char *const names[] = {"qkv", "out", "lse", "d_out", "d_qkv", "workspace"};
     const void *const pointers[] = {qkv, out, lse, d_out, d_qkv, workspace};
     ddp_result result = gpt_cuda__attn_valid("gpt_cuda_attention_backward", it, 6, names, pointers);
     if (result != DDP_OK) return result;
-    if (d_qkv == qkv) return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_attention_backward: d_qkv is qkv, which blocks read to the end; give other memory");
+    if (d_qkv == qkv)
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "gpt_cuda_attention_backward: d_qkv is qkv, which blocks read to the end; give other memory");
     if (it->dtype == DDP_F32) {
         gpt_cuda__attn<float> a = gpt_cuda__attn_arguments<float>(it, qkv);
         result = gpt_cuda__attn_prepare(it, &a, out, lse, d_out, d_qkv, workspace);

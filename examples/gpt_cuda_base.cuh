@@ -49,7 +49,9 @@ RULES
 #endif
 
 /* The upper half of a float: memory as __nv_bfloat16 and DDP_BF16 have it. */
-typedef struct gpt_bf16 { uint16_t bits; } gpt_bf16;
+typedef struct gpt_bf16 {
+    uint16_t bits;
+} gpt_bf16;
 
 GPT_CUDA_BOTH float gpt_cuda_to_float(float x) { return x; }
 GPT_CUDA_BOTH float gpt_cuda_to_float(gpt_bf16 x) {
@@ -73,8 +75,12 @@ GPT_CUDA_BOTH gpt_bf16 gpt_cuda_round_bf16(float x) {
 }
 
 template <class T> struct gpt_cuda__number;
-template <> struct gpt_cuda__number<float> { GPT_CUDA_BOTH float from(float x) { return x; } };
-template <> struct gpt_cuda__number<gpt_bf16> { GPT_CUDA_BOTH gpt_bf16 from(float x) { return gpt_cuda_round_bf16(x); } };
+template <> struct gpt_cuda__number<float> {
+    GPT_CUDA_BOTH float from(float x) { return x; }
+};
+template <> struct gpt_cuda__number<gpt_bf16> {
+    GPT_CUDA_BOTH gpt_bf16 from(float x) { return gpt_cuda_round_bf16(x); }
+};
 template <class T> GPT_CUDA_BOTH T gpt_cuda_from_float(float x) { return gpt_cuda__number<T>::from(x); }
 
 /* Two values in one register, as the fragments of mma want them: low in the lower half. */
@@ -98,7 +104,7 @@ template <> struct gpt_cuda__word<16> { typedef uint4 type; };
 
 /* N elements, 2, 4, 8 or 16 bytes, in one access that is aligned to its size. */
 template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load(T *out, const T *global) {
-    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+    typedef typename gpt_cuda__word<N *(int)sizeof(T)>::type word;
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_load<sizeof(word)>(out, global);
 #else
@@ -108,7 +114,7 @@ template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load(T *out, const T *gl
 }
 
 template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_store(T *global, const T *in) {
-    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+    typedef typename gpt_cuda__word<N *(int)sizeof(T)>::type word;
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_store<sizeof(word)>(global, in);
 #else
@@ -121,7 +127,7 @@ template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_store(T *global, const T
 /* The same for data that is touched once: caches give it up first. */
 template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load_stream(T *out, const T *global) {
 #if defined(__CUDA_ARCH__)
-    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+    typedef typename gpt_cuda__word<N *(int)sizeof(T)>::type word;
     word bits = __ldcs((const word *)(const void *)global);
     memcpy(out, &bits, sizeof bits);
 #else
@@ -131,7 +137,7 @@ template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load_stream(T *out, cons
 
 template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_store_stream(T *global, const T *in) {
 #if defined(__CUDA_ARCH__)
-    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+    typedef typename gpt_cuda__word<N *(int)sizeof(T)>::type word;
     word bits;
     memcpy(&bits, in, sizeof bits);
     __stcs((word *)(void *)global, bits);
@@ -149,7 +155,10 @@ GPT_CUDA_DEVICE int gpt_cuda_atomic_add(int *global, int value) {
     return fake_kernel_atomic_add(global, value);
 #else
     int old;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(__cvta_generic_to_global(global)), "r"(value) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(__cvta_generic_to_global(global)), "r"(value)
+                 : "memory");
     return old;
 #endif
 }
@@ -159,7 +168,10 @@ GPT_CUDA_DEVICE void gpt_cuda_release(int *global, int value) {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_release(global, value);
 #else
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(__cvta_generic_to_global(global)), "r"(value) : "memory");
+    asm volatile("st.release.gpu.global.s32 [%0], %1;"
+                 :
+                 : "l"(__cvta_generic_to_global(global)), "r"(value)
+                 : "memory");
 #endif
 }
 
@@ -168,7 +180,10 @@ GPT_CUDA_DEVICE int gpt_cuda_acquire(const int *global) {
     return fake_kernel_acquire(global);
 #else
     int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(global)) : "memory");
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                 : "=r"(value)
+                 : "l"(__cvta_generic_to_global(global))
+                 : "memory");
     return value;
 #endif
 }
@@ -179,14 +194,14 @@ GPT_CUDA_DEVICE int gpt_cuda_acquire(const int *global) {
    16 KiB of it at most.
    GPT_CUDA_DYNAMIC_SHARED(memory); is unsigned char *memory, aligned to 128 bytes: the shared_bytes of the launch. */
 #if defined(GPT_CUDA_ON_CPU)
-#define GPT_CUDA_SHARED(type, name, count)                                                                                                               \
-    static char name##_key;                                                                                                                              \
+#define GPT_CUDA_SHARED(type, name, count) \
+    static char name##_key;                \
     type *const name = (type *)fake_kernel_shared(&name##_key, sizeof(type) * (size_t)(count))
 #define GPT_CUDA_DYNAMIC_SHARED(name) unsigned char *const name = fake_kernel_dynamic_shared()
 #else
 #define GPT_CUDA_SHARED(type, name, count) __shared__ __align__(16) type name[count]
-#define GPT_CUDA_DYNAMIC_SHARED(name)                                                                                                                    \
-    extern __shared__ __align__(128) unsigned char gpt_cuda__dynamic[];                                                                                  \
+#define GPT_CUDA_DYNAMIC_SHARED(name)                                   \
+    extern __shared__ __align__(128) unsigned char gpt_cuda__dynamic[]; \
     unsigned char *const name = gpt_cuda__dynamic
 #endif
 
@@ -203,8 +218,11 @@ GPT_CUDA_DEVICE void gpt_cuda_copy_async16(void *shared, const void *global, int
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_copy_async16(shared, global, valid);
 #else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"((unsigned int)__cvta_generic_to_shared(shared)),
-                 "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"((unsigned int)__cvta_generic_to_shared(shared)), "l"(__cvta_generic_to_global(global)),
+                   "r"(valid ? 16 : 0)
+                 : "memory");
 #endif
 }
 
@@ -281,7 +299,9 @@ GPT_CUDA_DEVICE void gpt_cuda_ldmatrix4(uint32_t r[4], const void *shared) {
     fake_kernel_ldmatrix(r, shared, 0);
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned int)__cvta_generic_to_shared(shared)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((unsigned int)__cvta_generic_to_shared(shared))
+                 : "memory");
 #endif
 }
 
@@ -290,7 +310,9 @@ GPT_CUDA_DEVICE void gpt_cuda_ldmatrix4_trans(uint32_t r[4], const void *shared)
     fake_kernel_ldmatrix(r, shared, 1);
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned int)__cvta_generic_to_shared(shared)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((unsigned int)__cvta_generic_to_shared(shared))
+                 : "memory");
 #endif
 }
 
@@ -299,8 +321,10 @@ GPT_CUDA_DEVICE void gpt_cuda_mma_bf16(float d[4], const uint32_t a[4], const ui
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_mma_bf16(d, a, b);
 #else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                 "{%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
 
@@ -328,13 +352,19 @@ GPT_CUDA_DEVICE float gpt_cuda_rsqrt(float x) {
 //== launching ========================================================================================== >>launching
 
 template <class T> struct gpt_cuda__same { typedef T type; };
-template <class... P> struct gpt_cuda__bytes { enum { total = 0 }; };
-template <class T, class... P> struct gpt_cuda__bytes<T, P...> { enum { total = (int)sizeof(T) + (int)gpt_cuda__bytes<P...>::total }; };
+template <class... P> struct gpt_cuda__bytes {
+    enum { total = 0 };
+};
+template <class T, class... P> struct gpt_cuda__bytes<T, P...> {
+    enum { total = (int)sizeof(T) + (int)gpt_cuda__bytes<P...>::total };
+};
 
 /* Puts the kernel on the stream: DDP_OK, or DDP_ERR_ENGINE and a line with the kernel's name and CUDA's text. What goes wrong inside of it shows up, as
    always with CUDA, at a later call. Calls only runtime functions that a stream being captured allows. */
-template <class... P> static inline ddp_result gpt_cuda__launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
-                                                                cudaStream_t stream, typename gpt_cuda__same<P>::type... args) {
+template <class... P>
+static inline ddp_result gpt_cuda__launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
+                                          size_t shared_bytes, cudaStream_t stream,
+                                          typename gpt_cuda__same<P>::type... args) {
     static_assert(gpt_cuda__bytes<P...>::total <= 4096, "a kernel takes 4 KiB of arguments");
     const char *call = "cudaLaunchKernel";
 #if defined(GPT_CUDA_ON_CPU)
@@ -344,7 +374,8 @@ template <class... P> static inline ddp_result gpt_cuda__launch(const char *name
     cudaError_t error = cudaSuccess;
     if (shared_bytes > 32 * 1024) { /* a kernel gets 48 KiB unasked, static memory among them */
         call = "cudaFuncSetAttribute";
-        error = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+        error = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     (int)shared_bytes);
     }
     if (error == cudaSuccess) {
         call = "cudaLaunchKernel";
@@ -353,10 +384,13 @@ template <class... P> static inline ddp_result gpt_cuda__launch(const char *name
     if (error != cudaSuccess) cudaGetLastError(); /* it is told here, and is nobody else's */
 #endif
     if (error == cudaSuccess) return DDP_OK;
-    return ddp_fail(DDP_ERR_ENGINE, "kernel %s, grid %u x %u x %u, block %u x %u x %u, %zu bytes of shared memory: %s: %s (%s)", name, grid.x, grid.y, grid.z,
-                    block.x, block.y, block.z, shared_bytes, call, cudaGetErrorString(error), cudaGetErrorName(error));
+    return ddp_fail(
+        DDP_ERR_ENGINE,
+        "kernel %s, grid %u x %u x %u, block %u x %u x %u, %zu bytes of shared memory: %s: %s (%s)", name,
+        grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, call, cudaGetErrorString(error),
+        cudaGetErrorName(error));
 }
-#define GPT_CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                                                                  \
+#define GPT_CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
     gpt_cuda__launch(#kernel, kernel, grid, block, shared_bytes, stream, __VA_ARGS__)
 
 #endif /* GPT_CUDA_BASE_CUH */

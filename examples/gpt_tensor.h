@@ -24,41 +24,45 @@ typedef struct gpt_piece {
     int box_count;
     ddp_placement placement; /* of a box in its third, or in the whole */
     ddp_tensor_box box[3];
-    int64_t rows, columns;   /* of all boxes, one below the other; a vector has one column */
+    int64_t rows, columns; /* of all boxes, one below the other; a vector has one column */
 } gpt_piece;
 
 /* Backward says that gradient `index` is final. */
 typedef ddp_result (*gpt_tensor_ready_fn)(void *user, int index);
 
 typedef struct gpt_tensor {
-    gpt_config config, own;          /* the model's; and with this rank's heads and their channels alone */
+    gpt_config config, own; /* the model's; and with this rank's heads and their channels alone */
     int param_count, ranks;
-    int64_t tokens, rows;            /* M, of a micro-batch; S = M, or M / tp in sequence parallelism: rows of this rank's stream */
+    int64_t tokens,
+        rows; /* M, of a micro-batch; S = M, or M / tp in sequence parallelism: rows of this rank's stream */
     int batch, sequence_parallel;
     ddp_group *group;
     ddp_tp *tp;
-    ddp_tp_embedding *embedding;     /* layers hold no weights: one of a kind does for all blocks */
+    ddp_tp_embedding *embedding; /* layers hold no weights: one of a kind does for all blocks */
     ddp_tp_layer_norm *norm;
     ddp_tp_linear *qkv, *proj, *head;
     ddp_tp_mlp *mlp;
-    gpt_piece *pieces;               /* param_count */
-    float **values, **grads;         /* the trainer's tables */
-    gpt_tensor_ready_fn ready;       /* NULL = nobody listens */
+    gpt_piece *pieces;         /* param_count */
+    float **values, **grads;   /* the trainer's tables */
+    gpt_tensor_ready_fn ready; /* NULL = nobody listens */
     void *ready_user;
     float *scratch, *memory;
-    float *d_middle, *d_norm, *d_attention, *d_qkv; /* gradients inside of a block: (S, C) (S, C) (M, L) (M, 3L) */
+    float *d_middle, *d_norm, *d_attention,
+        *d_qkv; /* gradients inside of a block: (S, C) (S, C) (M, L) (M, 3L) */
 } gpt_tensor;
 
 /* What a block keeps of a micro-batch. L = C / tp columns of this rank's heads. */
 typedef struct gpt_tensor_acts {
-    float *ln1, *ln1_stats;         /* (S, C) (2 S) */
-    float *qkv, *lse, *attention;   /* (M, 3L) (B, NH / tp, T) (M, L) */
-    float *middle;                  /* (S, C) */
-    float *ln2, *ln2_stats, *mlp;   /* (S, C) (2 S) (what ddp_tp_mlp saves) */
+    float *ln1, *ln1_stats;       /* (S, C) (2 S) */
+    float *qkv, *lse, *attention; /* (M, 3L) (B, NH / tp, T) (M, L) */
+    float *middle;                /* (S, C) */
+    float *ln2, *ln2_stats, *mlp; /* (S, C) (2 S) (what ddp_tp_mlp saves) */
 } gpt_tensor_acts;
 
 /* What the head keeps. */
-typedef struct gpt_tensor_head_acts { float *ln, *ln_stats, *logits; } gpt_tensor_head_acts; /* (S, C) (2 S) (M, this rank's part of the vocabulary) */
+typedef struct gpt_tensor_head_acts {
+    float *ln, *ln_stats, *logits;
+} gpt_tensor_head_acts; /* (S, C) (2 S) (M, this rank's part of the vocabulary) */
 
 //== bad input ========================================================================================== >>bad-input
 
@@ -74,8 +78,9 @@ static ddp_result gpt_tensor_check(const run *r, int ranks) {
     const run_config *c = &r->plan.config;
     if (c->micro_batch > INT32_MAX / c->context) return run_no_room();
     if (r->options->sequence_parallel && c->micro_batch * c->context % ranks)
-        return WRONG("--sequence-parallel deals the tokens of --micro-batch %d x --context %d out to --tp %d ranks; use --context %d", c->micro_batch,
-                     c->context, ranks, (c->context + ranks - 1) / ranks * ranks);
+        return WRONG("--sequence-parallel deals the tokens of --micro-batch %d x --context %d out to --tp %d "
+                     "ranks; use --context %d",
+                     c->micro_batch, c->context, ranks, (c->context + ranks - 1) / ranks * ranks);
     return DDP_OK;
 }
 
@@ -85,11 +90,14 @@ static ddp_result gpt_tensor_check(const run *r, int ranks) {
 static ddp_result gpt_tensor_multiply(const ddp_gemm *g, void *user) {
     gpt_matrix a, b;
     gpt_output out;
-    a.data = (const float *)g->a, a.row = g->trans_a ? 1 : (size_t)g->lda, a.column = g->trans_a ? (size_t)g->lda : 1;
-    b.data = (const float *)g->b, b.row = g->trans_b ? 1 : (size_t)g->ldb, b.column = g->trans_b ? (size_t)g->ldb : 1;
+    a.data = (const float *)g->a, a.row = g->trans_a ? 1 : (size_t)g->lda,
+    a.column = g->trans_a ? (size_t)g->lda : 1;
+    b.data = (const float *)g->b, b.row = g->trans_b ? 1 : (size_t)g->ldb,
+    b.column = g->trans_b ? (size_t)g->ldb : 1;
     out.c = (float *)g->c, out.row = (size_t)g->ldc, out.bias = NULL, out.add = g->accumulate ? out.c : NULL;
     if (g->k > 0) gpt_gemm((float *)user, (int)g->m, (int)g->n, (int)g->k, a, b, out);
-    for (int64_t i = 0; i < g->m && g->k == 0 && !g->accumulate; i++) memset(out.c + i * g->ldc, 0, (size_t)g->n * sizeof(float));
+    for (int64_t i = 0; i < g->m && g->k == 0 && !g->accumulate; i++)
+        memset(out.c + i * g->ldc, 0, (size_t)g->n * sizeof(float));
     return DDP_OK;
 }
 
@@ -132,9 +140,13 @@ static ddp_result gpt_tensor_find_piece(const gpt_tensor *m, int index, const gp
     p->box_count = linear && linear == m->qkv ? 3 : 1;
     for (int k = 0; k < p->box_count; k++) {
         ddp_tensor_box *box = &p->box[k];
-        if (linear) TRY(info->ndim > 1 ? ddp_tp_linear_weight_box(linear, k, box) : ddp_tp_linear_bias_box(linear, k, box));
-        else if (index == 0 || info->tied_to == 0) TRY(ddp_tp_embedding_box(m->embedding, box));
-        else TRY(ddp_placement_shard_box(DDP_REPLICATE, info->ndim, info->shape, 0, 1, box));
+        if (linear)
+            TRY(info->ndim > 1 ? ddp_tp_linear_weight_box(linear, k, box)
+                               : ddp_tp_linear_bias_box(linear, k, box));
+        else if (index == 0 || info->tied_to == 0)
+            TRY(ddp_tp_embedding_box(m->embedding, box));
+        else
+            TRY(ddp_placement_shard_box(DDP_REPLICATE, info->ndim, info->shape, 0, 1, box));
         p->columns = box->ndim > 1 ? box->shape[1] : 1;
         p->rows += box->shape[0];
         for (int d = 0; d < box->ndim; d++)
@@ -144,7 +156,8 @@ static ddp_result gpt_tensor_find_piece(const gpt_tensor *m, int index, const gp
 }
 
 /* Layers for the run's model on this group, which parts of the parameters this rank has, and room to compute. Collective. */
-static ddp_result gpt_tensor_create(gpt_tensor *m, const run *r, ddp_group *group, float **values, float **grads) {
+static ddp_result gpt_tensor_create(gpt_tensor *m, const run *r, ddp_group *group, float **values,
+                                    float **grads) {
     size_t used = 0, C, L, M, S;
     m->config = m->own = run_model_config(r);
     m->group = group;
@@ -188,13 +201,16 @@ static void gpt_tensor_destroy(gpt_tensor *m) {
 static int64_t gpt_box_stride(const ddp_tensor_box *box) { return box->ndim > 1 ? box->global_shape[1] : 1; }
 
 /* Where row i of the box begins in the global matrix. */
-static int64_t gpt_box_row(const ddp_tensor_box *box, int64_t i) { return (box->offset[0] + i) * gpt_box_stride(box) + (box->ndim > 1 ? box->offset[1] : 0); }
+static int64_t gpt_box_row(const ddp_tensor_box *box, int64_t i) {
+    return (box->offset[0] + i) * gpt_box_stride(box) + (box->ndim > 1 ? box->offset[1] : 0);
+}
 
 //== forward and backward =================================================================================== >>passes
 
 /* Lays the activations of a block out in memory. Returns the floats needed; memory NULL only counts. */
 static size_t gpt_tensor_acts_place(const gpt_tensor *m, float *memory, gpt_tensor_acts *a) {
-    size_t used = 0, C = (size_t)m->config.channels, L = (size_t)m->own.channels, M = (size_t)m->tokens, S = (size_t)m->rows;
+    size_t used = 0, C = (size_t)m->config.channels, L = (size_t)m->own.channels, M = (size_t)m->tokens,
+           S = (size_t)m->rows;
     a->ln1 = gpt__take(memory, &used, S * C);
     a->ln1_stats = gpt__take(memory, &used, 2 * S);
     a->qkv = gpt__take(memory, &used, M * 3 * L);
@@ -241,12 +257,14 @@ static float *gpt_tensor_position(const gpt_tensor *m, float *const *table, int6
 static ddp_result gpt_tensor_embed_forward(const gpt_tensor *m, const int *tokens, float *out) {
     int64_t C = m->config.channels;
     TRY(ddp_tp_embedding_forward(m->embedding, m->values[0], tokens, m->tokens, out));
-    for (int64_t i = 0; i < m->rows; i++) gpt_tensor_add(out + i * C, gpt_tensor_position(m, m->values, i), C);
+    for (int64_t i = 0; i < m->rows; i++)
+        gpt_tensor_add(out + i * C, gpt_tensor_position(m, m->values, i), C);
     return DDP_OK;
 }
 
 /* in and out (S, C). */
-static ddp_result gpt_tensor_block_forward(const gpt_tensor *m, int layer, const float *in, gpt_tensor_acts *a, float *out) {
+static ddp_result gpt_tensor_block_forward(const gpt_tensor *m, int layer, const float *in,
+                                           gpt_tensor_acts *a, float *out) {
     gpt_block w = gpt_block_view(m->values, layer);
     const void *const mlp[4] = {w.fc_weight, w.fc_bias, w.mlp_weight, w.mlp_bias};
     gpt_pass pass = gpt_tensor_pass(m);
@@ -255,20 +273,23 @@ static ddp_result gpt_tensor_block_forward(const gpt_tensor *m, int layer, const
     gpt_attention(&pass, a->attention, a->lse, a->qkv);
     TRY(ddp_tp_linear_forward(m->proj, w.attn_weight, w.attn_bias, a->attention, m->tokens, a->middle));
     gpt_tensor_add(a->middle, in, m->rows * m->config.channels);
-    TRY(ddp_tp_layer_norm_forward(m->norm, w.ln2_weight, w.ln2_bias, a->middle, m->rows, a->ln2_stats, a->ln2));
+    TRY(ddp_tp_layer_norm_forward(m->norm, w.ln2_weight, w.ln2_bias, a->middle, m->rows, a->ln2_stats,
+                                  a->ln2));
     TRY(ddp_tp_mlp_forward(m->mlp, mlp, a->ln2, m->tokens, a->mlp, out));
     gpt_tensor_add(out, a->middle, m->rows * m->config.channels);
     return DDP_OK;
 }
 
 /* The mean loss of the micro-batch; with_grads: the logits become their gradient. */
-static ddp_result gpt_tensor_head_forward(const gpt_tensor *m, const float *in, const int *targets, gpt_tensor_head_acts *a, double *loss, int with_grads) {
+static ddp_result gpt_tensor_head_forward(const gpt_tensor *m, const float *in, const int *targets,
+                                          gpt_tensor_head_acts *a, double *loss, int with_grads) {
     gpt_head w = gpt_head_view(&m->config, m->values);
     ddp_tp_loss_desc desc = DDP_ZERO;
     desc.vocab = m->config.vocab;
     TRY(ddp_tp_layer_norm_forward(m->norm, w.ln_weight, w.ln_bias, in, m->rows, a->ln_stats, a->ln));
     TRY(ddp_tp_linear_forward(m->head, w.weight, NULL, a->ln, m->tokens, a->logits));
-    return ddp_tp_cross_entropy(m->tp, &desc, a->logits, targets, m->tokens, NULL, loss, with_grads ? a->logits : NULL);
+    return ddp_tp_cross_entropy(m->tp, &desc, a->logits, targets, m->tokens, NULL, loss,
+                                with_grads ? a->logits : NULL);
 }
 
 static ddp_result gpt_tensor_ready(const gpt_tensor *m, int last, int first) {
@@ -277,15 +298,18 @@ static ddp_result gpt_tensor_ready(const gpt_tensor *m, int last, int first) {
 }
 
 /* After forward with_grads. */
-static ddp_result gpt_tensor_head_backward(const gpt_tensor *m, const float *in, const gpt_tensor_head_acts *a, float *d_in) {
+static ddp_result gpt_tensor_head_backward(const gpt_tensor *m, const float *in,
+                                           const gpt_tensor_head_acts *a, float *d_in) {
     gpt_head w = gpt_head_view(&m->config, m->values), g = gpt_head_view(&m->config, m->grads);
     TRY(ddp_tp_linear_backward(m->head, w.weight, a->ln, a->logits, m->tokens, m->d_norm, g.weight, NULL));
-    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln_weight, in, a->ln_stats, m->d_norm, m->rows, d_in, g.ln_weight, g.ln_bias));
+    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln_weight, in, a->ln_stats, m->d_norm, m->rows, d_in,
+                                   g.ln_weight, g.ln_bias));
     return gpt_tensor_ready(m, w.first + 2, w.first);
 }
 
 /* d_out, the gradient of the block's output, gives d_in, that of its input; they may be the same memory. */
-static ddp_result gpt_tensor_block_backward(const gpt_tensor *m, int layer, const float *in, const gpt_tensor_acts *a, const float *d_out, float *d_in) {
+static ddp_result gpt_tensor_block_backward(const gpt_tensor *m, int layer, const float *in,
+                                            const gpt_tensor_acts *a, const float *d_out, float *d_in) {
     gpt_block w = gpt_block_view(m->values, layer), g = gpt_block_view(m->grads, layer);
     const void *const mlp[4] = {w.fc_weight, w.fc_bias, w.mlp_weight, w.mlp_bias};
     void *const mlp_grads[4] = {g.fc_weight, g.fc_bias, g.mlp_weight, g.mlp_bias};
@@ -293,15 +317,19 @@ static ddp_result gpt_tensor_block_backward(const gpt_tensor *m, int layer, cons
     gpt_pass pass = gpt_tensor_pass(m);
     TRY(ddp_tp_mlp_backward(m->mlp, mlp, a->ln2, a->mlp, d_out, m->tokens, m->d_norm, mlp_grads));
     TRY(gpt_tensor_ready(m, w.first + GPT_MLP_BIAS, w.first + GPT_FC_WEIGHT));
-    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln2_weight, a->middle, a->ln2_stats, m->d_norm, m->rows, m->d_middle, g.ln2_weight, g.ln2_bias));
+    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln2_weight, a->middle, a->ln2_stats, m->d_norm, m->rows,
+                                   m->d_middle, g.ln2_weight, g.ln2_bias));
     TRY(gpt_tensor_ready(m, w.first + GPT_LN2_BIAS, w.first + GPT_LN2_WEIGHT));
     gpt_tensor_add(m->d_middle, d_out, count);
-    TRY(ddp_tp_linear_backward(m->proj, w.attn_weight, a->attention, m->d_middle, m->tokens, m->d_attention, g.attn_weight, g.attn_bias));
+    TRY(ddp_tp_linear_backward(m->proj, w.attn_weight, a->attention, m->d_middle, m->tokens, m->d_attention,
+                               g.attn_weight, g.attn_bias));
     TRY(gpt_tensor_ready(m, w.first + GPT_ATTN_BIAS, w.first + GPT_ATTN_WEIGHT));
     gpt_attention_backward(&pass, m->d_qkv, m->d_attention, a->attention, a->lse, a->qkv);
-    TRY(ddp_tp_linear_backward(m->qkv, w.qkv_weight, a->ln1, m->d_qkv, m->tokens, m->d_norm, g.qkv_weight, g.qkv_bias));
+    TRY(ddp_tp_linear_backward(m->qkv, w.qkv_weight, a->ln1, m->d_qkv, m->tokens, m->d_norm, g.qkv_weight,
+                               g.qkv_bias));
     TRY(gpt_tensor_ready(m, w.first + GPT_QKV_BIAS, w.first + GPT_QKV_WEIGHT));
-    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln1_weight, in, a->ln1_stats, m->d_norm, m->rows, d_in, g.ln1_weight, g.ln1_bias));
+    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln1_weight, in, a->ln1_stats, m->d_norm, m->rows, d_in,
+                                   g.ln1_weight, g.ln1_bias));
     gpt_tensor_add(d_in, m->d_middle, count);
     return gpt_tensor_ready(m, w.first + GPT_LN1_BIAS, w.first + GPT_LN1_WEIGHT);
 }
@@ -313,7 +341,8 @@ static ddp_result gpt_tensor_embed_backward(const gpt_tensor *m, const int *toke
     size_t positions = (size_t)m->config.context * (size_t)C;
     memset(m->grads[1], 0, positions * sizeof(float));
     for (int64_t i = 0; i < m->rows; i++) gpt_tensor_add(gpt_tensor_position(m, m->grads, i), d + i * C, C);
-    if (m->sequence_parallel) TRY(ddp_all_reduce(m->group, m->grads[1], m->grads[1], positions, DDP_F32, DDP_OP_SUM, NULL));
+    if (m->sequence_parallel)
+        TRY(ddp_all_reduce(m->group, m->grads[1], m->grads[1], positions, DDP_F32, DDP_OP_SUM, NULL));
     TRY(ddp_tp_embedding_backward(m->embedding, tokens, d, m->tokens, m->grads[0]));
     return gpt_tensor_ready(m, 1, 0);
 }

@@ -24,8 +24,9 @@ static ddp_result copy_rows(void *user, int index, int64_t first, int64_t count,
 }
 
 static void print_header(const char *path, const llmc_header *h) {
-    printf("%s: vocab %d (padded to %d), context %d, layers %d, heads %d, channels %d, %s, %lld bytes\n", path, h->config.vocab, h->padded_vocab,
-           h->config.context, h->config.layers, h->config.heads, h->config.channels, ddp_dtype_name(h->dtype), (long long)llmc_file_bytes(h));
+    printf("%s: vocab %d (padded to %d), context %d, layers %d, heads %d, channels %d, %s, %lld bytes\n",
+           path, h->config.vocab, h->padded_vocab, h->config.context, h->config.layers, h->config.heads,
+           h->config.channels, ddp_dtype_name(h->dtype), (long long)llmc_file_bytes(h));
 }
 
 /* A checkpoint of --from, or of random first values; opened again, it is what was asked for. */
@@ -40,12 +41,15 @@ static ddp_result make_model(const request *r) {
     h.padded_vocab = 0;
     if (r->from) h = from.header;
     if (r->dtype || !r->from) h.dtype = r->dtype && !strcmp(r->dtype, "bf16") ? DDP_BF16 : DDP_F32;
-    result = r->from ? llmc_write(r->model, &h, copy_rows, &from) : llmc_write_random(r->model, &h, (uint64_t)r->seed);
+    result = r->from ? llmc_write(r->model, &h, copy_rows, &from)
+                     : llmc_write_random(r->model, &h, (uint64_t)r->seed);
     llmc_close(&from);
     if (result == DDP_OK) result = llmc_open(&made, r->model);
     if (result != DDP_OK) return result;
     if (memcmp(&made.header.config, &h.config, sizeof h.config) || made.header.dtype != h.dtype)
-        result = ddp_fail(DDP_ERR_CORRUPT, "%.300s was changed by another program while it was written; write it again", r->model);
+        result = ddp_fail(DDP_ERR_CORRUPT,
+                          "%.300s was changed by another program while it was written; write it again",
+                          r->model);
     print_header(r->model, &made.header);
     llmc_close(&made);
     return result;
@@ -60,17 +64,22 @@ static ddp_result show_parameter(const llmc_model *m, int index) {
     gpt_param_info(&m->header.config, index, &p);
     step = (int64_t)(sizeof piece / sizeof *piece) / p.shape[1];
     if (step < 1)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%s has rows of %lld elements; the longest that can be shown have %d", p.name, (long long)p.shape[1], 1 << 16);
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "%s has rows of %lld elements; the longest that can be shown have %d", p.name,
+                        (long long)p.shape[1], 1 << 16);
     for (int64_t first = 0, rows; first < p.shape[0]; first += rows) {
         ddp_result result;
         rows = p.shape[0] - first < step ? p.shape[0] - first : step;
         result = llmc_read(m, index, first, rows, piece);
         if (result != DDP_OK) return result;
-        for (int64_t i = 0; i < rows * p.shape[1]; i++) { sum += piece[i]; squares += (double)piece[i] * piece[i]; }
+        for (int64_t i = 0; i < rows * p.shape[1]; i++) {
+            sum += piece[i];
+            squares += (double)piece[i] * piece[i];
+        }
     }
     mean = sum / (double)p.count;
-    printf("  %-22s (%lld, %lld)  mean %.3g  deviation %.3g\n", p.name, (long long)p.shape[0], (long long)p.shape[1], mean,
-           sqrt(fmax(0, squares / (double)p.count - mean * mean)));
+    printf("  %-22s (%lld, %lld)  mean %.3g  deviation %.3g\n", p.name, (long long)p.shape[0],
+           (long long)p.shape[1], mean, sqrt(fmax(0, squares / (double)p.count - mean * mean)));
     return DDP_OK;
 }
 
@@ -79,7 +88,8 @@ static ddp_result show(const char *path) {
     ddp_result result = llmc_open(&m, path);
     if (result != DDP_OK) return result;
     print_header(path, &m.header);
-    for (int i = 0; result == DDP_OK && i < gpt_param_head(&m.header.config); i++) result = show_parameter(&m, i);
+    for (int i = 0; result == DDP_OK && i < gpt_param_head(&m.header.config); i++)
+        result = show_parameter(&m, i);
     llmc_close(&m);
     return result;
 }
@@ -92,7 +102,8 @@ static ddp_result make_tokens(const request *r) {
     ddp_result result;
     source s;
     while (r->paths[path_count]) path_count++;
-    if (count > 0) result = llmc_write_random_tokens(r->tokens, count, r->config.vocab, (uint64_t)r->seed);
+    if (count > 0)
+        result = llmc_write_random_tokens(r->tokens, count, r->config.vocab, (uint64_t)r->seed);
     else {
         result = text_load(&text, (const char **)r->paths, path_count);
         count = text.count;
@@ -102,7 +113,9 @@ static ddp_result make_tokens(const request *r) {
     if (result != DDP_OK || count < 2) return result;
     result = source_open_tokens(&s, r->tokens, 1);
     if (result == DDP_OK && s.count != count - 1)
-        result = ddp_fail(DDP_ERR_CORRUPT, "%.300s was changed by another program while it was written; write it again", r->tokens);
+        result = ddp_fail(DDP_ERR_CORRUPT,
+                          "%.300s was changed by another program while it was written; write it again",
+                          r->tokens);
     if (result == DDP_OK) printf("%s: %lld tokens\n", r->tokens, (long long)count);
     source_close(&s);
     return result;
@@ -131,14 +144,17 @@ int main(int argc, char **argv) {
         {"--layers", "N", &r.config.layers, NULL, NULL, 1, 1000, "blocks of --model"},
         {"--heads", "N", &r.config.heads, NULL, NULL, 1, 1000, "attention heads of --model"},
         {"--channels", "N", &r.config.channels, NULL, NULL, 1, 65536, "width of --model, divisible by heads"},
-        {"--tokens", "FILE", NULL, NULL, &r.tokens, 0, 0, "write a token shard, of the bytes of the files given"},
+        {"--tokens", "FILE", NULL, NULL, &r.tokens, 0, 0,
+         "write a token shard, of the bytes of the files given"},
         {"--count", "N", &r.count, NULL, NULL, 0, INT32_MAX, "random tokens instead of files, for --tokens"},
         {"--seed", "N", &r.seed, NULL, NULL, 0, INT32_MAX, "of what is random"},
-        {"--show", "FILE", NULL, NULL, &r.show, 0, 0, "describe a checkpoint"}};
+        {"--show", "FILE", NULL, NULL, &r.show, 0, 0, "describe a checkpoint"},
+    };
     int status;
-    if (argc > (int)(sizeof r.paths / sizeof *r.paths)) return fprintf(stderr, "llmc: %d words are too many; give folders\n", argc), 1;
-    status = options_read("llmc: makes, copies and shows GPT-2 checkpoints and token shards of llm.c", options, (int)(sizeof options / sizeof *options), argc,
-                          argv, r.paths);
+    if (argc > (int)(sizeof r.paths / sizeof *r.paths))
+        return fprintf(stderr, "llmc: %d words are too many; give folders\n", argc), 1;
+    status = options_read("llmc: makes, copies and shows GPT-2 checkpoints and token shards of llm.c",
+                          options, (int)(sizeof options / sizeof *options), argc, argv, r.paths);
     if (status >= 0) return status;
     if (wrong_request(&r)) return fprintf(stderr, "llmc: %s\n", wrong_request(&r)), 1;
     result = r.show ? show(r.show) : r.model ? make_model(&r) : make_tokens(&r);

@@ -26,12 +26,14 @@ static float wanted(int sample, int row) {
 
 /* One step on this rank's samples and columns; *loss is the mean square over all. */
 static ddp_result step(ddp_group *dp, ddp_group *tp, float *w, int columns, float *loss) {
-    int samples = SAMPLES / ddp_world_size(dp), first_sample = ddp_rank(dp) * samples, first_column = ddp_rank(tp) * columns;
+    int samples = SAMPLES / ddp_world_size(dp), first_sample = ddp_rank(dp) * samples,
+        first_column = ddp_rank(tp) * columns;
     float y[SAMPLES * ROWS] = {0}, gradient[ROWS * COLUMNS] = {0};
     ddp_result result;
     for (int s = 0; s < samples; s++)
         for (int r = 0; r < ROWS; r++)
-            for (int c = 0; c < columns; c++) y[s * ROWS + r] += w[r * columns + c] * input(first_sample + s, first_column + c);
+            for (int c = 0; c < columns; c++)
+                y[s * ROWS + r] += w[r * columns + c] * input(first_sample + s, first_column + c);
     result = ddp_all_reduce(tp, y, y, (size_t)(samples * ROWS), DDP_F32, DDP_OP_SUM, NULL);
     if (result != DDP_OK) return result;
     *loss = 0;
@@ -39,7 +41,9 @@ static ddp_result step(ddp_group *dp, ddp_group *tp, float *w, int columns, floa
         for (int r = 0; r < ROWS; r++) {
             float error = y[s * ROWS + r] - wanted(first_sample + s, r);
             *loss += error * error / (float)(samples * ROWS);
-            for (int c = 0; c < columns; c++) gradient[r * columns + c] += error * input(first_sample + s, first_column + c) / (float)samples;
+            for (int c = 0; c < columns; c++)
+                gradient[r * columns + c] += error * input(first_sample + s, first_column + c)
+                                             / (float)samples;
         }
     result = ddp_all_reduce(dp, gradient, gradient, (size_t)(ROWS * columns), DDP_F32, DDP_OP_AVG, NULL);
     for (int i = 0; i < ROWS * columns; i++) w[i] -= 0.1f * gradient[i];
@@ -53,32 +57,41 @@ static ddp_result train(ddp_group *world, void *user) {
     float w[ROWS * COLUMNS] = {0}, loss = 0, first = 0;
     desc.ndim = 2;
     desc.shape[0] = ((int *)user)[0], desc.names[0] = "dp";
-    desc.shape[1] = ((int *)user)[1], desc.names[1] = "tp"; /* the last dimension runs fastest: tp ranks are neighbours */
+    desc.shape[1] = ((int *)user)[1],
+    desc.names[1] = "tp"; /* the last dimension runs fastest: tp ranks are neighbours */
     ddp_result result = ddp_mesh_create(&mesh, world, &desc);
     if (result != DDP_OK) return result;
     dp = ddp_mesh_group(mesh, "dp");
     tp = ddp_mesh_group(mesh, "tp");
     if (SAMPLES % desc.shape[0] || COLUMNS % desc.shape[1])
-        result = ddp_fail(DDP_ERR_INVALID, "%d samples and %d columns are not to be dealt out evenly over %d x %d ranks", SAMPLES, COLUMNS, desc.shape[0], desc.shape[1]);
+        result = ddp_fail(DDP_ERR_INVALID,
+                          "%d samples and %d columns are not to be dealt out evenly over %d x %d ranks",
+                          SAMPLES, COLUMNS, desc.shape[0], desc.shape[1]);
     for (int i = 0; i < STEPS && result == DDP_OK; i++) {
         result = step(dp, tp, w, COLUMNS / desc.shape[1], &loss);
         if (i == 0) first = loss;
     }
-    if (result == DDP_OK && !(loss < 1e-3f * first)) result = ddp_fail(DDP_ERR_CORRUPT, "the loss went from %g to %g", (double)first, (double)loss);
+    if (result == DDP_OK && !(loss < 1e-3f * first))
+        result = ddp_fail(DDP_ERR_CORRUPT, "the loss went from %g to %g", (double)first, (double)loss);
     if (result == DDP_OK && ddp_rank(world) == 0)
-        printf("%d x %d ranks: loss %.4f -> %.2g in %d steps\n", desc.shape[0], desc.shape[1], (double)first, (double)loss, STEPS);
+        printf("%d x %d ranks: loss %.4f -> %.2g in %d steps\n", desc.shape[0], desc.shape[1], (double)first,
+               (double)loss, STEPS);
     ddp_mesh_destroy(mesh);
     return result;
 }
 
-static void print_notice(const char *text, void *user) { (void)user; fprintf(stderr, "%s\n", text); }
+static void print_notice(const char *text, void *user) {
+    (void)user;
+    fprintf(stderr, "%s\n", text);
+}
 
 int main(int argc, char **argv) {
     int shape[2] = {argc > 1 ? atoi(argv[1]) : 2, argc > 2 ? atoi(argv[2]) : 2};
     ddp_launch_desc desc = DDP_ZERO;
     desc.world_size = shape[0] * shape[1];
     desc.group.log_fn = print_notice; /* such as ranks that are waited for */
-    if (shape[0] < 1 || shape[1] < 1) return fprintf(stderr, "usage: mesh [data-parallel ranks] [tensor-parallel ranks]\n"), 1;
+    if (shape[0] < 1 || shape[1] < 1)
+        return fprintf(stderr, "usage: mesh [data-parallel ranks] [tensor-parallel ranks]\n"), 1;
     if (ddp_launch(&desc, train, shape) == DDP_OK) return 0;
     fprintf(stderr, "mesh: %s\n", ddp_last_error());
     return 1;

@@ -26,7 +26,8 @@ typedef struct model {
     int first, end, parameter_count;
     mlp_layer layer[LAYERS];
     float *memory, *values, *grads, *momentum, *pack; /* parameter_count each, but for pack */
-    float *out[LAYERS + 1], *d_out[LAYERS + 1]; /* (ROWS, WIDTHS[i]): what goes into layer i, and its gradient */
+    float *out[LAYERS + 1],
+        *d_out[LAYERS + 1]; /* (ROWS, WIDTHS[i]): what goes into layer i, and its gradient */
 } model;
 
 static ddp_result model_create(model *m, int first, int end) {
@@ -40,7 +41,8 @@ static ddp_result model_create(model *m, int first, int end) {
     if (!at) return ddp_fail(DDP_ERR_NO_MEMORY, "layers %d to %d", first, end - 1);
     m->values = at, m->grads = at + m->parameter_count, m->momentum = m->grads + m->parameter_count;
     for (int i = first; i < end; i++) {
-        mlp_layer layer = {WIDTHS[i], WIDTHS[i + 1], i < LAYERS - 1, at, at + WIDTHS[i] * WIDTHS[i + 1], NULL, NULL};
+        mlp_layer layer = {WIDTHS[i], WIDTHS[i + 1], i < LAYERS - 1, at, at + WIDTHS[i] * WIDTHS[i + 1],
+                           NULL,      NULL};
         layer.d_weight = layer.weight + m->parameter_count, layer.d_bias = layer.bias + m->parameter_count;
         m->layer[i] = layer;
         mlp_init(&layer, 1, i);
@@ -66,22 +68,28 @@ static int sample(int step, int r, float *point) {
 }
 
 static void forward(model *m) {
-    for (int i = m->first; i < m->end; i++) mlp_forward(&m->layer[i], m->pack, ROWS, m->out[i], m->out[i + 1]);
+    for (int i = m->first; i < m->end; i++)
+        mlp_forward(&m->layer[i], m->pack, ROWS, m->out[i], m->out[i + 1]);
 }
 
 static void backward(model *m) {
-    for (int i = m->end - 1; i >= m->first; i--) mlp_backward(&m->layer[i], m->pack, ROWS, m->out[i], m->out[i + 1], m->d_out[i + 1], i ? m->d_out[i] : NULL);
+    for (int i = m->end - 1; i >= m->first; i--)
+        mlp_backward(&m->layer[i], m->pack, ROWS, m->out[i], m->out[i + 1], m->d_out[i + 1],
+                     i ? m->d_out[i] : NULL);
 }
 
 static double loss_of(model *m, int step) {
     double loss = 0;
     for (int r = 0; r < ROWS; r++)
-        loss += mlp_loss(CLASSES, m->out[LAYERS] + r * CLASSES, sample(step, r, NULL), NULL, m->d_out[LAYERS] + r * CLASSES, 1.0f / ROWS) / ROWS;
+        loss += mlp_loss(CLASSES, m->out[LAYERS] + r * CLASSES, sample(step, r, NULL), NULL,
+                         m->d_out[LAYERS] + r * CLASSES, 1.0f / ROWS)
+                / ROWS;
     return loss;
 }
 
 static void update(model *m) { /* SGD with momentum */
-    for (int i = 0; i < m->parameter_count; i++) m->values[i] -= 0.1f * (m->momentum[i] = 0.9f * m->momentum[i] + m->grads[i]);
+    for (int i = 0; i < m->parameter_count; i++)
+        m->values[i] -= 0.1f * (m->momentum[i] = 0.9f * m->momentum[i] + m->grads[i]);
 }
 
 /* One step on one rank, which has all layers. */
@@ -104,7 +112,8 @@ static ddp_result step_halves(ddp_group *world, model *m, int step, double *loss
         forward(m);
         start = ddp_now();
         result = ddp_send(world, m->out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 1, 0, NULL);
-        if (result == DDP_OK) result = ddp_recv(world, m->d_out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 1, 1, NULL);
+        if (result == DDP_OK)
+            result = ddp_recv(world, m->d_out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 1, 1, NULL);
         *waiting += ddp_now() - start;
         backward(m);
     } else {
@@ -114,7 +123,8 @@ static ddp_result step_halves(ddp_group *world, model *m, int step, double *loss
         forward(m);
         *loss = loss_of(m, step);
         backward(m);
-        if (result == DDP_OK) result = ddp_send(world, m->d_out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 0, 1, NULL);
+        if (result == DDP_OK)
+            result = ddp_send(world, m->d_out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 0, 1, NULL);
     }
     update(m);
     return result;
@@ -126,9 +136,14 @@ static ddp_result check(const model *half, int steps, double last) {
     double loss = 0;
     ddp_result result = model_create(&whole, 0, LAYERS);
     for (int step = 0; result == DDP_OK && step < steps; step++) loss = step_alone(&whole, step);
-    if (result == DDP_OK && memcmp(half->values, whole.layer[half->first].weight, (size_t)half->parameter_count * sizeof(float)) != 0)
-        result = ddp_fail(DDP_ERR_CORRUPT, "the weights of layers %d to %d are not those of one rank", half->first, half->end - 1);
-    if (result == DDP_OK && half->first > 0 && loss != last) result = ddp_fail(DDP_ERR_CORRUPT, "the loss is %.17g, and on one rank %.17g", last, loss);
+    if (result == DDP_OK
+        && memcmp(half->values, whole.layer[half->first].weight,
+                  (size_t)half->parameter_count * sizeof(float))
+               != 0)
+        result = ddp_fail(DDP_ERR_CORRUPT, "the weights of layers %d to %d are not those of one rank",
+                          half->first, half->end - 1);
+    if (result == DDP_OK && half->first > 0 && loss != last)
+        result = ddp_fail(DDP_ERR_CORRUPT, "the loss is %.17g, and on one rank %.17g", last, loss);
     free(whole.memory);
     return result;
 }
@@ -136,9 +151,12 @@ static ddp_result check(const model *half, int steps, double last) {
 static ddp_result train(ddp_group *world, void *user) {
     int steps = *(int *)user, rank = ddp_rank(world);
     model m;
-    double loss = 0, report[2] = {0, 0}, both[4], waiting = 0, start; /* first loss; share of time that this rank waits */
+    double loss = 0, report[2] = {0, 0}, both[4], waiting = 0,
+           start; /* first loss; share of time that this rank waits */
     ddp_result result;
-    if (ddp_world_size(world) != 2) return ddp_fail(DDP_ERR_INVALID, "this is for two ranks, and the launcher started %d", ddp_world_size(world));
+    if (ddp_world_size(world) != 2)
+        return ddp_fail(DDP_ERR_INVALID, "this is for two ranks, and the launcher started %d",
+                        ddp_world_size(world));
     result = rank == 0 ? model_create(&m, 0, CUT) : model_create(&m, CUT, LAYERS);
     start = ddp_now();
     for (int step = 0; result == DDP_OK && step < steps; step++) {
@@ -149,20 +167,25 @@ static ddp_result train(ddp_group *world, void *user) {
     if (result == DDP_OK) result = check(&m, steps, loss);
     if (result == DDP_OK) result = ddp_all_gather(world, report, both, 2, DDP_F64, NULL);
     if (result == DDP_OK) result = ddp_broadcast(world, &loss, 1, DDP_F64, 1, NULL);
-    if (result == DDP_OK && steps >= 300 && !(loss < both[2] / 2)) result = ddp_fail(DDP_ERR_CORRUPT, "the loss went from %g to %g", both[2], loss);
+    if (result == DDP_OK && steps >= 300 && !(loss < both[2] / 2))
+        result = ddp_fail(DDP_ERR_CORRUPT, "the loss went from %g to %g", both[2], loss);
     if (result == DDP_OK && rank == 0)
-        printf("loss %.4f -> %.4f in %d steps; weights as on one rank, bit for bit\nrank 0 waited %.0f%% of the time, rank 1 %.0f%%\n", both[2], loss, steps,
-               100 * both[1], 100 * both[3]);
+        printf("loss %.4f -> %.4f in %d steps; weights as on one rank, bit for bit\nrank 0 waited %.0f%% of "
+               "the time, rank 1 %.0f%%\n",
+               both[2], loss, steps, 100 * both[1], 100 * both[3]);
     free(m.memory);
     return result;
 }
 
 int main(int argc, char **argv) {
     int steps = 500, threads = 0, status;
-    const option options[] = {{"--steps", "N", &steps, NULL, NULL, 1, 1e6, "optimizer steps"},
-                              {"--threads-as-ranks", NULL, &threads, NULL, NULL, 0, 1, "ranks are threads of one process"}};
+    const option options[] = {
+        {"--steps", "N", &steps, NULL, NULL, 1, 1e6, "optimizer steps"},
+        {"--threads-as-ranks", NULL, &threads, NULL, NULL, 0, 1, "ranks are threads of one process"},
+    };
     ddp_launch_desc desc = DDP_ZERO;
-    status = options_read("model_parallel: trains a model whose layers lie on two ranks", options, 2, argc, argv, NULL);
+    status = options_read("model_parallel: trains a model whose layers lie on two ranks", options, 2, argc,
+                          argv, NULL);
     if (status >= 0) return status;
     desc.world_size = 2;
     desc.group.log_fn = print_notice;

@@ -30,9 +30,16 @@ static char *drawn(const ddp_schedule *schedule, ddp_schedule_format format, con
     return text;
 }
 
-static int save(const ddp_schedule *schedule, const ddp_stage_cost *costs, const char *folder, const char *name) {
-    static const struct { ddp_schedule_format format; const char *ending; } files[] = {
-        {DDP_SCHEDULE_CSV, "csv"}, {DDP_SCHEDULE_SVG, "svg"}, {DDP_SCHEDULE_TRACE, "json"}};
+static int save(const ddp_schedule *schedule, const ddp_stage_cost *costs, const char *folder,
+                const char *name) {
+    static const struct {
+        ddp_schedule_format format;
+        const char *ending;
+    } files[] = {
+        {DDP_SCHEDULE_CSV, "csv"},
+        {DDP_SCHEDULE_SVG, "svg"},
+        {DDP_SCHEDULE_TRACE, "json"},
+    };
     for (int i = 0; i < 3; i++) {
         char path[4096], *text = drawn(schedule, files[i].format, costs);
         FILE *file;
@@ -42,27 +49,32 @@ static int save(const ddp_schedule *schedule, const ddp_stage_cost *costs, const
         written = file && fputs(text, file) >= 0;
         if (file && fclose(file) != 0) written = 0;
         free(text);
-        if (!written) return fprintf(stderr, "schedules: %s cannot be written: %s\n", path, strerror(errno)), 1;
+        if (!written)
+            return fprintf(stderr, "schedules: %s cannot be written: %s\n", path, strerror(errno)), 1;
     }
     return 0;
 }
 
 /* Draws one kind and checks what must hold for it: no rank computes more or less than its share, and none waits longer than one micro-batch at a time makes it. */
-static int show(ddp_schedule_kind kind, const ddp_schedule_desc *numbers, const double *cost, const char *folder) {
-    int vee = kind == DDP_SCHEDULE_ZB_V || kind == DDP_SCHEDULE_DUALPIPE_V, p = numbers->rank_count, m = numbers->microbatch_count, chunks, failed = 0;
+static int show(ddp_schedule_kind kind, const ddp_schedule_desc *numbers, const double *cost,
+                const char *folder) {
+    int vee = kind == DDP_SCHEDULE_ZB_V || kind == DDP_SCHEDULE_DUALPIPE_V, p = numbers->rank_count,
+        m = numbers->microbatch_count, chunks, failed = 0;
     ddp_schedule_desc desc = *numbers;
     ddp_stage_cost *costs;
     ddp_schedule_report report = DDP_ZERO;
     ddp_schedule *schedule;
     double work = m * (cost[0] + cost[1] + cost[2]), alone;
     char *text;
-    int chunked = kind == DDP_SCHEDULE_INTERLEAVED_1F1B || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P || kind == DDP_SCHEDULE_LOOPED_BFS;
+    int chunked = kind == DDP_SCHEDULE_INTERLEAVED_1F1B || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P
+                  || kind == DDP_SCHEDULE_LOOPED_BFS;
     desc.kind = kind;
     desc.chunk_count = chunks = vee ? 2 : chunked ? numbers->chunk_count : 1;
     costs = (ddp_stage_cost *)calloc((size_t)(p * chunks), sizeof *costs);
     if (!costs) return 1;
     for (int stage = 0; stage < p * chunks; stage++) {
-        costs[stage].forward = cost[0] / chunks, costs[stage].input_grad = cost[1] / chunks, costs[stage].weight_grad = cost[2] / chunks;
+        costs[stage].forward = cost[0] / chunks, costs[stage].input_grad = cost[1] / chunks,
+        costs[stage].weight_grad = cost[2] / chunks;
         costs[stage].transfer = cost[3];
         costs[stage].activation = 1.0 / chunks;
     }
@@ -73,12 +85,15 @@ static int show(ddp_schedule_kind kind, const ddp_schedule_desc *numbers, const 
         free(costs);
         return 0;
     }
-    if (ddp_schedule_check(schedule) != DDP_OK || ddp_schedule_simulate(schedule, costs, &report) != DDP_OK) return complain(ddp_schedule_kind_name(kind));
+    if (ddp_schedule_check(schedule) != DDP_OK || ddp_schedule_simulate(schedule, costs, &report) != DDP_OK)
+        return complain(ddp_schedule_kind_name(kind));
     text = p * m <= 256 ? drawn(schedule, DDP_SCHEDULE_TEXT, costs) : NULL;
-    printf("%s: bubble %.4f, memory for %.2f micro-batches, %d version%s of weights\n%s\n", ddp_schedule_kind_name(kind), report.bubble_rate, report.peak_memory,
-           report.weight_versions, report.weight_versions == 1 ? "" : "s", text ? text : "");
+    printf("%s: bubble %.4f, memory for %.2f micro-batches, %d version%s of weights\n%s\n",
+           ddp_schedule_kind_name(kind), report.bubble_rate, report.peak_memory, report.weight_versions,
+           report.weight_versions == 1 ? "" : "s", text ? text : "");
     alone = m * p * chunks * ((cost[0] + cost[1] + cost[2]) / chunks + 2 * cost[3]);
-    if (report.span < work * (1 - 1e-9) || report.makespan > alone * (1 + 1e-9)) failed = fprintf(stderr, "schedules: %g is out of bounds\n", report.span) != 0;
+    if (report.span < work * (1 - 1e-9) || report.makespan > alone * (1 + 1e-9))
+        failed = fprintf(stderr, "schedules: %g is out of bounds\n", report.span) != 0;
     if (folder && save(schedule, costs, folder, ddp_schedule_kind_name(kind))) failed = 1;
     free(text);
     free(costs);
@@ -87,8 +102,16 @@ static int show(ddp_schedule_kind kind, const ddp_schedule_desc *numbers, const 
 }
 
 /* What stands where in the command line. */
-static const struct { const char *name; double least, most, usual; int whole; } NUMBERS[] = {
-    {"ranks", 1, 4096, 4, 1}, {"micro-batches", 1, 65536, 8, 1}, {"chunks", 1, 64, 2, 1}, {"F", 0, 1e6, 1, 0}, {"I", 0, 1e6, 1, 0}, {"W", 0, 1e6, 1, 0}, {"transfer", 0, 1e6, 0, 0}};
+static const struct {
+    const char *name;
+    double least, most, usual;
+    int whole;
+} NUMBERS[] = {
+    {"ranks", 1, 4096, 4, 1},   {"micro-batches", 1, 65536, 8, 1},
+    {"chunks", 1, 64, 2, 1},    {"F", 0, 1e6, 1, 0},
+    {"I", 0, 1e6, 1, 0},        {"W", 0, 1e6, 1, 0},
+    {"transfer", 0, 1e6, 0, 0},
+};
 enum { NUMBER_COUNT = (int)(sizeof NUMBERS / sizeof *NUMBERS) };
 
 #define USAGE "schedules [-o FOLDER] [ranks [micro-batches [chunks [F [I [W [transfer]]]]]]]"
@@ -105,17 +128,27 @@ static int read_arguments(int argc, char **argv, double *number, const char **fo
             *folder = argv[++i];
             continue;
         }
-        if (strncmp(argv[i], "--", 2) == 0) return fprintf(stderr, "schedules: there is no flag %.60s: " USAGE "\n", argv[i]), 1;
-        if (given == NUMBER_COUNT) return fprintf(stderr, "schedules: %.60s is one too many: " USAGE "\n", argv[i]), 1;
+        if (strncmp(argv[i], "--", 2) == 0)
+            return fprintf(stderr, "schedules: there is no flag %.60s: " USAGE "\n", argv[i]), 1;
+        if (given == NUMBER_COUNT)
+            return fprintf(stderr, "schedules: %.60s is one too many: " USAGE "\n", argv[i]), 1;
         value = strtod(argv[i], &end);
-        if (end == argv[i] || *end || !(value >= NUMBERS[given].least && value <= NUMBERS[given].most) || (NUMBERS[given].whole && value != (int)value))
-            return fprintf(stderr, "schedules: %s=%.60s: give a %snumber from %g to %g\n", NUMBERS[given].name, argv[i], NUMBERS[given].whole ? "whole " : "",
-                           NUMBERS[given].least, NUMBERS[given].most), 1;
+        if (end == argv[i] || *end || !(value >= NUMBERS[given].least && value <= NUMBERS[given].most)
+            || (NUMBERS[given].whole && value != (int)value))
+            return fprintf(stderr, "schedules: %s=%.60s: give a %snumber from %g to %g\n",
+                           NUMBERS[given].name, argv[i], NUMBERS[given].whole ? "whole " : "",
+                           NUMBERS[given].least, NUMBERS[given].most),
+                   1;
         number[given++] = value;
     }
     if (number[0] * number[1] * number[2] > 1e6)
-        return fprintf(stderr, "schedules: ranks times micro-batches times chunks are %g; give smaller ones, up to 1000000\n", number[0] * number[1] * number[2]), 1;
-    if (number[3] + number[4] + number[5] <= 0) return fprintf(stderr, "schedules: F, I and W are 0; give one of them some time\n"), 1;
+        return fprintf(stderr,
+                       "schedules: ranks times micro-batches times chunks are %g; give smaller ones, up to "
+                       "1000000\n",
+                       number[0] * number[1] * number[2]),
+               1;
+    if (number[3] + number[4] + number[5] <= 0)
+        return fprintf(stderr, "schedules: F, I and W are 0; give one of them some time\n"), 1;
     return 0;
 }
 
@@ -124,9 +157,12 @@ int main(int argc, char **argv) {
     const char *folder = NULL;
     ddp_schedule_desc desc = DDP_ZERO;
     int failed = 0;
-    if (argc == 2 && strcmp(argv[1], "--help") == 0) return puts("schedules: draws every pipeline schedule\n  " USAGE), 0;
+    if (argc == 2 && strcmp(argv[1], "--help") == 0)
+        return puts("schedules: draws every pipeline schedule\n  " USAGE), 0;
     if (read_arguments(argc, argv, number, &folder)) return 1;
-    desc.rank_count = (int)number[0], desc.microbatch_count = (int)number[1], desc.chunk_count = (int)number[2];
-    for (int kind = 0; kind < DDP_SCHEDULE_KIND_COUNT && !failed; kind++) failed = show((ddp_schedule_kind)kind, &desc, number + 3, folder);
+    desc.rank_count = (int)number[0], desc.microbatch_count = (int)number[1],
+    desc.chunk_count = (int)number[2];
+    for (int kind = 0; kind < DDP_SCHEDULE_KIND_COUNT && !failed; kind++)
+        failed = show((ddp_schedule_kind)kind, &desc, number + 3, folder);
     return failed;
 }

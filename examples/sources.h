@@ -32,22 +32,25 @@ typedef struct source_file {
 } source_file;
 
 typedef struct source {
-    int64_t count;      /* samples, at least 1 */
-    ddp_tensor sample;  /* dtype and shape of one; data is NULL */
+    int64_t count;     /* samples, at least 1 */
+    ddp_tensor sample; /* dtype and shape of one; data is NULL */
     /* the rest is private */
     source_file *file;
     int file_count;
-    int64_t elements;   /* of a sample */
+    int64_t elements;     /* of a sample */
     int64_t stride_bytes; /* from one to the next; less than a sample takes where windows share a token */
-    int element_bytes, is_signed, is_big_endian, widens; /* in the file; widens: 16-bit integers, which become DDP_I32 */
+    int element_bytes, is_signed, is_big_endian,
+        widens; /* in the file; widens: 16-bit integers, which become DDP_I32 */
 } source;
 
 //== files ==================================================================================================
 
 static inline void source_close(source *s) {
     for (int i = 0; i < s->file_count; i++) {
-        if (s->file[i].is_mapped) munmap(s->file[i].base, (size_t)s->file[i].size_bytes);
-        else free(s->file[i].base);
+        if (s->file[i].is_mapped)
+            munmap(s->file[i].base, (size_t)s->file[i].size_bytes);
+        else
+            free(s->file[i].base);
         free(s->file[i].path);
     }
     free(s->file);
@@ -65,9 +68,12 @@ static inline int source__drain(int from, text_buffer *t) {
             t->capacity = capacity;
         }
         ssize_t got = read(from, t->bytes + t->count, (size_t)(t->capacity - t->count));
-        if (got > 0) t->count += got;
-        else if (got == 0) return 0;
-        else if (errno != EINTR) return errno;
+        if (got > 0)
+            t->count += got;
+        else if (got == 0)
+            return 0;
+        else if (errno != EINTR)
+            return errno;
     }
 }
 
@@ -100,18 +106,31 @@ static inline ddp_result source__unpack(source_file *f, int file) {
     text_buffer t = DDP_ZERO;
     pid_t child, ended;
     int from, status = 0, error = source__gzip_start(file, &child, &from);
-    if (error) return ddp_fail(DDP_ERR_SYSTEM, "%.300s: gzip could not be started: %s; install it, or unpack the file", f->path, strerror(error));
+    if (error)
+        return ddp_fail(DDP_ERR_SYSTEM,
+                        "%.300s: gzip could not be started: %s; install it, or unpack the file", f->path,
+                        strerror(error));
     error = source__drain(from, &t);
     close(from);
-    while ((ended = waitpid(child, &status, 0)) < 0 && errno == EINTR) {}
+    while ((ended = waitpid(child, &status, 0)) < 0 && errno == EINTR) {
+    }
     f->base = t.bytes;
     f->size_bytes = t.count;
-    if (error) return ddp_fail(error == ENOMEM ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "%.300s: unpacking: %s after %lld bytes", f->path, strerror(error),
-                               (long long)t.count);
-    if (ended < 0) return ddp_fail(DDP_ERR_SYSTEM, "%.300s: nobody knows how gzip ended: %s; do not ignore SIGCHLD while opening", f->path, strerror(errno));
+    if (error)
+        return ddp_fail(error == ENOMEM ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM,
+                        "%.300s: unpacking: %s after %lld bytes", f->path, strerror(error),
+                        (long long)t.count);
+    if (ended < 0)
+        return ddp_fail(DDP_ERR_SYSTEM,
+                        "%.300s: nobody knows how gzip ended: %s; do not ignore SIGCHLD while opening",
+                        f->path, strerror(errno));
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s: damaged, or cut short: gzip -dc failed after %lld bytes; fetch the file again", f->path, (long long)t.count);
-    return t.count > 0 ? DDP_OK : ddp_fail(DDP_ERR_CORRUPT, "%.300s unpacks to nothing; give another file", f->path);
+        return ddp_fail(
+            DDP_ERR_CORRUPT,
+            "%.300s: damaged, or cut short: gzip -dc failed after %lld bytes; fetch the file again", f->path,
+            (long long)t.count);
+    return t.count > 0 ? DDP_OK
+                       : ddp_fail(DDP_ERR_CORRUPT, "%.300s unpacks to nothing; give another file", f->path);
 }
 
 /* Appends a file and maps it, or unpacks it into memory. */
@@ -128,14 +147,24 @@ static inline ddp_result source__add_file(source *s, const char *path) {
     f->path = strdup(path);
     if (!f->path) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: its name", path);
     file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (file < 0) return ddp_fail(DDP_ERR_INVALID, "%.300s: %s; give a file that can be read", path, strerror(errno));
-    if (fstat(file, &info) != 0 || !S_ISREG(info.st_mode)) result = ddp_fail(DDP_ERR_INVALID, "%.300s is no file; give one", path);
-    else if (info.st_size == 0) result = ddp_fail(DDP_ERR_CORRUPT, "%.300s is empty; give another file", path);
-    else if (pread(file, head, 2, 0) == 2 && head[0] == 0x1f && head[1] == 0x8b) result = source__unpack(f, file);
+    if (file < 0)
+        return ddp_fail(DDP_ERR_INVALID, "%.300s: %s; give a file that can be read", path, strerror(errno));
+    if (fstat(file, &info) != 0 || !S_ISREG(info.st_mode))
+        result = ddp_fail(DDP_ERR_INVALID, "%.300s is no file; give one", path);
+    else if (info.st_size == 0)
+        result = ddp_fail(DDP_ERR_CORRUPT, "%.300s is empty; give another file", path);
+    else if (pread(file, head, 2, 0) == 2 && head[0] == 0x1f && head[1] == 0x8b)
+        result = source__unpack(f, file);
     else {
         void *base = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, file, 0);
-        result = base != MAP_FAILED ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "%.300s could not be mapped: %s", path, strerror(errno));
-        if (result == DDP_OK) { f->base = (uint8_t *)base; f->size_bytes = (int64_t)info.st_size; f->is_mapped = 1; }
+        result = base != MAP_FAILED
+                     ? DDP_OK
+                     : ddp_fail(DDP_ERR_SYSTEM, "%.300s could not be mapped: %s", path, strerror(errno));
+        if (result == DDP_OK) {
+            f->base = (uint8_t *)base;
+            f->size_bytes = (int64_t)info.st_size;
+            f->is_mapped = 1;
+        }
     }
     close(file);
     return result;
@@ -168,12 +197,14 @@ static inline ddp_result source_fetch(void *user, int64_t index, void *const *fi
     const source *s = (const source *)user;
     int low = 0, high = s->file_count - 1;
     if (index < 0 || index >= s->count)
-        return ddp_fail(DDP_ERR_INVALID, "%.300s: sample %lld, but there are %lld", s->file ? s->file[0].path : "a closed source", (long long)index,
-                        (long long)s->count);
+        return ddp_fail(DDP_ERR_INVALID, "%.300s: sample %lld, but there are %lld",
+                        s->file ? s->file[0].path : "a closed source", (long long)index, (long long)s->count);
     while (low < high) {
         int middle = (low + high + 1) / 2;
-        if (s->file[middle].first <= index) low = middle;
-        else high = middle - 1;
+        if (s->file[middle].first <= index)
+            low = middle;
+        else
+            high = middle - 1;
     }
     source__copy(s, fields[0], s->file[low].data + (index - s->file[low].first) * s->stride_bytes);
     return DDP_OK;
@@ -192,10 +223,17 @@ static inline int source__set_element(source *s, char kind, int size_bytes) {
     s->element_bytes = size_bytes;
     s->is_signed = kind == 'i';
     s->widens = size_bytes == 2 && kind != 'f';
-    if (kind == 'f') s->sample.dtype = size_bytes == 2 ? DDP_F16 : size_bytes == 4 ? DDP_F32 : size_bytes == 8 ? DDP_F64 : DDP_DTYPE_DEFAULT;
-    else if (size_bytes == 1) s->sample.dtype = kind == 'i' ? DDP_I8 : DDP_U8;
-    else if (size_bytes == 2 || (size_bytes == 4 && kind == 'i')) s->sample.dtype = DDP_I32;
-    else s->sample.dtype = size_bytes != 8 ? DDP_DTYPE_DEFAULT : kind == 'i' ? DDP_I64 : DDP_U64;
+    if (kind == 'f')
+        s->sample.dtype = size_bytes == 2   ? DDP_F16
+                          : size_bytes == 4 ? DDP_F32
+                          : size_bytes == 8 ? DDP_F64
+                                            : DDP_DTYPE_DEFAULT;
+    else if (size_bytes == 1)
+        s->sample.dtype = kind == 'i' ? DDP_I8 : DDP_U8;
+    else if (size_bytes == 2 || (size_bytes == 4 && kind == 'i'))
+        s->sample.dtype = DDP_I32;
+    else
+        s->sample.dtype = size_bytes != 8 ? DDP_DTYPE_DEFAULT : kind == 'i' ? DDP_I64 : DDP_U64;
     return s->sample.dtype != DDP_DTYPE_DEFAULT;
 }
 
@@ -208,12 +246,16 @@ static inline ddp_result source__set_array(source *s, int64_t data_at, const int
     s->sample.ndim = ndim - 1;
     for (int i = 1; i < ndim; i++) s->sample.shape[i - 1] = shape[i];
     s->elements = ddp_tensor_count(&s->sample);
-    overflows = s->elements < 0 || __builtin_mul_overflow(size_bytes, s->elements, &s->stride_bytes) ||
-                __builtin_mul_overflow(s->stride_bytes, s->count, &size_bytes);
-    if (!overflows && (s->count == 0 || s->elements == 0)) return ddp_fail(DDP_ERR_INVALID, "%.300s holds no samples; give another file", f->path);
+    overflows = s->elements < 0 || __builtin_mul_overflow(size_bytes, s->elements, &s->stride_bytes)
+                || __builtin_mul_overflow(s->stride_bytes, s->count, &size_bytes);
+    if (!overflows && (s->count == 0 || s->elements == 0))
+        return ddp_fail(DDP_ERR_INVALID, "%.300s holds no samples; give another file", f->path);
     if (overflows || size_bytes != f->size_bytes - data_at)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s: %lld samples of %lld elements of %d bytes do not fill the %lld bytes after its header; fetch the file again",
-                        f->path, (long long)s->count, (long long)s->elements, s->element_bytes, (long long)(f->size_bytes - data_at));
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%.300s: %lld samples of %lld elements of %d bytes do not fill the %lld bytes after "
+                        "its header; fetch the file again",
+                        f->path, (long long)s->count, (long long)s->elements, s->element_bytes,
+                        (long long)(f->size_bytes - data_at));
     f->data = f->base + data_at;
     return DDP_OK;
 }
@@ -227,21 +269,32 @@ static inline ddp_result source__finish(source *s, ddp_result result) {
 
 /* 0 0 type ndim, each dimension in 4 bytes, then the elements; all big-endian. */
 static inline ddp_result source__idx(source *s) {
-    static const struct { uint8_t code; char kind, size_bytes; } types[] = {{8, 'u', 1}, {9, 'i', 1}, {11, 'i', 2}, {12, 'i', 4}, {13, 'f', 4}, {14, 'f', 8}};
+    static const struct {
+        uint8_t code;
+        char kind, size_bytes;
+    } types[] = {{8, 'u', 1}, {9, 'i', 1}, {11, 'i', 2}, {12, 'i', 4}, {13, 'f', 4}, {14, 'f', 8}};
     const source_file *f = s->file;
     const uint8_t *h = f->base;
     int64_t shape[DDP_MAX_NDIM + 1];
     int found = 0, ndim;
     if (f->size_bytes < 4 || h[0] || h[1])
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s is no IDX file, which begins with two zero bytes; give one, plain or gzipped", f->path);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%.300s is no IDX file, which begins with two zero bytes; give one, plain or gzipped",
+                        f->path);
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (h[2] == types[i].code) found = source__set_element(s, types[i].kind, types[i].size_bytes);
-    if (!found) return ddp_fail(DDP_ERR_CORRUPT, "%.300s: its elements are of type 0x%02x, which IDX does not have; fetch the file again", f->path, h[2]);
+    if (!found)
+        return ddp_fail(
+            DDP_ERR_CORRUPT,
+            "%.300s: its elements are of type 0x%02x, which IDX does not have; fetch the file again", f->path,
+            h[2]);
     ndim = h[3];
     if (ndim < 1 || ndim > DDP_MAX_NDIM + 1)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has %d dimensions; 1 to %d can be read", f->path, ndim, DDP_MAX_NDIM + 1);
-    if (f->size_bytes < 4 + 4 * ndim) return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header, at byte %lld; fetch the file again", f->path,
-                                                      (long long)f->size_bytes);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has %d dimensions; 1 to %d can be read", f->path, ndim,
+                        DDP_MAX_NDIM + 1);
+    if (f->size_bytes < 4 + 4 * ndim)
+        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header, at byte %lld; fetch the file again",
+                        f->path, (long long)f->size_bytes);
     for (int i = 0; i < ndim; i++) {
         const uint8_t *d = h + 4 + 4 * i;
         shape[i] = (int64_t)((uint32_t)d[0] << 24 | (uint32_t)d[1] << 16 | (uint32_t)d[2] << 8 | d[3]);
@@ -280,12 +333,15 @@ static inline ddp_result source__npy(source *s, const char *function) {
     npy_header header;
     DDP_TRY(npy_parse(&names, f->base, f->size_bytes, &header));
     if (header.fortran_order)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s is in Fortran order; save numpy.ascontiguousarray of it", f->path);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s is in Fortran order; save numpy.ascontiguousarray of it",
+                        f->path);
     if (!source__npy_descr(s, header.descr))
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: its elements are '%s', which is not a ddp_dtype; save them as another",
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "%.300s: its elements are '%s', which is not a ddp_dtype; save them as another",
                         f->path, header.descr);
     if (header.ndim == 0)
-        return ddp_fail(DDP_ERR_INVALID, "%.300s holds a single value; the first dimension of an array counts the samples",
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%.300s holds a single value; the first dimension of an array counts the samples",
                         f->path);
     if (header.ndim > DDP_MAX_NDIM + 1)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has more than %d dimensions; reshape the array", f->path,
@@ -305,10 +361,12 @@ static inline ddp_result source_open_npy(source *s, const char *path) {
 
 /* Windows of context + 1 tokens, one every `context`: the last token of a window is the first of the next, so that each token but a file's first is
    predicted once. As in llm.c, a window lies within its file, and what is left at the end of a file, less than context, is not used. */
-static inline ddp_result source__add_windows(source *s, source_file *f, const uint8_t *data, int64_t tokens, int64_t context) {
+static inline ddp_result source__add_windows(source *s, source_file *f, const uint8_t *data, int64_t tokens,
+                                             int64_t context) {
     if (tokens < context + 1)
-        return ddp_fail(DDP_ERR_INVALID, "%.300s has %lld tokens, and a sample takes %lld; use a smaller context or more text", f->path, (long long)tokens,
-                        (long long)context + 1);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%.300s has %lld tokens, and a sample takes %lld; use a smaller context or more text",
+                        f->path, (long long)tokens, (long long)context + 1);
     f->data = data;
     f->first = s->count;
     s->count += (tokens - 1) / context;
@@ -322,15 +380,21 @@ static inline ddp_result source__add_windows(source *s, source_file *f, const ui
 static inline ddp_result source__shard(source *s, source_file *f, int64_t context) {
     int32_t header[3];
     if (f->size_bytes < TEXT_SHARD_HEADER)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header of %d bytes; make the shard again", f->path, TEXT_SHARD_HEADER);
+        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header of %d bytes; make the shard again",
+                        f->path, TEXT_SHARD_HEADER);
     memcpy(header, f->base, sizeof header);
     if (header[0] != TEXT_SHARD_MAGIC)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s is no token shard of llm.c: it begins with %d, not %d; make it with llm.c's scripts for GPT-2", f->path,
-                        (int)header[0], TEXT_SHARD_MAGIC);
-    if (header[1] != 1) return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: version %d; only 1 is known", f->path, (int)header[1]);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%.300s is no token shard of llm.c: it begins with %d, not %d; make it with llm.c's "
+                        "scripts for GPT-2",
+                        f->path, (int)header[0], TEXT_SHARD_MAGIC);
+    if (header[1] != 1)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: version %d; only 1 is known", f->path, (int)header[1]);
     if (header[2] < 0 || f->size_bytes != TEXT_SHARD_HEADER + 2 * (int64_t)header[2])
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s has %lld bytes after its header, which says %d tokens of 2; make the shard again", f->path,
-                        (long long)(f->size_bytes - TEXT_SHARD_HEADER), (int)header[2]);
+        return ddp_fail(
+            DDP_ERR_CORRUPT,
+            "%.300s has %lld bytes after its header, which says %d tokens of 2; make the shard again",
+            f->path, (long long)(f->size_bytes - TEXT_SHARD_HEADER), (int)header[2]);
     return source__add_windows(s, f, f->base + TEXT_SHARD_HEADER, header[2], context);
 }
 
@@ -341,10 +405,15 @@ static inline ddp_result source_open_tokens(source *s, const char *pattern, int6
     ddp_result result = DDP_OK;
     int status;
     memset(s, 0, sizeof *s);
-    if (context < 1 || context > INT32_MAX) return ddp_fail(DDP_ERR_INVALID, "%.300s: context=%lld; set it to 1 or more", pattern, (long long)context);
+    if (context < 1 || context > INT32_MAX)
+        return ddp_fail(DDP_ERR_INVALID, "%.300s: context=%lld; set it to 1 or more", pattern,
+                        (long long)context);
     status = glob(pattern, GLOB_NOSORT, NULL, &found);
     if (status == GLOB_NOSPACE) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: the list of its files", pattern);
-    if (status != 0) return ddp_fail(DDP_ERR_INVALID, "%.300s: no file has such a name; give the shards' path, with * for what differs", pattern);
+    if (status != 0)
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%.300s: no file has such a name; give the shards' path, with * for what differs",
+                        pattern);
     qsort(found.gl_pathv, found.gl_pathc, sizeof *found.gl_pathv, text__compare);
     source__set_element(s, 'u', 2);
     for (size_t i = 0; result == DDP_OK && i < found.gl_pathc; i++) {
@@ -360,17 +429,22 @@ static inline ddp_result source_open_text(source *s, const char **paths, int pat
     text_buffer t = DDP_ZERO;
     ddp_result result;
     memset(s, 0, sizeof *s);
-    if (context < 1 || context > INT32_MAX) return ddp_fail(DDP_ERR_INVALID, "a text: context=%lld; set it to 1 or more", (long long)context);
+    if (context < 1 || context > INT32_MAX)
+        return ddp_fail(DDP_ERR_INVALID, "a text: context=%lld; set it to 1 or more", (long long)context);
     result = text_load(&t, paths, path_count);
     s->file = (source_file *)calloc(1, sizeof *s->file);
-    if (!s->file) { free(t.bytes); return result == DDP_OK ? ddp_fail(DDP_ERR_NO_MEMORY, "a text: its description") : result; }
+    if (!s->file) {
+        free(t.bytes);
+        return result == DDP_OK ? ddp_fail(DDP_ERR_NO_MEMORY, "a text: its description") : result;
+    }
     s->file_count = 1;
     s->file->path = strdup("the text");
     s->file->base = t.bytes;
     s->file->size_bytes = t.count;
     if (result == DDP_OK && !s->file->path) result = ddp_fail(DDP_ERR_NO_MEMORY, "a text: its name");
     source__set_element(s, 'u', 1);
-    return source__finish(s, result == DDP_OK ? source__add_windows(s, s->file, t.bytes, t.count, context) : result);
+    return source__finish(s, result == DDP_OK ? source__add_windows(s, s->file, t.bytes, t.count, context)
+                                              : result);
 }
 
 #endif /* DDP_EXAMPLE_SOURCES_H */

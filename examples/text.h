@@ -35,9 +35,15 @@ static ddp_result text__list_add(text_paths *list, const char *folder, const cha
     if (list->count == list->capacity) {
         int capacity = list->capacity * 2 + 64;
         char **grown = (char **)realloc(list->path, (size_t)capacity * sizeof *grown);
-        if (grown) { list->path = grown; list->capacity = capacity; }
+        if (grown) {
+            list->path = grown;
+            list->capacity = capacity;
+        }
     }
-    if (!path || list->count == list->capacity) { free(path); return ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d files", list->count); }
+    if (!path || list->count == list->capacity) {
+        free(path);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d files", list->count);
+    }
     snprintf(path, size_bytes, "%s%s%s", folder, *folder ? "/" : "", name);
     list->path[list->count++] = path;
     return DDP_OK;
@@ -49,7 +55,9 @@ static void text__list_free(text_paths *list) {
     memset(list, 0, sizeof *list);
 }
 
-static int text__compare(const void *left, const void *right) { return strcmp(*(char *const *)left, *(char *const *)right); }
+static int text__compare(const void *left, const void *right) {
+    return strcmp(*(char *const *)left, *(char *const *)right);
+}
 
 static int text__ends_with(const char *name, const char *ending) {
     size_t length = strlen(name), tail = strlen(ending);
@@ -62,20 +70,25 @@ static ddp_result text__list_folder(text_paths *list, const char *folder, int he
     DIR *directory = opendir(folder);
     struct dirent *entry;
     ddp_result result = DDP_OK;
-    if (!directory) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", folder, strerror(errno));
+    if (!directory)
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", folder,
+                        strerror(errno));
     while (result == DDP_OK && (entry = readdir(directory)) != NULL) {
         const char *name = entry->d_name;
         struct stat info;
         char *inside;
         int known;
         if (name[0] == '.' || !strcmp(name, "loss.svg")) continue;
-        if (headers_only && !text__ends_with(name, ".h") && !text__ends_with(name, ".cuh") && strcmp(name, "README.md")) continue;
+        if (headers_only && !text__ends_with(name, ".h") && !text__ends_with(name, ".cuh")
+            && strcmp(name, "README.md"))
+            continue;
         result = text__list_add(list, folder, name);
         if (result != DDP_OK) break;
         known = lstat(list->path[list->count - 1], &info) == 0;
         if (known && S_ISREG(info.st_mode)) continue;
         inside = list->path[--list->count]; /* not a file: a folder gives its place to what is in it */
-        if (known && !headers_only && S_ISDIR(info.st_mode) && strcmp(name, "build")) result = text__list_folder(list, inside, 0);
+        if (known && !headers_only && S_ISDIR(info.st_mode) && strcmp(name, "build"))
+            result = text__list_folder(list, inside, 0);
         free(inside);
     }
     closedir(directory);
@@ -87,20 +100,32 @@ static ddp_result text_add_file(text_buffer *t, const char *path, int skip_binar
     int64_t start = t->count;
     size_t got = 1;
     FILE *file = fopen(path, "rb");
-    if (!file) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path, strerror(errno));
+    if (!file)
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path,
+                        strerror(errno));
     while (got > 0) {
         if (t->capacity - t->count < 65536) {
             int64_t capacity = t->capacity * 2 + (1 << 20);
             uint8_t *grown = (uint8_t *)realloc(t->bytes, (size_t)capacity);
-            if (!grown) { fclose(file); return ddp_fail(DDP_ERR_NO_MEMORY, "%s: the text does not fit in memory; give fewer files", path); }
+            if (!grown) {
+                fclose(file);
+                return ddp_fail(DDP_ERR_NO_MEMORY, "%s: the text does not fit in memory; give fewer files",
+                                path);
+            }
             t->bytes = grown;
             t->capacity = capacity;
         }
         got = fread(t->bytes + t->count, 1, 65536, file);
-        if (skip_binary && memchr(t->bytes + t->count, 0, got)) { t->count = start; break; }
+        if (skip_binary && memchr(t->bytes + t->count, 0, got)) {
+            t->count = start;
+            break;
+        }
         t->count += (int64_t)got;
     }
-    if (ferror(file)) { fclose(file); return ddp_fail(DDP_ERR_SYSTEM, "%s could not be read; give files that can", path); }
+    if (ferror(file)) {
+        fclose(file);
+        return ddp_fail(DDP_ERR_SYSTEM, "%s could not be read; give files that can", path);
+    }
     fclose(file);
     return DDP_OK;
 }
@@ -157,7 +182,9 @@ static ddp_result text_load(text_buffer *t, const char **paths, int path_count) 
     for (int i = 0; result == DDP_OK && i < path_count; i++) {
         struct stat info;
         int64_t before = t->count;
-        if (stat(paths[i], &info) != 0) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that exist", paths[i], strerror(errno));
+        if (stat(paths[i], &info) != 0)
+            return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that exist", paths[i],
+                            strerror(errno));
         result = S_ISDIR(info.st_mode) ? text_add_folder(t, paths[i], 0) : text_add_file(t, paths[i], 0);
         if (result == DDP_OK && t->count == before)
             return ddp_fail(DDP_ERR_INVALID, "%s holds no text; give files or folders with some", paths[i]);
@@ -184,10 +211,16 @@ static inline int text_is_shard(const char *path) {
 static inline ddp_result text_pread(int file, const char *path, void *to, size_t size_bytes, int64_t at) {
     uint8_t *out = (uint8_t *)to;
     while (size_bytes > 0) {
-        ssize_t got = pread(file, out, size_bytes < (size_t)1 << 30 ? size_bytes : (size_t)1 << 30, (off_t)at);
+        ssize_t got = pread(file, out, size_bytes < (size_t)1 << 30 ? size_bytes : (size_t)1 << 30,
+                            (off_t)at);
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return ddp_fail(DDP_ERR_SYSTEM, "%s: reading at byte %lld: %s; give a file that can be read", path, (long long)at, strerror(errno));
-        if (got == 0) return ddp_fail(DDP_ERR_CORRUPT, "%s ends at byte %lld while it is read; do not change a file in use", path, (long long)at);
+        if (got < 0)
+            return ddp_fail(DDP_ERR_SYSTEM, "%s: reading at byte %lld: %s; give a file that can be read",
+                            path, (long long)at, strerror(errno));
+        if (got == 0)
+            return ddp_fail(DDP_ERR_CORRUPT,
+                            "%s ends at byte %lld while it is read; do not change a file in use", path,
+                            (long long)at);
         out += got, at += got, size_bytes -= (size_t)got;
     }
     return DDP_OK;
@@ -196,22 +229,30 @@ static inline ddp_result text_pread(int file, const char *path, void *to, size_t
 static inline ddp_result text__shard_size(int file, const char *path, int64_t *tokens) {
     int32_t header[3];
     struct stat info;
-    if (fstat(file, &info) != 0) return ddp_fail(DDP_ERR_SYSTEM, "%s: %s; give a file that can be read", path, strerror(errno));
-    if (info.st_size < TEXT_SHARD_HEADER) return ddp_fail(DDP_ERR_CORRUPT, "%s ends inside its header; make the shard again", path);
+    if (fstat(file, &info) != 0)
+        return ddp_fail(DDP_ERR_SYSTEM, "%s: %s; give a file that can be read", path, strerror(errno));
+    if (info.st_size < TEXT_SHARD_HEADER)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s ends inside its header; make the shard again", path);
     ddp_result result = text_pread(file, path, header, sizeof header, 0);
     if (result != DDP_OK) return result;
     *tokens = (info.st_size - TEXT_SHARD_HEADER) / 2;
-    if (header[0] != TEXT_SHARD_MAGIC) return ddp_fail(DDP_ERR_CORRUPT, "%s is no token shard any more; do not change a file in use", path);
-    if (header[1] != 1) return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: version %d of the format, this program reads version 1", path, (int)header[1]);
+    if (header[0] != TEXT_SHARD_MAGIC)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s is no token shard any more; do not change a file in use", path);
+    if (header[1] != 1)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: version %d of the format, this program reads version 1",
+                        path, (int)header[1]);
     if (header[2] == *tokens && info.st_size % 2 == 0) return DDP_OK;
-    return ddp_fail(DDP_ERR_CORRUPT, "%s has %lld bytes after its header, which says %d tokens of 2; make the shard again", path,
-                    (long long)(info.st_size - TEXT_SHARD_HEADER), (int)header[2]);
+    return ddp_fail(DDP_ERR_CORRUPT,
+                    "%s has %lld bytes after its header, which says %d tokens of 2; make the shard again",
+                    path, (long long)(info.st_size - TEXT_SHARD_HEADER), (int)header[2]);
 }
 
 /* Opened for as long as it is read: there may be more shards than files that a process may have open. */
 static inline ddp_result text__open_shard(const char *path, int *file, int64_t *tokens) {
     *file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (*file < 0) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path, strerror(errno));
+    if (*file < 0)
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path,
+                        strerror(errno));
     ddp_result result = text__shard_size(*file, path, tokens);
     if (result != DDP_OK) close(*file);
     return result;
@@ -223,9 +264,13 @@ static inline ddp_result text__list_paths(text_paths *list, const char **paths, 
     for (int i = 0; result == DDP_OK && i < path_count; i++) {
         struct stat info;
         int before = list->count;
-        if (stat(paths[i], &info) != 0 || !S_ISDIR(info.st_mode)) { result = text__list_add(list, "", paths[i]); continue; }
+        if (stat(paths[i], &info) != 0 || !S_ISDIR(info.st_mode)) {
+            result = text__list_add(list, "", paths[i]);
+            continue;
+        }
         result = text__list_folder(list, paths[i], 0);
-        if (list->count > before) qsort(list->path + before, (size_t)(list->count - before), sizeof *list->path, text__compare);
+        if (list->count > before)
+            qsort(list->path + before, (size_t)(list->count - before), sizeof *list->path, text__compare);
     }
     return result;
 }
@@ -243,13 +288,18 @@ static inline ddp_result text_open_shards(text_buffer *t, const char **paths, in
     int found = 0, file;
     ddp_result result = text__list_paths(&t->shards, paths, path_count);
     for (int i = 0; result == DDP_OK && i < t->shards.count; i++) {
-        if (text_is_shard(t->shards.path[i])) found++;
-        else other = t->shards.path[i];
+        if (text_is_shard(t->shards.path[i]))
+            found++;
+        else
+            other = t->shards.path[i];
     }
     if (result == DDP_OK && found && other)
-        result = ddp_fail(DDP_ERR_INVALID, "%s is no token shard, and another path is one; give shards alone, or text alone", other);
+        result = ddp_fail(DDP_ERR_INVALID,
+                          "%s is no token shard, and another path is one; give shards alone, or text alone",
+                          other);
     if (result == DDP_OK && found) t->first = (int64_t *)calloc((size_t)found + 1, sizeof *t->first);
-    if (result == DDP_OK && found && !t->first) result = ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d shards", found);
+    if (result == DDP_OK && found && !t->first)
+        result = ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d shards", found);
     for (int i = 0; result == DDP_OK && i < found; i++) {
         int64_t tokens = 0;
         result = text__open_shard(t->shards.path[i], &file, &tokens);
@@ -265,8 +315,10 @@ static inline int text__shard_of(const text_buffer *t, int64_t at) {
     int low = 0, high = t->shards.count;
     while (high - low > 1) {
         int middle = low + (high - low) / 2;
-        if (t->first[middle] <= at) low = middle;
-        else high = middle;
+        if (t->first[middle] <= at)
+            low = middle;
+        else
+            high = middle;
     }
     return low;
 }
@@ -274,15 +326,22 @@ static inline int text__shard_of(const text_buffer *t, int64_t at) {
 /* Bytes [at, at + size_bytes) of the text, which has them. Every thread may read at once. */
 static inline ddp_result text_read(const text_buffer *t, int64_t at, size_t size_bytes, void *out) {
     uint8_t *to = (uint8_t *)out;
-    if (t->bytes) { memcpy(to, t->bytes + at, size_bytes); return DDP_OK; }
+    if (t->bytes) {
+        memcpy(to, t->bytes + at, size_bytes);
+        return DDP_OK;
+    }
     for (int i = text__shard_of(t, at), file; size_bytes > 0; i++) {
         int64_t tokens = 0, left = t->first[i + 1] - at;
         size_t n = (uint64_t)left < size_bytes ? (size_t)left : size_bytes;
         if (n == 0) continue;
         ddp_result result = text__open_shard(t->shards.path[i], &file, &tokens);
         if (result != DDP_OK) return result;
-        if (2 * tokens == t->first[i + 1] - t->first[i]) result = text_pread(file, t->shards.path[i], to, n, TEXT_SHARD_HEADER + at - t->first[i]);
-        else result = ddp_fail(DDP_ERR_CORRUPT, "%s has other tokens than at the start; do not change a file in use", t->shards.path[i]);
+        if (2 * tokens == t->first[i + 1] - t->first[i])
+            result = text_pread(file, t->shards.path[i], to, n, TEXT_SHARD_HEADER + at - t->first[i]);
+        else
+            result = ddp_fail(DDP_ERR_CORRUPT,
+                              "%s has other tokens than at the start; do not change a file in use",
+                              t->shards.path[i]);
         close(file);
         if (result != DDP_OK) return result;
         to += n, at += (int64_t)n, size_bytes -= n;
@@ -293,8 +352,9 @@ static inline ddp_result text_read(const text_buffer *t, int64_t at, size_t size
 /* The token of 2 bytes at byte `at` is not in the vocabulary. */
 static inline ddp_result text_bad_token(const text_buffer *t, int64_t at, int token, int vocab) {
     int i = text__shard_of(t, at);
-    return ddp_fail(DDP_ERR_CORRUPT, "%s: token %lld is %d, and the vocabulary ends at %d; make the shard again", t->shards.path[i],
-                    (long long)(at - t->first[i]) / 2, token, vocab - 1);
+    return ddp_fail(DDP_ERR_CORRUPT,
+                    "%s: token %lld is %d, and the vocabulary ends at %d; make the shard again",
+                    t->shards.path[i], (long long)(at - t->first[i]) / 2, token, vocab - 1);
 }
 
 #endif /* DDP_EXAMPLE_TEXT_H */

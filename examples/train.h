@@ -39,7 +39,8 @@
 #define SVG_PATH "loss.svg"
 #define HASH_START UINT64_C(0xcbf29ce484222325)
 #ifndef TRAIN_PROMISE /* the last line of --help */
-#define TRAIN_PROMISE "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit."
+#define TRAIN_PROMISE \
+    "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit."
 #endif
 #ifndef TRAIN_RANKS /* how many are started without --ranks */
 #define TRAIN_RANKS "one per core"
@@ -48,7 +49,11 @@
 #define TRAIN_MAX_RANKS 0
 #endif
 #define TRAIN_MAX_AXIS 65536 /* ranks along a dimension of a mesh: what a flag takes */
-#define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
+#define TRY(call)                                    \
+    do {                                             \
+        ddp_result try_result = (call);              \
+        if (try_result != DDP_OK) return try_result; \
+    } while (0)
 #define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
 
 //== options ============================================================================================== >>options
@@ -66,11 +71,12 @@ typedef struct run_program run_program;
 typedef struct run_options {
     const run_program *program;
     run_config config;
-    int32_t ranks, threads_as_ranks, recompute, replicas, stages, chunks, micro_batches, tensor, sequence_parallel, help;
+    int32_t ranks, threads_as_ranks, recompute, replicas, stages, chunks, micro_batches, tensor,
+        sequence_parallel, help;
     const char *strategy, *checkpoint, *resume, *hook;
     const char **paths;
     int path_count;
-    int dealt;       /* micro-batches go to the ranks one by one in turn; 0 = in blocks */
+    int dealt;        /* micro-batches go to the ranks one by one in turn; 0 = in blocks */
     int reads_tokens; /* this program trains on token shards too */
     /* of train_gpt_cuda */
     int32_t offload, memory_limit, no_graphs, profile;
@@ -79,7 +85,11 @@ typedef struct run_options {
 } run_options;
 
 typedef enum flag_kind { FLAG_SWITCH, FLAG_INT32, FLAG_INT64, FLAG_DOUBLE, FLAG_TEXT } flag_kind;
-typedef enum flag_rule { NOT_SAVED, SAVED /* a flag overrides the checkpoint */, FIXED /* a flag that differs is an error */ } flag_rule;
+typedef enum flag_rule {
+    NOT_SAVED,
+    SAVED /* a flag overrides the checkpoint */,
+    FIXED /* a flag that differs is an error */
+} flag_rule;
 
 typedef struct flag {
     const char *name;
@@ -97,20 +107,62 @@ struct run_program {
 };
 
 #define AT(field) offsetof(run_options, field)
-#define TRAIN_FLAGS \
-    {"--ranks", FLAG_INT32, NOT_SAVED, AT(ranks), 1, DDP_MAX_LOCAL_RANKS, "N ranks to start; default: " TRAIN_RANKS}, \
-    {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, "ranks are threads of one process"}, \
-    {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"}, \
-    {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, "N windows per step, over all ranks; default near 16"}, \
-    {"--micro-batch", FLAG_INT32, FIXED, AT(config.micro_batch), 1, 1e6, "N windows per forward and backward; default 4"}, \
-    {"--context", FLAG_INT32, FIXED, AT(config.context), 1, 65536, "N bytes that a prediction sees; default 128"}, \
-    {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"}, \
-    {"--heads", FLAG_INT32, FIXED, AT(config.heads), 1, 1000, "N attention heads; default 4"}, \
-    {"--channels", FLAG_INT32, FIXED, AT(config.channels), 1, 65536, "N width, divisible by heads; default 128"}, \
-    {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, \
-    {"--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15, "N of the initial weights and the order of the text; default 1"}
+#define TRAIN_FLAGS                                                                                        \
+    {"--ranks",                                                                                            \
+     FLAG_INT32,                                                                                           \
+     NOT_SAVED,                                                                                            \
+     AT(ranks),                                                                                            \
+     1,                                                                                                    \
+     DDP_MAX_LOCAL_RANKS,                                                                                  \
+     "N ranks to start; default: " TRAIN_RANKS},                                                           \
+        {"--threads-as-ranks",                                                                             \
+         FLAG_SWITCH,                                                                                      \
+         NOT_SAVED,                                                                                        \
+         AT(threads_as_ranks),                                                                             \
+         0,                                                                                                \
+         1,                                                                                                \
+         "ranks are threads of one process"},                                                              \
+        {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"},        \
+        {"--batch",                                                                                        \
+         FLAG_INT32,                                                                                       \
+         FIXED,                                                                                            \
+         AT(config.batch),                                                                                 \
+         1,                                                                                                \
+         1e6,                                                                                              \
+         "N windows per step, over all ranks; default near 16"},                                           \
+        {"--micro-batch",                                                                                  \
+         FLAG_INT32,                                                                                       \
+         FIXED,                                                                                            \
+         AT(config.micro_batch),                                                                           \
+         1,                                                                                                \
+         1e6,                                                                                              \
+         "N windows per forward and backward; default 4"},                                                 \
+        {"--context",                                                                                      \
+         FLAG_INT32,                                                                                       \
+         FIXED,                                                                                            \
+         AT(config.context),                                                                               \
+         1,                                                                                                \
+         65536,                                                                                            \
+         "N bytes that a prediction sees; default 128"},                                                   \
+        {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"},    \
+        {"--heads", FLAG_INT32, FIXED, AT(config.heads), 1, 1000, "N attention heads; default 4"},         \
+        {"--channels",                                                                                     \
+         FLAG_INT32,                                                                                       \
+         FIXED,                                                                                            \
+         AT(config.channels),                                                                              \
+         1,                                                                                                \
+         65536,                                                                                            \
+         "N width, divisible by heads; default 128"},                                                      \
+        {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, { \
+        "--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15,                                             \
+            "N of the initial weights and the order of the text; default 1"                                \
+    }
 
-#define RECOMPUTE_FLAG {"--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1, "keep only the inputs of blocks, and run their forward again in backward"}
+#define RECOMPUTE_FLAG                                                                \
+    {                                                                                 \
+        "--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1,                   \
+            "keep only the inputs of blocks, and run their forward again in backward" \
+    }
 
 static void print_help(const run_program *program) {
     printf("%s [flags] [files or folders]: %s\n", program->name, program->purpose);
@@ -129,7 +181,8 @@ static void flag_set(const flag *f, run_options *o, const char *value) {
     double number;
     if (f->kind == FLAG_TEXT) {
         memcpy(target, &value, sizeof value);
-        if (!value[0]) snprintf(o->wrong, sizeof o->wrong, "%s needs a value; --help lists the flags", f->name);
+        if (!value[0])
+            snprintf(o->wrong, sizeof o->wrong, "%s needs a value; --help lists the flags", f->name);
         return;
     }
     errno = 0;
@@ -139,9 +192,15 @@ static void flag_set(const flag *f, run_options *o, const char *value) {
                  f->kind == FLAG_DOUBLE ? "a number" : "a whole number", f->least, f->most);
         return;
     }
-    if (f->kind == FLAG_DOUBLE) memcpy(target, &number, sizeof number);
-    else if (f->kind == FLAG_INT64) { int64_t wide = (int64_t)number; memcpy(target, &wide, sizeof wide); }
-    else { int32_t narrow = (int32_t)number; memcpy(target, &narrow, sizeof narrow); }
+    if (f->kind == FLAG_DOUBLE)
+        memcpy(target, &number, sizeof number);
+    else if (f->kind == FLAG_INT64) {
+        int64_t wide = (int64_t)number;
+        memcpy(target, &wide, sizeof wide);
+    } else {
+        int32_t narrow = (int32_t)number;
+        memcpy(target, &narrow, sizeof narrow);
+    }
 }
 
 /* Fills *o. What is wrong goes to o->wrong, so that rank 0 alone says it, under any launcher. */
@@ -155,20 +214,31 @@ static void parse_options(const run_program *program, int argc, char **argv, run
         const char *value = strchr(argv[i], '=');
         size_t length = value ? (size_t)(value - argv[i]) : strlen(argv[i]);
         const flag *f = NULL;
-        if (argv[i][0] != '-') { o->paths[o->path_count++] = argv[i]; continue; }
+        if (argv[i][0] != '-') {
+            o->paths[o->path_count++] = argv[i];
+            continue;
+        }
         for (int j = 0; j < program->flag_count; j++)
-            if (strlen(program->flags[j].name) == length && !strncmp(argv[i], program->flags[j].name, length)) f = &program->flags[j];
-        if (!f) snprintf(o->wrong, sizeof o->wrong, "there is no flag %.60s; --help lists the flags", argv[i]);
-        else if (f->kind == FLAG_SWITCH && value) snprintf(o->wrong, sizeof o->wrong, "%s takes no value", f->name);
-        else if (f->kind == FLAG_SWITCH) { int32_t on = 1; memcpy((char *)o + f->offset, &on, sizeof on); }
-        else if (!value && i + 1 == argc) snprintf(o->wrong, sizeof o->wrong, "%s needs a value; --help lists the flags", f->name);
-        else flag_set(f, o, value ? value + 1 : argv[++i]);
+            if (strlen(program->flags[j].name) == length && !strncmp(argv[i], program->flags[j].name, length))
+                f = &program->flags[j];
+        if (!f)
+            snprintf(o->wrong, sizeof o->wrong, "there is no flag %.60s; --help lists the flags", argv[i]);
+        else if (f->kind == FLAG_SWITCH && value)
+            snprintf(o->wrong, sizeof o->wrong, "%s takes no value", f->name);
+        else if (f->kind == FLAG_SWITCH) {
+            int32_t on = 1;
+            memcpy((char *)o + f->offset, &on, sizeof on);
+        } else if (!value && i + 1 == argc)
+            snprintf(o->wrong, sizeof o->wrong, "%s needs a value; --help lists the flags", f->name);
+        else
+            flag_set(f, o, value ? value + 1 : argv[++i]);
     }
 }
 
 //== plan ==================================================================================================== >>plan
 
-static uint64_t hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a; start from HASH_START */
+static uint64_t hash_bytes(uint64_t hash, const void *data,
+                           size_t size_bytes) { /* FNV-1a; start from HASH_START */
     const uint8_t *byte = (const uint8_t *)data;
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ byte[i]) * UINT64_C(0x100000001b3);
     return hash;
@@ -177,12 +247,12 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
 /* What rank 0 finds and decides before anything starts; then it is the same on every rank. */
 typedef struct run_plan {
     run_config config;
-    ddp_sampler_state data;    /* resumed: where the sampler stood */
-    int64_t first_step;        /* > 0: resumed */
-    int64_t text_bytes;        /* all of it, in tokens (bytes, but for shards), of which */
-    int64_t train_bytes;       /* the start is trained on, the rest is for validation */
+    ddp_sampler_state data; /* resumed: where the sampler stood */
+    int64_t first_step;     /* > 0: resumed */
+    int64_t text_bytes;     /* all of it, in tokens (bytes, but for shards), of which */
+    int64_t train_bytes;    /* the start is trained on, the rest is for validation */
     uint64_t text_hash;
-    double entropy;            /* nats per token */
+    double entropy; /* nats per token */
 } run_plan;
 
 /* What a checkpoint remembers of its run. */
@@ -197,14 +267,21 @@ static double flag_value(const flag *f, const void *at) {
     int32_t narrow;
     int64_t wide;
     double number;
-    if (f->kind == FLAG_INT32) { memcpy(&narrow, at, sizeof narrow); return narrow; }
-    if (f->kind == FLAG_INT64) { memcpy(&wide, at, sizeof wide); return (double)wide; }
+    if (f->kind == FLAG_INT32) {
+        memcpy(&narrow, at, sizeof narrow);
+        return narrow;
+    }
+    if (f->kind == FLAG_INT64) {
+        memcpy(&wide, at, sizeof wide);
+        return (double)wide;
+    }
     memcpy(&number, at, sizeof number);
     return number;
 }
 
 /* What the command line leaves open comes from the checkpoint; what contradicts it is an error. */
-static ddp_result config_merge(const run_program *program, run_config *config, const run_config *saved, const char *path) {
+static ddp_result config_merge(const run_program *program, run_config *config, const run_config *saved,
+                               const char *path) {
     for (int i = 0; i < program->flag_count; i++) {
         const flag *f = &program->flags[i];
         size_t offset = f->offset - AT(config);
@@ -213,10 +290,12 @@ static ddp_result config_merge(const run_program *program, run_config *config, c
         given = flag_value(f, (const char *)config + offset);
         had = flag_value(f, (const char *)saved + offset);
         if (given == (f->kind == FLAG_INT64 ? -1 : 0))
-            memcpy((char *)config + offset, (const char *)saved + offset, f->kind == FLAG_INT32 ? sizeof(int32_t) : sizeof(int64_t));
+            memcpy((char *)config + offset, (const char *)saved + offset,
+                   f->kind == FLAG_INT32 ? sizeof(int32_t) : sizeof(int64_t));
         else if (f->rule == FIXED && given != had)
-            return WRONG("%s was trained with %s %.15g, not %.15g; leave %s out, or resume from another checkpoint", path, f->name, had, given,
-                         f->name);
+            return WRONG(
+                "%s was trained with %s %.15g, not %.15g; leave %s out, or resume from another checkpoint",
+                path, f->name, had, given, f->name);
     }
     return DDP_OK;
 }
@@ -242,7 +321,8 @@ static ddp_result config_resolve(run_config *c, int ranks, int dealt) {
     if (c->lr == 0) c->lr = 3e-3;
     if (!c->batch) {
         c->batch = c->micro_batch * ranks;
-        while (c->batch * 3 / 2 < 16 && batch_splits(c->batch * 2, c->micro_batch, ranks, dealt)) c->batch *= 2;
+        while (c->batch * 3 / 2 < 16 && batch_splits(c->batch * 2, c->micro_batch, ranks, dealt))
+            c->batch *= 2;
     }
     if (c->channels % c->heads) {
         int below = c->channels / c->heads * c->heads, above = below + c->heads;
@@ -252,10 +332,16 @@ static ddp_result config_resolve(run_config *c, int ranks, int dealt) {
     if (!batch_splits(c->batch, c->micro_batch, ranks, dealt)) {
         int64_t unit = (int64_t)c->micro_batch * ranks, below = unit, above = unit;
         int one = dealt && !is_power(ranks), every = dealt || ranks == 1;
-        while (above < c->batch && !one) { below = above; above = every ? above + unit : above * 2; }
-        return WRONG("--batch %d does not split into %s of %d on each of %d ranks; use --batch %lld", c->batch,
-                     one ? "one micro-batch" : every ? "micro-batches" : "1, 2, 4, 8 ... micro-batches", c->micro_batch, ranks,
-                     (long long)(c->batch - below <= above - c->batch ? below : above));
+        while (above < c->batch && !one) {
+            below = above;
+            above = every ? above + unit : above * 2;
+        }
+        return WRONG(
+            "--batch %d does not split into %s of %d on each of %d ranks; use --batch %lld", c->batch,
+            one     ? "one micro-batch"
+            : every ? "micro-batches"
+                    : "1, 2, 4, 8 ... micro-batches",
+            c->micro_batch, ranks, (long long)(c->batch - below <= above - c->batch ? below : above));
     }
     return DDP_OK;
 }
@@ -279,9 +365,11 @@ static ddp_result check_writable(const char *path) {
 /* Rank 0: what can be wrong with the command line alone. */
 static ddp_result check_options(const run_options *o, int ranks) {
     if (o->wrong[0]) return WRONG("%s", o->wrong);
-    if (o->ranks && o->ranks != ranks) return WRONG("--ranks %d, but the launcher started %d; leave --ranks out", o->ranks, ranks);
+    if (o->ranks && o->ranks != ranks)
+        return WRONG("--ranks %d, but the launcher started %d; leave --ranks out", o->ranks, ranks);
     if (TRAIN_MAX_RANKS && ranks > TRAIN_MAX_RANKS)
-        return WRONG("the launcher started %d ranks; this program runs on %d at most", ranks, TRAIN_MAX_RANKS);
+        return WRONG("the launcher started %d ranks; this program runs on %d at most", ranks,
+                     TRAIN_MAX_RANKS);
     return check_writable(SVG_PATH);
 }
 
@@ -301,8 +389,10 @@ static ddp_result plan_text(run_plan *p, const run_options *o, const run_saved *
     if (o->reads_tokens) TRY(text_open_shards(t, o->paths, o->path_count));
     if (t->shards.count) p->config.vocab = TEXT_SHARD_VOCAB;
     if (saved && saved->config.vocab != p->config.vocab)
-        return WRONG("%s was trained on %s, and this is %s; %s", o->resume, saved->config.vocab ? "token shards" : "bytes",
-                     p->config.vocab ? "a token shard" : "text", o->reads_tokens ? "give what it was trained on" : "go on with train_gpt_cuda");
+        return WRONG("%s was trained on %s, and this is %s; %s", o->resume,
+                     saved->config.vocab ? "token shards" : "bytes",
+                     p->config.vocab ? "a token shard" : "text",
+                     o->reads_tokens ? "give what it was trained on" : "go on with train_gpt_cuda");
     return p->config.vocab ? DDP_OK : text_load(t, o->paths, o->path_count);
 }
 
@@ -321,18 +411,23 @@ static ddp_result plan_scan(run_plan *p, const text_buffer *t) {
         if (result == DDP_OK) p->text_hash = hash_bytes(p->text_hash, piece, n);
         for (size_t i = 0; result == DDP_OK && i < n / (size_t)size; i++) {
             int token = size == 2 ? piece[i] : ((const uint8_t *)piece)[i];
-            if (token >= vocab) result = text_bad_token(t, at + 2 * (int64_t)i, token, vocab);
-            else count[token]++;
+            if (token >= vocab)
+                result = text_bad_token(t, at + 2 * (int64_t)i, token, vocab);
+            else
+                count[token]++;
         }
     }
     for (int i = 0; result == DDP_OK && i < vocab; i++)
-        if (count[i]) p->entropy -= (double)count[i] / (double)p->text_bytes * log((double)count[i] / (double)p->text_bytes);
+        if (count[i])
+            p->entropy -= (double)count[i] / (double)p->text_bytes
+                          * log((double)count[i] / (double)p->text_bytes);
     free(count);
     return result;
 }
 
 /* Rank 0: the rest of what can be wrong with the input, before anything is written. saved: what --resume says, or NULL. */
-static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const run_saved *saved, text_buffer *t) {
+static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const run_saved *saved,
+                            text_buffer *t) {
     int64_t window, validation;
     memset(p, 0, sizeof *p);
     p->config = o->config;
@@ -343,7 +438,8 @@ static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const 
     }
     TRY(config_resolve(&p->config, ranks, o->dealt));
     if (p->first_step > p->config.steps)
-        return WRONG("%s has %lld steps behind it; use --steps %lld or more", o->resume, (long long)p->first_step, (long long)p->first_step);
+        return WRONG("%s has %lld steps behind it; use --steps %lld or more", o->resume,
+                     (long long)p->first_step, (long long)p->first_step);
     TRY(plan_text(p, o, saved, t));
     window = p->config.context + 1;
     p->text_bytes = t->count / plan_token_bytes(p);
@@ -354,7 +450,8 @@ static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const 
                      (long long)p->text_bytes, plan_token(p), (long long)window, p->config.context);
     p->train_bytes = p->text_bytes - validation;
     TRY(plan_scan(p, t));
-    if (saved && p->text_hash != saved->text_hash) return WRONG("%s was trained on other text; give the same files, unchanged", o->resume);
+    if (saved && p->text_hash != saved->text_hash)
+        return WRONG("%s was trained on other text; give the same files, unchanged", o->resume);
     return DDP_OK;
 }
 
@@ -363,9 +460,9 @@ static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const 
 /* What rank 0 shows. Points of the curve are means over `every` steps, so that there are never more than CURVE_POINTS. */
 typedef struct run_report {
     curve training, validation;
-    int every, pending;             /* steps per point of the training curve; steps in the one that is being filled */
+    int every, pending; /* steps per point of the training curve; steps in the one that is being filled */
     double pending_loss;
-    double start, shown;            /* of the run; of the last progress line */
+    double start, shown; /* of the run; of the last progress line */
     int terminal;
 } run_report;
 
@@ -385,30 +482,35 @@ static void report_loss(run_report *r, int64_t step, double loss) {
 }
 
 /* A line that ends where it began on a terminal, or a plain one every twentieth of the run. */
-static void report_progress(run_report *r, const run_plan *p, int64_t step, double loss, double norm, double tokens_per_second) {
+static void report_progress(run_report *r, const run_plan *p, int64_t step, double loss, double norm,
+                            double tokens_per_second) {
     double now = ddp_now();
     double left = (now - r->start) / (double)(step - p->first_step) * (double)(p->config.steps - step);
     int64_t interval = p->config.steps / 20 > 1 ? p->config.steps / 20 : 1;
-    if (r->terminal ? now - r->shown < 0.1 && step < p->config.steps : step % interval != 0 && step < p->config.steps) return;
+    if (r->terminal ? now - r->shown < 0.1 && step < p->config.steps
+                    : step % interval != 0 && step < p->config.steps)
+        return;
     r->shown = now;
-    printf("%sstep %4lld/%d   loss %.4f   %.0f tokens/s   gradient norm %.4g   ETA %d:%02d%s", r->terminal ? "\r" : "", (long long)step,
-           p->config.steps, loss, tokens_per_second, norm, (int)(left + 0.5) / 60, (int)(left + 0.5) % 60, r->terminal ? "\033[K" : "\n");
+    printf("%sstep %4lld/%d   loss %.4f   %.0f tokens/s   gradient norm %.4g   ETA %d:%02d%s",
+           r->terminal ? "\r" : "", (long long)step, p->config.steps, loss, tokens_per_second, norm,
+           (int)(left + 0.5) / 60, (int)(left + 0.5) % 60, r->terminal ? "\033[K" : "\n");
     fflush(stdout);
 }
 
 static void report_validation(run_report *r, const run_plan *p, int64_t step, double loss) {
     curve_add(&r->validation, (double)step, loss);
-    printf("%sstep %4lld/%d   validation loss %.4f   (unigram entropy %.4f)\n", r->terminal ? "\r\033[K" : "", (long long)step,
-           p->config.steps, loss, p->entropy);
+    printf("%sstep %4lld/%d   validation loss %.4f   (unigram entropy %.4f)\n", r->terminal ? "\r\033[K" : "",
+           (long long)step, p->config.steps, loss, p->entropy);
     fflush(stdout);
 }
 
 static ddp_result draw_curve(const run_report *r, const run_plan *p) {
     const run_config *c = &p->config;
     char title[128];
-    snprintf(title, sizeof title, "%d layers, %d channels, context %d, batch %d, learning rate %.4g", c->layers, c->channels, c->context,
-             c->batch, c->lr);
-    return curve_draw(SVG_PATH, title, (double)p->first_step, c->steps, &r->training, &r->validation, p->entropy);
+    snprintf(title, sizeof title, "%d layers, %d channels, context %d, batch %d, learning rate %.4g",
+             c->layers, c->channels, c->context, c->batch, c->lr);
+    return curve_draw(SVG_PATH, title, (double)p->first_step, c->steps, &r->training, &r->validation,
+                      p->entropy);
 }
 
 //== run ====================================================================================================== >>run
@@ -420,17 +522,18 @@ typedef struct run {
     int rank, world_size;
     run_plan plan;
     text_buffer text;
-    gpt_model model;               /* its own activations; values and gradients are the strategy's */
-    gpt_param *infos;              /* model.param_count */
-    int64_t parameter_count;       /* numbers in all values, those that share another's not counted */
+    gpt_model model;         /* its own activations; values and gradients are the strategy's */
+    gpt_param *infos;        /* model.param_count */
+    int64_t parameter_count; /* numbers in all values, those that share another's not counted */
     ddp_sampler sampler;
     uint64_t epoch;
-    int micro_count;               /* micro-batches of this rank in a step */
-    int *tokens, *targets;         /* (micro_batch, context) */
-    double *losses;                /* one per micro-batch of all ranks, in the order of the global batch; zeros but for this rank's */
+    int micro_count;       /* micro-batches of this rank in a step */
+    int *tokens, *targets; /* (micro_batch, context) */
+    double *
+        losses; /* one per micro-batch of all ranks, in the order of the global batch; zeros but for this rank's */
     double train_seconds;
-    void *everyones;               /* what run_gather has gathered last */
-    run_report report;             /* rank 0 */
+    void *everyones;   /* what run_gather has gathered last */
+    run_report report; /* rank 0 */
 } run;
 
 /* Rank 0's result and its sentence become everybody's, so that all ranks stop together and say the same. Collective. */
@@ -448,12 +551,18 @@ static ddp_result share_result(ddp_group *world, ddp_result result) {
 /* r->everyones: what each rank has in `mine`, in the order of ranks, until the next call. Collective. */
 static ddp_result run_gather(run *r, const void *mine, size_t size_bytes) {
     void *all = realloc(r->everyones, (size_t)r->world_size * size_bytes);
-    if (!all) return ddp_fail(DDP_ERR_NO_MEMORY, "%zu bytes of each of %d ranks do not fit in memory", size_bytes, r->world_size);
+    if (!all)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "%zu bytes of each of %d ranks do not fit in memory", size_bytes,
+                        r->world_size);
     r->everyones = all;
     return ddp_all_gather(r->world, mine, all, size_bytes, DDP_U8, NULL);
 }
 
-typedef struct shards_found { int64_t tokens; uint64_t hash; char wrong[240]; } shards_found;
+typedef struct shards_found {
+    int64_t tokens;
+    uint64_t hash;
+    char wrong[240];
+} shards_found;
 
 /* What tells these shards from others: where each begins, and the tokens at both of its ends. */
 static ddp_result run_sample_shards(const run *r, uint64_t *hash) {
@@ -461,7 +570,8 @@ static ddp_result run_sample_shards(const run *r, uint64_t *hash) {
     uint8_t piece[4096];
     *hash = hash_bytes(HASH_START, t->first, ((size_t)t->shards.count + 1) * sizeof *t->first);
     for (int i = 0; i < t->shards.count; i++) {
-        int64_t all = t->first[i + 1] - t->first[i], n = all < (int64_t)sizeof piece ? all : (int64_t)sizeof piece;
+        int64_t all = t->first[i + 1] - t->first[i],
+                n = all < (int64_t)sizeof piece ? all : (int64_t)sizeof piece;
         TRY(text_read(t, t->first[i], (size_t)n, piece));
         *hash = hash_bytes(*hash, piece, (size_t)n);
         TRY(text_read(t, t->first[i + 1] - n, (size_t)n, piece));
@@ -476,7 +586,9 @@ static ddp_result run_open_shards(run *r) {
     const shards_found *found;
     shards_found mine;
     memset(&mine, 0, sizeof mine);
-    if (r->rank != 0) result = text_open_shards(&r->text, r->options->paths, r->options->path_count); /* rank 0 has, for the plan */
+    if (r->rank != 0)
+        result = text_open_shards(&r->text, r->options->paths,
+                                  r->options->path_count); /* rank 0 has, for the plan */
     if (result == DDP_OK && r->text.count) result = run_sample_shards(r, &mine.hash);
     if (result != DDP_OK) snprintf(mine.wrong, sizeof mine.wrong, "%.239s", ddp_last_error());
     mine.tokens = r->text.count / 2;
@@ -485,10 +597,13 @@ static ddp_result run_open_shards(run *r) {
     for (int i = 0; i < r->world_size; i++) {
         if (found[i].wrong[0]) return WRONG("rank %d: %s", i, found[i].wrong);
         if (found[i].tokens != r->plan.text_bytes)
-            return WRONG("rank %d finds token shards of %lld tokens, and rank 0 of %lld; every machine needs the same shards in the same place", i,
-                         (long long)found[i].tokens, (long long)r->plan.text_bytes);
+            return WRONG("rank %d finds token shards of %lld tokens, and rank 0 of %lld; every machine needs "
+                         "the same shards in the same place",
+                         i, (long long)found[i].tokens, (long long)r->plan.text_bytes);
         if (found[i].hash != found[0].hash)
-            return WRONG("rank %d finds other tokens in its shards than rank 0; every machine needs the same shards in the same place", i);
+            return WRONG("rank %d finds other tokens in its shards than rank 0; every machine needs the same "
+                         "shards in the same place",
+                         i);
     }
     return DDP_OK;
 }
@@ -501,7 +616,10 @@ static ddp_result run_start(run *r, ddp_result made) {
     if (r->rank != 0) {
         r->text.count = r->text.capacity = r->plan.text_bytes;
         r->text.bytes = (uint8_t *)malloc((size_t)r->text.count);
-        if (!r->text.bytes) return ddp_fail(DDP_ERR_NO_MEMORY, "a text of %lld bytes does not fit in memory; give fewer files", (long long)r->text.count);
+        if (!r->text.bytes)
+            return ddp_fail(DDP_ERR_NO_MEMORY,
+                            "a text of %lld bytes does not fit in memory; give fewer files",
+                            (long long)r->text.count);
     }
     return ddp_broadcast(r->world, r->text.bytes, (size_t)r->text.count, DDP_U8, 0, NULL);
 }
@@ -516,18 +634,25 @@ static int64_t validation_micro_batches(const run_plan *p) {
 static gpt_config run_model_config(const run *r) {
     const run_config *c = &r->plan.config;
     gpt_config config;
-    config.vocab = plan_vocab(&r->plan); config.context = c->context; config.layers = c->layers; config.heads = c->heads; config.channels = c->channels;
+    config.vocab = plan_vocab(&r->plan);
+    config.context = c->context;
+    config.layers = c->layers;
+    config.heads = c->heads;
+    config.channels = c->channels;
     return config;
 }
 
 static ddp_result run_no_room(void) {
-    return ddp_fail(DDP_ERR_NO_MEMORY, "the model does not fit in memory; use a smaller --channels, --layers, --context or --micro-batch");
+    return ddp_fail(
+        DDP_ERR_NO_MEMORY,
+        "the model does not fit in memory; use a smaller --channels, --layers, --context or --micro-batch");
 }
 
 /* The parameters' shapes, and arrays for a micro-batch and its losses. */
 static ddp_result run_build_arrays(run *r) {
     const run_config *c = &r->plan.config;
-    int64_t tokens = (int64_t)c->micro_batch * c->context, losses = c->batch / c->micro_batch, validation = validation_micro_batches(&r->plan);
+    int64_t tokens = (int64_t)c->micro_batch * c->context, losses = c->batch / c->micro_batch,
+            validation = validation_micro_batches(&r->plan);
     gpt_config config = run_model_config(r);
     int count = gpt_param_count(&config);
     r->micro_count = (int)losses / r->world_size;
@@ -537,7 +662,8 @@ static ddp_result run_build_arrays(run *r) {
     r->tokens = (int *)calloc((size_t)tokens, sizeof *r->tokens);
     r->targets = (int *)calloc((size_t)tokens, sizeof *r->targets);
     r->losses = (double *)calloc((size_t)losses, sizeof *r->losses);
-    if (!r->infos || !r->tokens || !r->targets || !r->losses) return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", count);
+    if (!r->infos || !r->tokens || !r->targets || !r->losses)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", count);
     for (int i = 0; i < count; i++) {
         gpt_param_info(&config, i, &r->infos[i]);
         if (r->infos[i].tied_to < 0) r->parameter_count += r->infos[i].count;
@@ -549,7 +675,10 @@ static ddp_result run_build_arrays(run *r) {
 static inline ddp_result run_build_model(run *r, int own) {
     gpt_config config = run_model_config(r);
     TRY(run_build_arrays(r));
-    if (gpt_model_create(&r->model, &config, r->plan.config.micro_batch, own | (r->options->recompute ? GPT_RECOMPUTE : 0)) != 0) return run_no_room();
+    if (gpt_model_create(&r->model, &config, r->plan.config.micro_batch,
+                         own | (r->options->recompute ? GPT_RECOMPUTE : 0))
+        != 0)
+        return run_no_room();
     r->model.clock = ddp_now;
     return DDP_OK;
 }
@@ -565,7 +694,8 @@ static void run_describe(const run *r, int index, ddp_param *param) {
 /* The windows of one of `replicas` parts of each global batch, in the same order whatever replicas is. */
 static ddp_sampler_desc run_sampler_desc(const run *r, int replicas, int replica) {
     ddp_sampler_desc sampler = DDP_ZERO;
-    sampler.dataset_size = r->plan.train_bytes - r->plan.config.context; /* every start of a window of context + 1 tokens */
+    sampler.dataset_size = r->plan.train_bytes
+                           - r->plan.config.context; /* every start of a window of context + 1 tokens */
     sampler.num_replicas = replicas;
     sampler.rank = replica;
     sampler.seed = (uint64_t)r->plan.config.seed;
@@ -594,7 +724,8 @@ static void run_free(run *r) {
 
 /* Tokens [at, at + count) of the text. */
 static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
-    uint8_t *narrow = (uint8_t *)(out + count) - 2 * (ptrdiff_t)count; /* read into the end of out, and widened from its beginning */
+    uint8_t *narrow = (uint8_t *)(out + count)
+                      - 2 * (ptrdiff_t)count; /* read into the end of out, and widened from its beginning */
     if (!r->plan.config.vocab) {
         for (int i = 0; i < count; i++) out[i] = r->text.bytes[at + i];
         return DDP_OK;
@@ -603,7 +734,8 @@ static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
     for (int i = 0; i < count; i++) {
         uint16_t token;
         memcpy(&token, narrow + 2 * i, 2);
-        if (token >= r->plan.config.vocab) return text_bad_token(&r->text, 2 * (at + i), token, r->plan.config.vocab);
+        if (token >= r->plan.config.vocab)
+            return text_bad_token(&r->text, 2 * (at + i), token, r->plan.config.vocab);
         out[i] = token;
     }
     return DDP_OK;
@@ -627,9 +759,12 @@ static inline int64_t next_window(run *r) {
 static ddp_result take_validation_windows(run *r, int64_t index) {
     const run_config *c = &r->plan.config;
     int64_t windows = validation_micro_batches(&r->plan) * c->micro_batch;
-    int64_t room = r->plan.text_bytes - r->plan.train_bytes - c->context - 1; /* of the first byte of a window */
+    int64_t room = r->plan.text_bytes - r->plan.train_bytes - c->context
+                   - 1; /* of the first byte of a window */
     for (int row = 0; row < c->micro_batch; row++)
-        TRY(take_window(r, row, r->plan.train_bytes + (windows > 1 ? room * (index * c->micro_batch + row) / (windows - 1) : 0)));
+        TRY(take_window(r, row,
+                        r->plan.train_bytes
+                            + (windows > 1 ? room * (index * c->micro_batch + row) / (windows - 1) : 0)));
     return DDP_OK;
 }
 
@@ -647,7 +782,10 @@ static ddp_result run_mean_loss(run *r, int64_t count, double *mean) {
 static float learning_rate(const run_config *c, int64_t step) {
     int64_t warm = c->steps / 10 < 100 ? c->steps / 10 : 100;
     if (step <= warm) return (float)(c->lr * (double)step / (double)warm);
-    return (float)(c->lr * (0.55 + 0.45 * cos(3.14159265358979323846 * (double)(step - warm) / (double)(c->steps - warm))));
+    return (
+        float)(c->lr
+               * (0.55
+                  + 0.45 * cos(3.14159265358979323846 * (double)(step - warm) / (double)(c->steps - warm))));
 }
 
 static double tokens_per_second(const run *r, int64_t step) {
@@ -664,9 +802,11 @@ static void run_report_start(run *r) {
     const char *threads = r->options->threads_as_ranks ? " as threads" : "";
     if (r->rank != 0) return;
     report_start(&r->report, &r->plan);
-    printf("%lld parameters, %lld %ss of text, %d %s%s\n", (long long)r->parameter_count, (long long)r->plan.text_bytes, plan_token(&r->plan), r->world_size,
+    printf("%lld parameters, %lld %ss of text, %d %s%s\n", (long long)r->parameter_count,
+           (long long)r->plan.text_bytes, plan_token(&r->plan), r->world_size,
            r->world_size == 1 ? "rank" : "ranks", threads);
-    if (r->plan.first_step > 0) printf("%s goes on from step %lld\n", r->options->resume, (long long)r->plan.first_step);
+    if (r->plan.first_step > 0)
+        printf("%s goes on from step %lld\n", r->options->resume, (long long)r->plan.first_step);
 }
 
 static void run_report_step(run *r, int64_t step, double loss, float norm) {
@@ -692,8 +832,10 @@ static ddp_result sample_prompt(const run *r, int *tokens, int *prompt) {
 static void print_sample(const run_plan *p, const int *tokens, int prompt) {
     printf("\n--- the model goes on from %d %ss of the validation text ---\n", prompt, plan_token(p));
     for (int i = 0; i < prompt + SAMPLE_BYTES; i++)
-        if (p->config.vocab) printf("%d%c", tokens[i], i % 20 == 19 ? '\n' : ' ');
-        else putchar(tokens[i] == '\n' || (tokens[i] >= ' ' && tokens[i] < 127) ? tokens[i] : '?');
+        if (p->config.vocab)
+            printf("%d%c", tokens[i], i % 20 == 19 ? '\n' : ' ');
+        else
+            putchar(tokens[i] == '\n' || (tokens[i] >= ' ' && tokens[i] < 127) ? tokens[i] : '?');
     printf("\n---\n");
 }
 
@@ -701,14 +843,20 @@ static void print_sample(const run_plan *p, const int *tokens, int prompt) {
 static inline void run_print_recompute(const run *r) {
     gpt_block_acts acts;
     struct rusage usage;
-    double steps = (double)(r->plan.config.steps - r->plan.first_step), again = r->model.recompute_seconds / steps, whole = r->train_seconds / steps;
-    double block = (double)gpt_block_acts_place(&r->model.config, r->model.batch, r->model.config.context, NULL, &acts) * sizeof(float) / 1048576;
+    double steps = (double)(r->plan.config.steps - r->plan.first_step),
+           again = r->model.recompute_seconds / steps, whole = r->train_seconds / steps;
+    double block = (double)gpt_block_acts_place(&r->model.config, r->model.batch, r->model.config.context,
+                                                NULL, &acts)
+                   * sizeof(float) / 1048576;
     if (steps <= 0 || getrusage(RUSAGE_SELF, &usage) != 0) return;
     printf("  --recompute   activations of blocks   time per step\n");
-    printf("  no    %s   %15.2f MiB   %8.2f ms%s\n", r->model.recompute ? "    " : "here", block * r->model.config.layers, (whole - again) * 1e3,
+    printf("  no    %s   %15.2f MiB   %8.2f ms%s\n", r->model.recompute ? "    " : "here",
+           block * r->model.config.layers, (whole - again) * 1e3,
            r->model.recompute ? ", without the forwards that ran again" : "");
-    if (r->model.recompute) printf("  yes   here   %15.2f MiB   %8.2f ms\n", block, whole * 1e3);
-    else printf("  yes          %15.2f MiB\n", block);
+    if (r->model.recompute)
+        printf("  yes   here   %15.2f MiB   %8.2f ms\n", block, whole * 1e3);
+    else
+        printf("  yes          %15.2f MiB\n", block);
     printf("  peak resident memory of this process: %.1f MiB\n\n", (double)usage.ru_maxrss / 1024);
 }
 
@@ -720,7 +868,9 @@ static ddp_result run_finish(run *r, double validation, uint64_t hash) {
     hashes = (const uint64_t *)r->everyones;
     for (int i = 1; i < r->world_size; i++)
         if (hashes[i] != hashes[0])
-            return ddp_fail(DDP_ERR_CORRUPT, "rank %d has other weights than rank 0: its machine or its build computes differently", i);
+            return ddp_fail(
+                DDP_ERR_CORRUPT,
+                "rank %d has other weights than rank 0: its machine or its build computes differently", i);
     if (r->rank == 0) result = draw_curve(&r->report, &r->plan);
     TRY(share_result(r->world, result));
     if (r->rank == 0) {
@@ -747,7 +897,8 @@ static void run_init(run *r, ddp_group *world, job *j) {
 }
 
 /* A rank's part: a trainer of size_bytes, which begins with its run and is zeros otherwise, trains and ends. */
-static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_result (*train)(void *trainer), void (*end)(void *trainer)) {
+static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_result (*train)(void *trainer),
+                              void (*end)(void *trainer)) {
     run *r = (run *)calloc(1, size_bytes);
     char cause[1024];
     ddp_result result;
@@ -755,7 +906,8 @@ static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_r
     run_init(r, world, j);
     result = train(r);
     if (result != DDP_OK && r->report.terminal && r->report.shown > 0) printf("\n");
-    snprintf(cause, sizeof cause, "%s", result == DDP_OK ? "" : ddp_last_error()); /* what is freed may have failed, too */
+    snprintf(cause, sizeof cause, "%s",
+             result == DDP_OK ? "" : ddp_last_error()); /* what is freed may have failed, too */
     end(r);
     free(r);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", cause);
@@ -765,12 +917,16 @@ static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_r
 static int run_main(job *j, ddp_rank_fn rank_main) {
     ddp_launch_desc desc = DDP_ZERO;
     ddp_result result;
-    if (j->options.help && !j->options.wrong[0]) { print_help(j->options.program); return 0; }
+    if (j->options.help && !j->options.wrong[0]) {
+        print_help(j->options.program);
+        return 0;
+    }
     desc.world_size = j->options.wrong[0] ? ranks_to_start(0, 1) : ranks_to_start(j->options.ranks, j->ranks);
     desc.group.log_fn = print_notice;
     desc.mode = j->options.threads_as_ranks ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     result = ddp_launch(&desc, rank_main, j);
-    if (result != DDP_OK && !j->quiet) fprintf(stderr, "%s: %s\n", j->options.program->name, ddp_last_error());
+    if (result != DDP_OK && !j->quiet)
+        fprintf(stderr, "%s: %s\n", j->options.program->name, ddp_last_error());
     free(j->options.paths);
     return result == DDP_OK ? 0 : 1;
 }

@@ -23,7 +23,9 @@ A STEP
     remembers is not in a checkpoint.
 
     Rank 0 alone reads files, writes files and prints. */
-#define TRAIN_PROMISE "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit, but for --hook."
+#define TRAIN_PROMISE                                                                                        \
+    "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit, but for " \
+    "--hook."
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "checkpoint.h"
@@ -32,13 +34,17 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "FILE save there at every validation and at the end"},
-    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "FILE go on from a checkpoint, on any number of ranks"},
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
+     "FILE save there at every validation and at the end"},
+    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
+     "FILE go on from a checkpoint, on any number of ranks"},
     RECOMPUTE_FLAG,
-    {"--hook", FLAG_TEXT, NOT_SAVED, AT(hook), 0, 0, "NAME how gradients are sent: bf16, f16, int8, powersgd, or delay, a step late; gives up equal bits"},
+    {"--hook", FLAG_TEXT, NOT_SAVED, AT(hook), 0, 0,
+     "NAME how gradients are sent: bf16, f16, int8, powersgd, or delay, a step late; gives up equal bits"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
-static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on text with data-parallel ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
+static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on text with data-parallel ranks",
+                                    FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
 //== trainer ============================================================================================== >>trainer
 
@@ -46,22 +52,24 @@ static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on tex
    what rank 0 alone has. */
 typedef struct trainer {
     run run;
-    text_buffer saved;             /* rank 0: the file of --resume, its header is in saved_header */
+    text_buffer saved; /* rank 0: the file of --resume, its header is in saved_header */
     checkpoint_header saved_header;
-    ddp_param *params;             /* model.param_count each */
-    int64_t *moment;               /* where a parameter's moments start; -1: it shares the value of an earlier one */
-    float *first, *second;         /* AdamW's moments, parameter_count each */
+    ddp_param *params;     /* model.param_count each */
+    int64_t *moment;       /* where a parameter's moments start; -1: it shares the value of an earlier one */
+    float *first, *second; /* AdamW's moments, parameter_count each */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
-    comm_hook *hook;               /* --hook, or NULL */
-    ddp_result ready_result;       /* first failure inside a backward */
+    comm_hook *hook;         /* --hook, or NULL */
+    ddp_result ready_result; /* first failure inside a backward */
     double gather_seconds;
 } trainer;
 
 /* What --hook names; 0 = nothing that there is. */
 static comm_hook_kind hook_kind(const char *name) {
-    static const char *const names[] = {"bf16", "f16", "int8", "powersgd", "delay"}; /* as comm_hook_kind has them, from 1 */
-    for (int i = 0; i < 5; i++) if (!strcmp(name, names[i])) return (comm_hook_kind)(i + 1);
+    static const char *const names[] = {"bf16", "f16", "int8", "powersgd",
+                                        "delay"}; /* as comm_hook_kind has them, from 1 */
+    for (int i = 0; i < 5; i++)
+        if (!strcmp(name, names[i])) return (comm_hook_kind)(i + 1);
     return (comm_hook_kind)0;
 }
 
@@ -70,7 +78,8 @@ static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
     TRY(check_options(o, r->world_size));
-    if (o->hook && !hook_kind(o->hook)) return WRONG("--hook %.60s: give bf16, f16, int8, powersgd or delay", o->hook);
+    if (o->hook && !hook_kind(o->hook))
+        return WRONG("--hook %.60s: give bf16, f16, int8, powersgd or delay", o->hook);
     if (o->checkpoint) TRY(check_writable(o->checkpoint));
     if (o->resume) TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
     return make_plan(&r->plan, o, r->world_size, o->resume ? &t->saved_header.run : NULL, &r->text);
@@ -86,7 +95,8 @@ static ddp_result build_params(trainer *t) {
     t->first = (float *)calloc(moments, sizeof(float));
     t->second = (float *)calloc(moments, sizeof(float));
     if (!t->params || !t->moment || !t->first || !t->second)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %lld parameters; use a smaller --channels or --layers", (long long)r->parameter_count);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %lld parameters; use a smaller --channels or --layers",
+                        (long long)r->parameter_count);
     for (int i = 0; i < r->model.param_count; i++) {
         run_describe(r, i, &t->params[i]);
         t->params[i].value.data = r->model.values[i];
@@ -101,12 +111,16 @@ static ddp_result start_values(trainer *t) {
     run *r = &t->run;
     const uint8_t *from = t->saved.bytes + sizeof(checkpoint_header);
     size_t moment_bytes = (size_t)r->parameter_count * sizeof(float);
-    if (r->plan.first_step == 0) { gpt_model_init(&r->model, (uint64_t)r->plan.config.seed); return DDP_OK; }
+    if (r->plan.first_step == 0) {
+        gpt_model_init(&r->model, (uint64_t)r->plan.config.seed);
+        return DDP_OK;
+    }
     TRY(share_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
     if (r->rank == 0) {
         for (int i = 0; i < r->model.param_count; i++)
             if (t->moment[i] >= 0)
-                memcpy(r->model.values[i], from + (size_t)t->moment[i] * sizeof(float), (size_t)r->infos[i].count * sizeof(float));
+                memcpy(r->model.values[i], from + (size_t)t->moment[i] * sizeof(float),
+                       (size_t)r->infos[i].count * sizeof(float));
         memcpy(t->first, from + moment_bytes, moment_bytes);
         memcpy(t->second, from + moment_bytes * 2, moment_bytes);
         free(t->saved.bytes);
@@ -123,7 +137,8 @@ static ddp_result build_parallel(trainer *t) {
     ddp_accumulator_desc accumulator = DDP_ZERO;
     comm_hook_desc hook = DDP_ZERO;
 
-    reducer.params = t->params; /* gradients are NULL: the reducer places them in group memory, bucket by bucket */
+    reducer.params =
+        t->params; /* gradients are NULL: the reducer places them in group memory, bucket by bucket */
     reducer.param_count = r->model.param_count;
     reducer.micro_batch_count = r->micro_count;
     if (r->options->hook) {
@@ -160,8 +175,9 @@ static void update(trainer *t, int64_t step) {
     float lr = learning_rate(&r->plan.config, step);
     for (int i = 0; i < r->model.param_count; i++) {
         if (t->moment[i] < 0) continue;
-        gpt_adamw(r->model.values[i], r->model.grads[i], t->first + t->moment[i], t->second + t->moment[i], (size_t)r->infos[i].count, lr, 0.9f,
-                  0.95f, 1e-8f, r->infos[i].ndim > 1 ? 0.1f : 0.0f, (int)step, 1.0f);
+        gpt_adamw(r->model.values[i], r->model.grads[i], t->first + t->moment[i], t->second + t->moment[i],
+                  (size_t)r->infos[i].count, lr, 0.9f, 0.95f, 1e-8f, r->infos[i].ndim > 1 ? 0.1f : 0.0f,
+                  (int)step, 1.0f);
     }
 }
 
@@ -172,8 +188,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     double start = ddp_now(), gather;
     for (int micro = 0; micro < r->micro_count; micro++) {
         for (int row = 0; row < c->micro_batch; row++) TRY(take_window(r, row, next_window(r)));
-        r->losses[r->rank * r->micro_count + micro] =
-            gpt_model_forward_backward(&r->model, r->tokens, r->targets, c->micro_batch, c->context, gradient_ready, t);
+        r->losses[r->rank * r->micro_count + micro] = gpt_model_forward_backward(
+            &r->model, r->tokens, r->targets, c->micro_batch, c->context, gradient_ready, t);
         TRY(t->ready_result);
         TRY(ddp_accumulator_next(t->accumulator, NULL));
     }
@@ -204,7 +220,8 @@ static uint64_t hash_weights(const trainer *t) {
     const run *r = &t->run;
     uint64_t hash = HASH_START;
     for (int i = 0; i < r->model.param_count; i++)
-        if (t->moment[i] >= 0) hash = hash_bytes(hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
+        if (t->moment[i] >= 0)
+            hash = hash_bytes(hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
     return hash;
 }
 
@@ -214,7 +231,8 @@ static ddp_result save_checkpoint(const trainer *t, const char *path, int64_t st
     checkpoint_writer w;
     TRY(checkpoint_begin(&w, r, path, step));
     for (int i = 0; i < r->model.param_count; i++)
-        if (t->moment[i] >= 0) checkpoint_put(&w, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
+        if (t->moment[i] >= 0)
+            checkpoint_put(&w, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
     checkpoint_put(&w, t->first, moment_bytes);
     checkpoint_put(&w, t->second, moment_bytes);
     return checkpoint_end(&w, path);
@@ -227,7 +245,8 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     TRY(validate(t, loss));
     if (r->rank == 0) {
         report_validation(&r->report, &r->plan, step, *loss);
-        if (r->options->checkpoint && step > r->plan.first_step) result = save_checkpoint(t, r->options->checkpoint, step);
+        if (r->options->checkpoint && step > r->plan.first_step)
+            result = save_checkpoint(t, r->options->checkpoint, step);
     }
     return r->options->checkpoint ? share_result(r->world, result) : DDP_OK;
 }
@@ -263,7 +282,8 @@ static void print_table(const run *r) {
 static void print_hook(const trainer *t) {
     comm_hook_stats stats = DDP_ZERO;
     if (!t->hook || comm_hook_get_stats(t->hook, &stats) != DDP_OK || stats.gradient_bytes == 0) return;
-    printf("  --hook %s sent %.1f%% of the bytes of the gradients\n\n", t->run.options->hook, 100.0 * (double)stats.sent_bytes / (double)stats.gradient_bytes);
+    printf("  --hook %s sent %.1f%% of the bytes of the gradients\n\n", t->run.options->hook,
+           100.0 * (double)stats.sent_bytes / (double)stats.gradient_bytes);
 }
 
 /* Sample, table, and what every run ends with. Collective. */
@@ -313,7 +333,9 @@ static void trainer_free(void *user) {
     free(t->second);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
+static ddp_result rank_main(ddp_group *world, void *user) {
+    return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free);
+}
 
 int main(int argc, char **argv) {
     job j;

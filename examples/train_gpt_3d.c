@@ -27,7 +27,8 @@ A STEP
 #include "../ddp_fsdp.h"
 #include "../ddp_pipeline.h"
 #include "../ddp_tensor.h"
-#define TRAIN_PROMISE "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any mesh."
+#define TRAIN_PROMISE \
+    "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any mesh."
 #include "folder.h"
 #include "gpt_tensor.h"
 #include "train.h"
@@ -37,28 +38,33 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--pp", FLAG_INT32, NOT_SAVED, AT(stages), 1, TRAIN_MAX_AXIS, "N stages of the pipeline; default 1"},
-    {"--dp", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS, "N ranks that share the batch and split a stage; default: what pp and tp leave"},
-    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, TRAIN_MAX_AXIS, "N ranks that matrices are cut over; default 1"},
-    {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1, "stream and norms are cut by tokens"},
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end; DIR.1 is the one before"},
+    {"--dp", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS,
+     "N ranks that share the batch and split a stage; default: what pp and tp leave"},
+    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, TRAIN_MAX_AXIS,
+     "N ranks that matrices are cut over; default 1"},
+    {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1,
+     "stream and norms are cut by tokens"},
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
+     "DIR save there at every validation and at the end; DIR.1 is the one before"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "DIR go on from a checkpoint, on any mesh"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
-static const run_program PROGRAM = {"train_gpt_3d", "trains a byte-level GPT on text on a mesh of ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
+static const run_program PROGRAM = {"train_gpt_3d", "trains a byte-level GPT on text on a mesh of ranks",
+                                    FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
 //== trainer ============================================================================================== >>trainer
 
 /* A box of a parameter, as ddp_fsdp has it. Every rank has some of every parameter, so that all list the same tensors: of other stages', no rows. */
 typedef struct slice {
     int param, box;
-    int here;            /* this rank's stage has it */
-    int counted;         /* of the ranks that have it, this is the one that counts for norm and hash */
+    int here;    /* this rank's stage has it */
+    int counted; /* of the ranks that have it, this is the one that counts for norm and hash */
     char name[40];
 } slice;
 
 /* What a unit of the stage keeps of one micro-batch between F and B. */
 typedef struct unit_memory {
-    float *out;                 /* (S, C): what the next unit of the stage reads */
+    float *out; /* (S, C): what the next unit of the stage reads */
     gpt_tensor_acts acts;
     gpt_tensor_head_acts head;
 } unit_memory;
@@ -68,26 +74,27 @@ typedef struct trainer {
     run run;
     int pp, dp, tp;
     ddp_mesh *mesh;
-    ddp_group *column, *replicas;    /* along pp, the pipeline's own; along dp */
-    gpt_tensor model;                /* the layers, on the group along tp */
-    float **values, **grads;         /* model.param_count each; those of this stage while it is gathered */
-    float *fused;                    /* queries, keys and values one below the other, which lie apart in ddp_fsdp; and their gradients */
+    ddp_group *column, *replicas; /* along pp, the pipeline's own; along dp */
+    gpt_tensor model;             /* the layers, on the group along tp */
+    float **values, **grads;      /* model.param_count each; those of this stage while it is gathered */
+    float *
+        fused; /* queries, keys and values one below the other, which lie apart in ddp_fsdp; and their gradients */
     ddp_schedule *schedule;
     ddp_pipeline *pipeline;
     int unit_count, stage, micro_count; /* micro_count: micro-batches of this replica in a step */
-    int *first_unit;                 /* of each stage, and one more */
+    int *first_unit;                    /* of each stage, and one more */
     unit_memory *units;
     int slice_count;
     slice *slices;
-    ddp_fsdp_param *params;          /* slice_count, as these */
-    ddp_param **pointers;            /* those of this stage */
-    ddp_fsdp *fsdp;                  /* the stage as one unit */
-    ddp_fsdp_state state;            /* what a checkpoint keeps beside tensors */
-    float *d, *whole;                /* (S, C): the stream's gradient inside of the stage; room for the largest parameter */
-    int64_t *starts;                 /* windows of this replica's part of the batch */
-    int64_t validating;              /* number of this replica's first validation micro-batch of an evaluation */
-    double *each;                    /* losses */
-    ddp_pipeline_stats stats;        /* of the run's last step */
+    ddp_fsdp_param *params; /* slice_count, as these */
+    ddp_param **pointers;   /* those of this stage */
+    ddp_fsdp *fsdp;         /* the stage as one unit */
+    ddp_fsdp_state state;   /* what a checkpoint keeps beside tensors */
+    float *d, *whole; /* (S, C): the stream's gradient inside of the stage; room for the largest parameter */
+    int64_t *starts;  /* windows of this replica's part of the batch */
+    int64_t validating;       /* number of this replica's first validation micro-batch of an evaluation */
+    double *each;             /* losses */
+    ddp_pipeline_stats stats; /* of the run's last step */
 } trainer;
 
 /* What flags leave open of the mesh. */
@@ -102,14 +109,18 @@ static void find_mesh(trainer *t) {
 static ddp_result check_mesh(const trainer *t, int heads) {
     int64_t ranks = t->run.world_size, rest = (int64_t)t->pp * t->tp, all = rest * t->dp;
     if (all != ranks && all > DDP_MAX_LOCAL_RANKS)
-        return WRONG("--pp %d x --dp %d x --tp %d are %lld ranks, and there are %lld; start as many under mpirun, or use %d at most", t->pp, t->dp, t->tp,
-                     (long long)all, (long long)ranks, DDP_MAX_LOCAL_RANKS);
+        return WRONG("--pp %d x --dp %d x --tp %d are %lld ranks, and there are %lld; start as many under "
+                     "mpirun, or use %d at most",
+                     t->pp, t->dp, t->tp, (long long)all, (long long)ranks, DDP_MAX_LOCAL_RANKS);
     if (ranks % rest)
-        return WRONG("--pp %d x --tp %d does not divide %lld ranks; use --ranks %lld", t->pp, t->tp, (long long)ranks,
-                     (long long)((ranks + rest - 1) / rest * rest));
+        return WRONG("--pp %d x --tp %d does not divide %lld ranks; use --ranks %lld", t->pp, t->tp,
+                     (long long)ranks, (long long)((ranks + rest - 1) / rest * rest));
     if (all != ranks)
-        return WRONG("--pp %d x --dp %d x --tp %d are not %lld ranks; use --dp %lld", t->pp, t->dp, t->tp, (long long)ranks, (long long)(ranks / rest));
-    if (heads % t->tp) return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, t->tp, nearest_divisor(heads, t->tp));
+        return WRONG("--pp %d x --dp %d x --tp %d are not %lld ranks; use --dp %lld", t->pp, t->dp, t->tp,
+                     (long long)ranks, (long long)(ranks / rest));
+    if (heads % t->tp)
+        return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, t->tp,
+                     nearest_divisor(heads, t->tp));
     return DDP_OK;
 }
 
@@ -119,7 +130,8 @@ static ddp_result make_schedule(trainer *t) {
     t->unit_count = c->layers + 2;
     t->micro_count = c->batch / c->micro_batch / t->dp;
     if (t->pp > t->unit_count)
-        return WRONG("--pp %d: stages for an embedding, %d blocks and a head; use --layers %d or more", t->pp, c->layers, t->pp - 2);
+        return WRONG("--pp %d: stages for an embedding, %d blocks and a head; use --layers %d or more", t->pp,
+                     c->layers, t->pp - 2);
     desc.rank_count = t->pp;
     desc.microbatch_count = t->micro_count;
     return ddp_schedule_create(&t->schedule, &desc);
@@ -134,7 +146,8 @@ static ddp_result plan_run(trainer *t) {
     TRY(check_options(o, r->world_size));
     if (o->checkpoint) TRY(folder_check(o->checkpoint));
     if (o->resume) TRY(folder_read(o, &saved));
-    if (o->resume) TRY(folder_check_qkv(o->resume, 1, "go on with train_gpt_fsdp, or with train_gpt_cuda --tp 1"));
+    if (o->resume)
+        TRY(folder_check_qkv(o->resume, 1, "go on with train_gpt_fsdp, or with train_gpt_cuda --tp 1"));
     TRY(check_mesh(t, o->config.heads ? o->config.heads : o->resume ? saved.config.heads : 4));
     TRY(make_plan(&r->plan, o, t->dp, o->resume ? &saved : NULL, &r->text));
     TRY(gpt_tensor_check(r, t->tp));
@@ -145,7 +158,9 @@ static ddp_result plan_run(trainer *t) {
 }
 
 static int is_last(const trainer *t) { return t->stage == t->pp - 1; }
-static int is_in_stage(const trainer *t, int unit) { return unit >= t->first_unit[t->stage] && unit < t->first_unit[t->stage + 1]; }
+static int is_in_stage(const trainer *t, int unit) {
+    return unit >= t->first_unit[t->stage] && unit < t->first_unit[t->stage + 1];
+}
 
 /* The mesh, the layers, and which units are this rank's. Collective. */
 static ddp_result build_model(trainer *t) {
@@ -179,7 +194,8 @@ static ddp_result build_model(trainer *t) {
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->stage = ddp_rank(t->column);
     TRY(gpt_tensor_create(&t->model, r, ddp_mesh_group(t->mesh, "tp"), t->values, t->grads));
-    for (int i = 0; i < t->model.param_count; i++) largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
+    for (int i = 0; i < t->model.param_count; i++)
+        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->whole = (float *)calloc(largest, sizeof(float));
     t->d = (float *)calloc((size_t)t->model.rows * (size_t)config.channels, sizeof(float));
     return t->whole && t->d ? DDP_OK : run_no_room();
@@ -187,7 +203,9 @@ static ddp_result build_model(trainer *t) {
 
 //== shards ================================================================================================ >>shards
 
-static const ddp_tensor_box *box_of(const trainer *t, const slice *s) { return &t->model.pieces[s->param].box[s->box]; }
+static const ddp_tensor_box *box_of(const trainer *t, const slice *s) {
+    return &t->model.pieces[s->param].box[s->box];
+}
 
 /* "h.0.attn.qkv.weight" becomes "h.0.attn.q.weight" and its like: each is a tensor of the checkpoint, and this rank's rows of it are one box. */
 static void describe_slice(trainer *t, slice *s, ddp_fsdp_param *p) {
@@ -195,10 +213,14 @@ static void describe_slice(trainer *t, slice *s, ddp_fsdp_param *p) {
     const gpt_piece *piece = &t->model.pieces[s->param];
     const ddp_tensor_box *box = box_of(t, s);
     const char *fused = piece->box_count == 3 ? strstr(info->name, "qkv") : NULL;
-    if (fused) snprintf(s->name, sizeof s->name, "%.*s%c%s", (int)(fused - info->name), info->name, "qkv"[s->box], fused + 3);
-    else snprintf(s->name, sizeof s->name, "%s", info->name);
+    if (fused)
+        snprintf(s->name, sizeof s->name, "%.*s%c%s", (int)(fused - info->name), info->name, "qkv"[s->box],
+                 fused + 3);
+    else
+        snprintf(s->name, sizeof s->name, "%s", info->name);
     s->here = is_in_stage(t, info->unit) || (s->param == 0 && is_last(t));
-    s->counted = s->here && info->tied_to < 0 && (s->param != 0 || t->stage == 0) && (piece->placement != DDP_REPLICATE || ddp_rank(t->model.group) == 0);
+    s->counted = s->here && info->tied_to < 0 && (s->param != 0 || t->stage == 0)
+                 && (piece->placement != DDP_REPLICATE || ddp_rank(t->model.group) == 0);
     run_describe(&t->run, s->param, &p->param);
     p->param.name = s->name;
     for (int d = 0; d < box->ndim; d++) {
@@ -219,7 +241,8 @@ static ddp_result build_slices(trainer *t) {
     t->pointers = (ddp_param **)calloc(room, sizeof *t->pointers);
     if (!t->slices || !t->params || !t->pointers) return run_no_room();
     for (int i = 0; i < t->model.param_count; i++)
-        for (int k = 0; k < t->model.pieces[i].box_count && (t->run.infos[i].tied_to < 0 || t->pp == 1); k++) {
+        for (int k = 0; k < t->model.pieces[i].box_count && (t->run.infos[i].tied_to < 0 || t->pp == 1);
+             k++) {
             slice *s = &t->slices[t->slice_count];
             s->param = i, s->box = k;
             describe_slice(t, s, &t->params[t->slice_count++]);
@@ -238,13 +261,15 @@ static ddp_result build_slices(trainer *t) {
 }
 
 /* First values: drawn from the seed, row by row on the rank that keeps them. */
-static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                            void *user) {
     const trainer *t = (const trainer *)user;
     const slice *s = &t->slices[param->index];
     const ddp_tensor_box *box = box_of(t, s);
     int64_t columns = t->model.pieces[s->param].columns;
     for (int64_t i = 0; i < row_count; i++)
-        gpt_param_init(&t->model.config, (uint64_t)t->run.plan.config.seed, s->param, gpt_box_row(box, first_row + i), columns, (float *)out + i * columns);
+        gpt_param_init(&t->model.config, (uint64_t)t->run.plan.config.seed, s->param,
+                       gpt_box_row(box, first_row + i), columns, (float *)out + i * columns);
     return DDP_OK;
 }
 
@@ -267,7 +292,9 @@ static ddp_result build_shards(trainer *t) {
     TRY(ddp_fsdp_create(&t->fsdp, t->replicas, &desc));
     if (r->plan.first_step == 0) return DDP_OK;
     TRY(ddp_fsdp_load(t->fsdp, r->options->resume));
-    if (t->state.step != r->plan.first_step) return WRONG("--resume %s: another run has just written it; give a checkpoint that stays", r->options->resume);
+    if (t->state.step != r->plan.first_step)
+        return WRONG("--resume %s: another run has just written it; give a checkpoint that stays",
+                     r->options->resume);
     r->plan.data = t->state.sampler;
     return DDP_OK;
 }
@@ -279,8 +306,10 @@ static void move_fused(const trainer *t, int back) {
         const ddp_param *p = &t->params[i].param;
         size_t count = (size_t)ddp_tensor_count(&p->value);
         if (!s->here || t->model.pieces[s->param].box_count == 1) continue;
-        if (back) memcpy(p->grad.data, t->grads[s->param] + (size_t)s->box * count, count * sizeof(float));
-        else memcpy(t->values[s->param] + (size_t)s->box * count, p->value.data, count * sizeof(float));
+        if (back)
+            memcpy(p->grad.data, t->grads[s->param] + (size_t)s->box * count, count * sizeof(float));
+        else
+            memcpy(t->values[s->param] + (size_t)s->box * count, p->value.data, count * sizeof(float));
     }
 }
 
@@ -301,14 +330,23 @@ static ddp_result gather_stage(int stage, void *user) {
     return DDP_OK;
 }
 
-static ddp_result reduce_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reduce_grads(((trainer *)user)->fsdp, 0); }
-static ddp_result release_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reshard(((trainer *)user)->fsdp, 0); }
+static ddp_result reduce_stage(int stage, void *user) {
+    return (void)stage, ddp_fsdp_reduce_grads(((trainer *)user)->fsdp, 0);
+}
+static ddp_result release_stage(int stage, void *user) {
+    return (void)stage, ddp_fsdp_reshard(((trainer *)user)->fsdp, 0);
+}
 /* Averages of this rank's rows, which nothing clips yet. Collective over dp. */
-static ddp_result average_stage(int stage, void *user) { return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL); }
+static ddp_result average_stage(int stage, void *user) {
+    return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL);
+}
 
 /* Gradients of this rank's rows of slice i. */
-static ddp_result gradient_of(const trainer *t, int i, ddp_tensor *grad) { return ddp_fsdp_get_shard(t->fsdp, 0, i, NULL, grad, NULL); }
-static ddp_result tied_gradient(int stage, int param, ddp_tensor *grad, void *user) { /* "wte", the first slice */
+static ddp_result gradient_of(const trainer *t, int i, ddp_tensor *grad) {
+    return ddp_fsdp_get_shard(t->fsdp, 0, i, NULL, grad, NULL);
+}
+static ddp_result tied_gradient(int stage, int param, ddp_tensor *grad,
+                                void *user) { /* "wte", the first slice */
     return (void)stage, (void)param, gradient_of((trainer *)user, 0, grad);
 }
 
@@ -320,8 +358,10 @@ static size_t place_units(trainer *t, float *memory) {
     for (int u = t->first_unit[t->stage]; u < t->first_unit[t->stage + 1]; u++) {
         unit_memory *unit = &t->units[u];
         unit->out = gpt__take(memory, &used, n);
-        if (u + 1 == t->unit_count) used += gpt_tensor_head_acts_place(&t->model, memory ? memory + used : NULL, &unit->head);
-        else if (u > 0) used += gpt_tensor_acts_place(&t->model, memory ? memory + used : NULL, &unit->acts);
+        if (u + 1 == t->unit_count)
+            used += gpt_tensor_head_acts_place(&t->model, memory ? memory + used : NULL, &unit->head);
+        else if (u > 0)
+            used += gpt_tensor_acts_place(&t->model, memory ? memory + used : NULL, &unit->acts);
     }
     return used;
 }
@@ -331,15 +371,19 @@ static ddp_result begin(trainer *t, const ddp_pipeline_call *c) {
     run *r = &t->run;
     int rows = r->plan.config.micro_batch;
     int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
-    if (c->evaluating) TRY(take_validation_windows(r, index < last ? index : last));
-    else for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
+    if (c->evaluating)
+        TRY(take_validation_windows(r, index < last ? index : last));
+    else
+        for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
     place_units(t, (float *)c->saved);
     return DDP_OK;
 }
 
 /* What unit u of the stage reads. */
 static const float *input_of(const trainer *t, const ddp_pipeline_call *c, int u) {
-    return u > t->first_unit[c->stage] ? t->units[u - 1].out : c->input_count ? (const float *)c->inputs[0].data : NULL;
+    return u > t->first_unit[c->stage] ? t->units[u - 1].out
+           : c->input_count            ? (const float *)c->inputs[0].data
+                                       : NULL;
 }
 
 static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
@@ -348,10 +392,14 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         const float *in = input_of(t, c, u);
         unit_memory *unit = &t->units[u];
-        float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? unit->out : (float *)c->outputs[0].data;
-        if (u == 0) TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, out));
-        else if (u + 1 < t->unit_count) TRY(gpt_tensor_block_forward(&t->model, u - 1, in, &unit->acts, out));
-        else TRY(gpt_tensor_head_forward(&t->model, in, t->run.targets, &unit->head, c->loss, !c->evaluating));
+        float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? unit->out
+                                                                             : (float *)c->outputs[0].data;
+        if (u == 0)
+            TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, out));
+        else if (u + 1 < t->unit_count)
+            TRY(gpt_tensor_block_forward(&t->model, u - 1, in, &unit->acts, out));
+        else
+            TRY(gpt_tensor_head_forward(&t->model, in, t->run.targets, &unit->head, c->loss, !c->evaluating));
     }
     return DDP_OK;
 }
@@ -361,10 +409,16 @@ static ddp_result stage_backward(const ddp_pipeline_call *c, void *user) {
     const float *d_out = c->output_count ? (const float *)c->output_grads[0].data : NULL;
     TRY(begin(t, c));
     for (int u = t->first_unit[c->stage + 1] - 1; u >= t->first_unit[c->stage]; u--) {
-        float *d_in = u > t->first_unit[c->stage] ? t->d : c->input_count ? (float *)c->input_grads[0].data : NULL;
-        if (u == 0) TRY(gpt_tensor_embed_backward(&t->model, t->run.tokens, d_out));
-        else if (u + 1 < t->unit_count) TRY(gpt_tensor_block_backward(&t->model, u - 1, input_of(t, c, u), &t->units[u].acts, d_out, d_in));
-        else TRY(gpt_tensor_head_backward(&t->model, input_of(t, c, u), &t->units[u].head, d_in));
+        float *d_in = u > t->first_unit[c->stage] ? t->d
+                      : c->input_count            ? (float *)c->input_grads[0].data
+                                                  : NULL;
+        if (u == 0)
+            TRY(gpt_tensor_embed_backward(&t->model, t->run.tokens, d_out));
+        else if (u + 1 < t->unit_count)
+            TRY(gpt_tensor_block_backward(&t->model, u - 1, input_of(t, c, u), &t->units[u].acts, d_out,
+                                          d_in));
+        else
+            TRY(gpt_tensor_head_backward(&t->model, input_of(t, c, u), &t->units[u].head, d_in));
         d_out = d_in;
     }
     move_fused(t, 1);
@@ -418,11 +472,13 @@ static ddp_result clip(trainer *t, float *norm) {
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].counted) continue;
         TRY(gradient_of(t, i, &grad));
-        if (grad.data) device->sum_squares(&sum, grad.data, (size_t)grad.shape[0], (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
+        if (grad.data)
+            device->sum_squares(&sum, grad.data, (size_t)grad.shape[0],
+                                (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
     }
     TRY(ddp_all_reduce(t->run.world, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     *norm = (float)sqrt(ddp_exact_sum_value(&sum));
-    for (int i = 0; i < t->slice_count && *norm > 1; i++) {
+    for (int i = 0; i<t->slice_count && * norm> 1; i++) {
         TRY(gradient_of(t, i, &grad));
         if (grad.data) device->scale(grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, 1 / *norm);
     }
@@ -457,7 +513,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
    along with the others. Collective. */
 static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
-    int64_t count = validation_micro_batches(&r->plan), share = (count + t->dp - 1) / t->dp, first = ddp_rank(t->replicas) * share;
+    int64_t count = validation_micro_batches(&r->plan), share = (count + t->dp - 1) / t->dp,
+            first = ddp_rank(t->replicas) * share;
     int64_t end = first + share < count ? first + share : count;
     for (t->validating = first; t->validating < first + share; t->validating += t->micro_count) {
         TRY(ddp_pipeline_evaluate(t->pipeline));
@@ -489,7 +546,8 @@ static ddp_result gather_whole(trainer *t, int param) {
         if (t->slices[i].param != param || !t->slices[i].counted) continue;
         TRY(ddp_fsdp_get_shard(t->fsdp, 0, i, &rows, NULL, &first));
         for (int64_t j = 0; rows.data && j < rows.shape[0]; j++)
-            memcpy(t->whole + gpt_box_row(box_of(t, &t->slices[i]), first + j), (float *)rows.data + (size_t)j * columns, columns * sizeof(float));
+            memcpy(t->whole + gpt_box_row(box_of(t, &t->slices[i]), first + j),
+                   (float *)rows.data + (size_t)j * columns, columns * sizeof(float));
     }
     return ddp_all_reduce(t->run.world, t->whole, t->whole, count, DDP_F32, DDP_OP_SUM, NULL);
 }
@@ -499,9 +557,11 @@ static ddp_result print_table(const trainer *t) {
     ddp_fsdp_memory memory = DDP_ZERO;
     TRY(ddp_fsdp_get_memory(t->fsdp, &memory));
     if (r->rank != 0) return DDP_OK;
-    printf("\n  ranks   pp   dp   tp   micro-batches   tokens/s   bubble predicted   measured   bytes of values and moments on rank 0\n");
-    printf("  %5d   %2d   %2d   %2d   %13d   %8.0f   %15.1f%%   %7.1f%%   %zu\n\n", r->world_size, t->pp, t->dp, t->tp, t->micro_count,
-           tokens_per_second(r, r->plan.config.steps), 100 * t->stats.predicted_bubble_rate, 100 * t->stats.bubble_rate,
+    printf("\n  ranks   pp   dp   tp   micro-batches   tokens/s   bubble predicted   measured   bytes of "
+           "values and moments on rank 0\n");
+    printf("  %5d   %2d   %2d   %2d   %13d   %8.0f   %15.1f%%   %7.1f%%   %zu\n\n", r->world_size, t->pp,
+           t->dp, t->tp, t->micro_count, tokens_per_second(r, r->plan.config.steps),
+           100 * t->stats.predicted_bubble_rate, 100 * t->stats.bubble_rate,
            memory.now.shards + memory.now.optimizer);
     return DDP_OK;
 }
@@ -510,7 +570,8 @@ static ddp_result print_table(const trainer *t) {
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     uint64_t hash = HASH_START;
-    if (r->rank == 0 && gpt_model_create(&r->model, &t->model.config, 1, GPT_OWN_VALUES) != 0) return run_no_room();
+    if (r->rank == 0 && gpt_model_create(&r->model, &t->model.config, 1, GPT_OWN_VALUES) != 0)
+        return run_no_room();
     for (int i = 0; i < t->model.param_count; i++) {
         size_t size_bytes = (size_t)r->infos[i].count * sizeof(float);
         if (r->infos[i].tied_to >= 0) continue;
@@ -572,11 +633,14 @@ static void trainer_free(void *user) {
     free(t->each);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
+static ddp_result rank_main(ddp_group *world, void *user) {
+    return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free);
+}
 
 /* Without --ranks a mesh starts as many as it has. One that is larger than a machine is a launcher's; without one, the only rank says so. */
 static int mesh_ranks(const run_options *o) {
-    int64_t pp = o->stages ? o->stages : 1, dp = o->replicas ? o->replicas : 1, tp = o->tensor ? o->tensor : 1, ranks = pp * dp * tp;
+    int64_t pp = o->stages ? o->stages : 1, dp = o->replicas ? o->replicas : 1,
+            tp = o->tensor ? o->tensor : 1, ranks = pp * dp * tp;
     if (ranks > DDP_MAX_LOCAL_RANKS) return 1;
     return o->stages || o->replicas || o->tensor ? (int)ranks : 0;
 }

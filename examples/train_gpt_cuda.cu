@@ -49,7 +49,8 @@ CHECKPOINTS
 #include "gpt_cuda.cuh"
 #include "../ddp_fsdp.h"
 #include "../ddp_pipeline.h"
-#define TRAIN_PROMISE "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit."
+#define TRAIN_PROMISE \
+    "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit."
 #define TRAIN_RANKS "one per entry of --gpus, or as many as --stages and --tp need"
 #include "checkpoint.h"
 #include "folder.h"
@@ -60,29 +61,44 @@ CHECKPOINTS
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--gpus", FLAG_TEXT, NOT_SAVED, AT(gpus), 0, 0, "LIST devices, such as 0,2: local rank r takes the r-th, round and round; default: by local rank"},
-    {"--dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0, "NAME what the model computes in: bf16 (default) or f32"},
-    {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME what ranks split: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
-    {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, DDP_MAX_LOCAL_RANKS, "N stages of the pipeline; default 1"},
-    {"--schedule", FLAG_TEXT, NOT_SAVED, AT(schedule), 0, 0, "NAME of the pipeline: 1F1B (default), GPipe or naive"},
-    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS, "N GPUs that heads and hidden channels are cut over; default 1"},
+    {"--gpus", FLAG_TEXT, NOT_SAVED, AT(gpus), 0, 0,
+     "LIST devices, such as 0,2: local rank r takes the r-th, round and round; default: by local rank"},
+    {"--dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0,
+     "NAME what the model computes in: bf16 (default) or f32"},
+    {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
+     "NAME what ranks split: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
+    {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, DDP_MAX_LOCAL_RANKS,
+     "N stages of the pipeline; default 1"},
+    {"--schedule", FLAG_TEXT, NOT_SAVED, AT(schedule), 0, 0,
+     "NAME of the pipeline: 1F1B (default), GPipe or naive"},
+    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS,
+     "N GPUs that heads and hidden channels are cut over; default 1"},
     RECOMPUTE_FLAG,
     {"--offload", FLAG_SWITCH, NOT_SAVED, AT(offload), 0, 1, "master values and moments lie in host memory"},
-    {"--memory-limit", FLAG_INT32, NOT_SAVED, AT(memory_limit), 1, 1e9, "MIB that a rank may be expected to take of its GPU; default: what is\n"
-        "                        free. What CUDA keeps there for graphs and libraries is not counted"},
-    {"--no-graphs", FLAG_SWITCH, NOT_SAVED, AT(no_graphs), 0, 1, "launch kernels one by one, not as CUDA graphs of micro-batches and units; so it is with\n"
-        "                        --tp 2 or more"},
-    {"--timeline", FLAG_TEXT, NOT_SAVED, AT(timeline), 0, 0, "FILE write what host and device did in three steps, for chrome://tracing or Perfetto; a CUDA\n"
-        "                        graph is one span, so that with --no-graphs there are more"},
-    {"--profile", FLAG_SWITCH, NOT_SAVED, AT(profile), 0, 1, "print what each kernel took in one step; without graphs"},
-    {"--init", FLAG_TEXT, NOT_SAVED, AT(init), 0, 0, "FILE first values from a GPT-2 checkpoint of llm.c, which also says the model's shape"},
-    {"--write-random", FLAG_TEXT, NOT_SAVED, AT(write_random), 0, 0, "FILE write such a checkpoint with random values, GPT-2 124M but for flags, and end"},
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "PATH save there at every validation and at the end: a file, or a folder"},
-    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "PATH go on from a checkpoint, on any number of ranks under any strategy; a folder only with\n"
-        "                        --tp 1 where that was so, and with 2 or more where it was more"},
+    {"--memory-limit", FLAG_INT32, NOT_SAVED, AT(memory_limit), 1, 1e9,
+     "MIB that a rank may be expected to take of its GPU; default: what is\n"
+     "                        free. What CUDA keeps there for graphs and libraries is not counted"},
+    {"--no-graphs", FLAG_SWITCH, NOT_SAVED, AT(no_graphs), 0, 1,
+     "launch kernels one by one, not as CUDA graphs of micro-batches and units; so it is with\n"
+     "                        --tp 2 or more"},
+    {"--timeline", FLAG_TEXT, NOT_SAVED, AT(timeline), 0, 0,
+     "FILE write what host and device did in three steps, for chrome://tracing or Perfetto; a CUDA\n"
+     "                        graph is one span, so that with --no-graphs there are more"},
+    {"--profile", FLAG_SWITCH, NOT_SAVED, AT(profile), 0, 1,
+     "print what each kernel took in one step; without graphs"},
+    {"--init", FLAG_TEXT, NOT_SAVED, AT(init), 0, 0,
+     "FILE first values from a GPT-2 checkpoint of llm.c, which also says the model's shape"},
+    {"--write-random", FLAG_TEXT, NOT_SAVED, AT(write_random), 0, 0,
+     "FILE write such a checkpoint with random values, GPT-2 124M but for flags, and end"},
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
+     "PATH save there at every validation and at the end: a file, or a folder"},
+    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
+     "PATH go on from a checkpoint, on any number of ranks under any strategy; a folder only with\n"
+     "                        --tp 1 where that was so, and with 2 or more where it was more"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
-static const run_program PROGRAM = {"train_gpt_cuda", "trains a GPT on bytes or tokens on GPUs", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
+static const run_program PROGRAM = {"train_gpt_cuda", "trains a GPT on bytes or tokens on GPUs", FLAGS,
+                                    (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
 enum { GPU_LIST = 64, TRACE_STEPS = 3 };
 
@@ -90,12 +106,16 @@ enum { GPU_LIST = 64, TRACE_STEPS = 3 };
 #ifndef WITHOUT_WAITING
 #define WITHOUT_WAITING(call) (call) /* tests look whether it waits for the device */
 #endif
-#define CUDA(call) do { cudaError_t cuda_error = (call); if (cuda_error != cudaSuccess) return cuda_failed(#call, cuda_error); } while (0)
+#define CUDA(call)                                                            \
+    do {                                                                      \
+        cudaError_t cuda_error = (call);                                      \
+        if (cuda_error != cudaSuccess) return cuda_failed(#call, cuda_error); \
+    } while (0)
 
 /* "cudaMemcpyAsync: out of memory (cudaErrorMemoryAllocation)" */
 static ddp_result cuda_failed(const char *call, cudaError_t error) {
-    return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "%.*s: %s (%s)", (int)strcspn(call, "("), call,
-                    cudaGetErrorString(error), cudaGetErrorName(error));
+    return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "%.*s: %s (%s)",
+                    (int)strcspn(call, "("), call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
 //== flags ================================================================================================== >>flags
@@ -106,7 +126,8 @@ static int read_gpus(const char *text, int *gpus) {
     while (text && *text) {
         char *end;
         long number = strtol(text, &end, 10);
-        if (end == text || number < 0 || number > 4095 || count == GPU_LIST || (*end && !strchr(", ", *end))) return -1;
+        if (end == text || number < 0 || number > 4095 || count == GPU_LIST || (*end && !strchr(", ", *end)))
+            return -1;
         gpus[count++] = (int)number;
         text = end + strspn(end, ", ");
     }
@@ -116,7 +137,9 @@ static int read_gpus(const char *text, int *gpus) {
 /* What stands behind a list of devices that has blanks, as in --gpus 0 2: a number, and no file. NULL: nothing does. */
 static const char *stray_gpu(const run_options *o) {
     for (int i = 0; o->gpus && i < o->path_count; i++)
-        if (o->paths[i][0] && !o->paths[i][strspn(o->paths[i], "0123456789, ")] && access(o->paths[i], F_OK) != 0) return o->paths[i];
+        if (o->paths[i][0] && !o->paths[i][strspn(o->paths[i], "0123456789, ")]
+            && access(o->paths[i], F_OK) != 0)
+            return o->paths[i];
     return NULL;
 }
 
@@ -127,14 +150,22 @@ static int check_flags(run_options *o) {
     o->reads_tokens = 1;
     o->dealt = !(o->stages > 1) && (strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD);
     if (o->wrong[0]) return 1;
-    if (strategy == STRATEGY_COUNT) snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: give full, grad, optim or none", o->strategy);
-    else if (o->dtype && strcmp(o->dtype, "bf16") && strcmp(o->dtype, "f32")) snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: give bf16 or f32", o->dtype);
-    else if (count < 0) snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s: give up to %d numbers of devices, such as 0,2", o->gpus, GPU_LIST);
+    if (strategy == STRATEGY_COUNT)
+        snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: give full, grad, optim or none", o->strategy);
+    else if (o->dtype && strcmp(o->dtype, "bf16") && strcmp(o->dtype, "f32"))
+        snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: give bf16 or f32", o->dtype);
+    else if (count < 0)
+        snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s: give up to %d numbers of devices, such as 0,2",
+                 o->gpus, GPU_LIST);
     else if (stray_gpu(o))
-        snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s, and %.60s is no file: put commas between devices, --gpus %.60s,%.60s", o->gpus, stray_gpu(o),
-                 o->gpus, stray_gpu(o));
-    else if (o->init && o->resume) snprintf(o->wrong, sizeof o->wrong, "--init and --resume both say where values come from; leave one of them out");
-    if (o->wrong[0] || least > DDP_MAX_LOCAL_RANKS) return 1; /* more are a launcher's; without one, the only rank says so */
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--gpus %.60s, and %.60s is no file: put commas between devices, --gpus %.60s,%.60s",
+                 o->gpus, stray_gpu(o), o->gpus, stray_gpu(o));
+    else if (o->init && o->resume)
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--init and --resume both say where values come from; leave one of them out");
+    if (o->wrong[0] || least > DDP_MAX_LOCAL_RANKS)
+        return 1; /* more are a launcher's; without one, the only rank says so */
     return count > least ? count : (int)least;
 }
 
@@ -151,8 +182,8 @@ static int write_random(const run_options *o) {
         fprintf(stderr, "%s: %s\n", o->program->name, ddp_last_error());
         return 1;
     }
-    printf("%s: %d layers, %d heads, %d channels, context %d, %lld bytes\n", o->write_random, h.config.layers, h.config.heads, h.config.channels,
-           h.config.context, (long long)llmc_file_bytes(&h));
+    printf("%s: %d layers, %d heads, %d channels, context %d, %lld bytes\n", o->write_random, h.config.layers,
+           h.config.heads, h.config.channels, h.config.context, (long long)llmc_file_bytes(&h));
     return 0;
 }
 
@@ -161,11 +192,11 @@ static int write_random(const run_options *o) {
 /* A box of a parameter, as ddp_fsdp has it. With stages every rank has some of every parameter, so that all list the same tensors: of other stages',
    no rows. */
 typedef struct slice {
-    int param, box, unit;        /* unit: of ddp_fsdp, */
-    int place;                   /* and its place there */
-    int here;                    /* this rank's stage has it */
-    int counted;                 /* of the ranks that have the same, this is the one that counts for norm, hash and checkpoint */
-    gpt_cuda_box at;             /* in the whole parameter */
+    int param, box, unit; /* unit: of ddp_fsdp, */
+    int place;            /* and its place there */
+    int here;             /* this rank's stage has it */
+    int counted; /* of the ranks that have the same, this is the one that counts for norm, hash and checkpoint */
+    gpt_cuda_box at; /* in the whole parameter */
     char name[40];
 } slice;
 
@@ -173,12 +204,16 @@ typedef struct slice {
 typedef struct span {
     const char *name;
     int unit, step;
-    double begin, end;           /* seconds */
-    cudaEvent_t from, to;        /* NULL: the host alone */
+    double begin, end;    /* seconds */
+    cudaEvent_t from, to; /* NULL: the host alone */
 } span;
 
 /* What ran until the event, since the mark before it. */
-typedef struct mark { const char *name; double flops, bytes; cudaEvent_t event; } mark;
+typedef struct mark {
+    const char *name;
+    double flops, bytes;
+    cudaEvent_t event;
+} mark;
 
 /* One rank. */
 typedef struct trainer {
@@ -186,61 +221,70 @@ typedef struct trainer {
     ddp_dtype dtype;
     ddp_fsdp_strategy strategy;
     int pp, dp, tp, stage, replica, tensor_rank;
-    int device, sharing, any_share;   /* its GPU, how many ranks use it, and whether any GPU has several */
+    int device, sharing, any_share; /* its GPU, how many ranks use it, and whether any GPU has several */
     ddp_mesh *mesh;
     ddp_group *along_pp, *along_dp, *along_tp; /* GPUs along an axis; NULL for pp and tp where there is one */
-    ddp_group *everybody;             /* all GPUs, for the norm where pp or tp cut the model; otherwise NULL */
+    ddp_group *everybody; /* all GPUs, for the norm where pp or tp cut the model; otherwise NULL */
     const ddp_device *memory;
     cudaStream_t stream, copies;
     gpt_cuda_desc desc;
     gpt_cuda *model;
-    int param_count, unit_count, first_unit, end_unit; /* the model's; this rank's units are first_unit to end_unit - 1 */
-    int *stage_begin;                 /* the first unit of each stage, and one more */
+    int param_count, unit_count, first_unit,
+        end_unit;     /* the model's; this rank's units are first_unit to end_unit - 1 */
+    int *stage_begin; /* the first unit of each stage, and one more */
 
     int slice_count;
     slice *slices;
-    int *slice_of;                    /* param_count + 1: where a parameter's slices begin */
-    ddp_fsdp_param *params;           /* slice_count, as these */
+    int *slice_of;          /* param_count + 1: where a parameter's slices begin */
+    ddp_fsdp_param *params; /* slice_count, as these */
     ddp_fsdp_unit_desc *units;
     ddp_fsdp *fsdp;
-    ddp_fsdp_state state;             /* what a checkpoint keeps beside tensors */
-    unsigned char *narrow;            /* with stages and bf16: gradients of a unit as backward writes them */
-    float *whole;                     /* host memory: room for the largest parameter */
+    ddp_fsdp_state state;  /* what a checkpoint keeps beside tensors */
+    unsigned char *narrow; /* with stages and bf16: gradients of a unit as backward writes them */
+    float *whole;          /* host memory: room for the largest parameter */
 
     ddp_loader *loader;
-    int micro_count, loaded_first;    /* micro-batches of this rank in a step; the first of them among those that the loader gives, */
-    int loaded_every;                 /* and from one to the next */
+    int micro_count,
+        loaded_first; /* micro-batches of this rank in a step; the first of them among those that the loader gives, */
+    int loaded_every; /* and from one to the next */
     size_t batch_ints;
-    int32_t *pinned[2], *staged[2];   /* micro_count batches of a step on their way: on the host, on the device; by the step's parity */
-    int32_t **batch;                  /* on the device, one per slot: where the model reads */
-    void *(*tables)[3 * GPT_BLOCK_PARAMS]; /* for micro-batches in one graph: values of each unit, then gradients of each, */
-    void *const **table_of;           /* and a pointer to each of these */
-    double *sums[2];                  /* pinned: the losses of a step */
-    float *norms;                     /* pinned: of two steps, where the model is cut; */
-    ddp_exact_sum *squares;           /* on the device: their squares, and behind them what gradients are multiplied by */
+    int32_t *pinned[2],
+        *staged
+            [2]; /* micro_count batches of a step on their way: on the host, on the device; by the step's parity */
+    int32_t **batch; /* on the device, one per slot: where the model reads */
+    void *(*tables)
+        [3
+         * GPT_BLOCK_PARAMS]; /* for micro-batches in one graph: values of each unit, then gradients of each, */
+    void *const **table_of;   /* and a pointer to each of these */
+    double *sums[2];          /* pinned: the losses of a step */
+    float *norms;             /* pinned: of two steps, where the model is cut; */
+    ddp_exact_sum
+        *squares; /* on the device: their squares, and behind them what gradients are multiplied by */
     cudaEvent_t copied[2], done[2];
 
     ddp_schedule *schedule;
     ddp_pipeline *pipeline;
-    ddp_param **pointers;             /* of this stage's parameters */
-    int slots, *slot_of, *free_slots, free_count; /* slots of the model: by micro-batch; those that are free */
-    int parity;                       /* of the step under way */
-    int64_t validating;               /* number of this replica's first validation micro-batch of an evaluation */
+    ddp_param **pointers; /* of this stage's parameters */
+    int slots, *slot_of, *free_slots,
+        free_count;     /* slots of the model: by micro-batch; those that are free */
+    int parity;         /* of the step under way */
+    int64_t validating; /* number of this replica's first validation micro-batch of an evaluation */
     ddp_pipeline_stats stats;
 
-    llmc_model init;                  /* --init */
-    text_buffer saved;                /* rank 0, while it plans: the file of --resume, whose header is in saved_header */
+    llmc_model init;   /* --init */
+    text_buffer saved; /* rank 0, while it plans: the file of --resume, whose header is in saved_header */
     checkpoint_header saved_header;
-    const unsigned char *mapped;      /* the same file, on every rank, */
+    const unsigned char *mapped; /* the same file, on every rank, */
     size_t mapped_bytes;
-    int64_t *offset;                  /* and where in it a parameter's values begin, in elements; -1: it shares another's */
+    int64_t *offset; /* and where in it a parameter's values begin, in elements; -1: it shares another's */
 
-    size_t needed;                    /* bytes of GPU memory that were asked for */
+    size_t needed; /* bytes of GPU memory that were asked for */
     int trace_first, trace_last, tracing, step;
     span *spans;
     int span_count, span_room;
     cudaEvent_t origin;
-    double origin_seconds, host_seconds, since; /* host_seconds: to put steps on the streams; since: until then train_seconds has counted */
+    double origin_seconds, host_seconds,
+        since; /* host_seconds: to put steps on the streams; since: until then train_seconds has counted */
     mark *marks;
     int mark_count, mark_room, profiling;
 } trainer;
@@ -271,7 +315,9 @@ static ddp_result make_schedule(trainer *t) {
     ddp_schedule_desc desc = DDP_ZERO;
     if (name) TRY(ddp_schedule_kind_find(name, &desc.kind));
     if (desc.kind != DDP_SCHEDULE_1F1B && desc.kind != DDP_SCHEDULE_GPIPE && desc.kind != DDP_SCHEDULE_NAIVE)
-        return WRONG("--schedule %s takes backward apart, several stages per rank or late weights, which is not done here; use 1F1B, GPipe or naive", name);
+        return WRONG("--schedule %s takes backward apart, several stages per rank or late weights, which is "
+                     "not done here; use 1F1B, GPipe or naive",
+                     name);
     desc.rank_count = t->pp;
     desc.microbatch_count = c->batch / c->micro_batch / t->dp;
     return ddp_schedule_create(&t->schedule, &desc);
@@ -300,27 +346,39 @@ static void describe_model(trainer *t) {
 static ddp_result plan_init(trainer *t, run_options *o) {
     TRY(llmc_open(&t->init, o->init));
     const gpt_config has = t->init.header.config;
-    const struct { int32_t *flag; int value; const char *name; } fields[] = {
-        {&o->config.layers, has.layers, "--layers"}, {&o->config.heads, has.heads, "--heads"}, {&o->config.channels, has.channels, "--channels"}};
+    const struct {
+        int32_t *flag;
+        int value;
+        const char *name;
+    } fields[] = {
+        {&o->config.layers, has.layers, "--layers"},
+        {&o->config.heads, has.heads, "--heads"},
+        {&o->config.channels, has.channels, "--channels"},
+    };
     for (int i = 0; i < 3; i++) {
         if (*fields[i].flag && *fields[i].flag != fields[i].value)
-            return WRONG("--init %s has %s %d, not %d; leave %s out", o->init, fields[i].name, fields[i].value, *fields[i].flag, fields[i].name);
+            return WRONG("--init %s has %s %d, not %d; leave %s out", o->init, fields[i].name,
+                         fields[i].value, *fields[i].flag, fields[i].name);
         *fields[i].flag = fields[i].value;
     }
     if (!o->config.context) o->config.context = has.context;
     if (o->config.context <= has.context) return DDP_OK;
-    return WRONG("--init %s has positions for --context %d, not %d; use that or less", o->init, has.context, o->config.context);
+    return WRONG("--init %s has positions for --context %d, not %d; use that or less", o->init, has.context,
+                 o->config.context);
 }
 
 static ddp_result check_mesh(const trainer *t) {
     int ranks = t->run.world_size, rest = t->pp * t->tp, units = t->run.plan.config.layers + 2;
     if (rest > ranks && rest > DDP_MAX_LOCAL_RANKS)
-        return WRONG("--stages %d x --tp %d are %d ranks, and there are %d; start as many under torchrun, or use %d at most", t->pp, t->tp, rest, ranks,
-                     DDP_MAX_LOCAL_RANKS);
+        return WRONG("--stages %d x --tp %d are %d ranks, and there are %d; start as many under torchrun, or "
+                     "use %d at most",
+                     t->pp, t->tp, rest, ranks, DDP_MAX_LOCAL_RANKS);
     if (ranks % rest || t->pp * t->dp * t->tp != ranks)
-        return WRONG("--stages %d x --tp %d does not divide %d ranks; use --ranks %d", t->pp, t->tp, ranks, (ranks + rest - 1) / rest * rest);
+        return WRONG("--stages %d x --tp %d does not divide %d ranks; use --ranks %d", t->pp, t->tp, ranks,
+                     (ranks + rest - 1) / rest * rest);
     if (t->run.plan.config.layers && t->pp > units)
-        return WRONG("--stages %d: stages for an embedding, %d blocks and a head; use --layers %d or more", t->pp, units - 2, t->pp - 2);
+        return WRONG("--stages %d: stages for an embedding, %d blocks and a head; use --layers %d or more",
+                     t->pp, units - 2, t->pp - 2);
     return DDP_OK;
 }
 
@@ -334,20 +392,24 @@ static ddp_result plan_run(trainer *t) {
     memset(&saved, 0, sizeof saved);
     TRY(check_options(o, r->world_size));
     TRY(check_mesh(t));
-    if (o->checkpoint) TRY(is_folder(o->checkpoint) ? folder_check(o->checkpoint) : check_writable(o->checkpoint));
+    if (o->checkpoint)
+        TRY(is_folder(o->checkpoint) ? folder_check(o->checkpoint) : check_writable(o->checkpoint));
     if (o->timeline) TRY(check_writable(o->timeline));
     if (o->init) TRY(plan_init(t, &options));
     if (o->resume && is_folder(o->resume)) {
         TRY(folder_read(o, &saved));
-        TRY(folder_check_qkv(o->resume, t->tp > 1, t->tp > 1 ? "use --tp 1, or go on with train_gpt_fsdp" : "use --tp 2 or more, or go on with train_gpt_3d"));
+        TRY(folder_check_qkv(o->resume, t->tp > 1,
+                             t->tp > 1 ? "use --tp 1, or go on with train_gpt_fsdp"
+                                       : "use --tp 2 or more, or go on with train_gpt_3d"));
     } else if (o->resume) {
         TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
         saved = t->saved_header.run;
     }
     TRY(make_plan(&r->plan, o, t->dp, o->resume ? &saved : NULL, &r->text));
     if (o->init && t->init.header.config.vocab != plan_vocab(&r->plan))
-        return WRONG("--init %s has a vocabulary of %d, and the text one of %d; give token shards for GPT-2's, text for one of 256", o->init,
-                     t->init.header.config.vocab, plan_vocab(&r->plan));
+        return WRONG("--init %s has a vocabulary of %d, and the text one of %d; give token shards for "
+                     "GPT-2's, text for one of 256",
+                     o->init, t->init.header.config.vocab, plan_vocab(&r->plan));
     TRY(check_mesh(t));
     if (t->pp > 1 || o->schedule) TRY(make_schedule(t));
     ddp_schedule_destroy(t->schedule);
@@ -364,7 +426,10 @@ static ddp_result cut_stages(trainer *t) {
     t->unit_count = t->run.plan.config.layers + 2;
     t->stage_begin = (int *)calloc((size_t)t->pp + 1, sizeof *t->stage_begin);
     cost = (double *)calloc((size_t)t->unit_count, sizeof *cost);
-    if (!cost || !t->stage_begin) { free(cost); return run_no_room(); }
+    if (!cost || !t->stage_begin) {
+        free(cost);
+        return run_no_room();
+    }
     for (int u = 0; u < t->unit_count; u++) cost[u] = unit_cost(&t->run.plan, u);
     result = ddp_pipeline_partition(cost, t->unit_count, t->pp, t->stage_begin);
     free(cost);
@@ -419,10 +484,14 @@ static void describe_slice(trainer *t, slice *s, ddp_fsdp_param *p, int boxes) {
     const char *fused = boxes == 3 ? strstr(info->name, "qkv") : NULL;
     int64_t third = info->shape[0] / boxes;
     int cut = s->at.rows != third || s->at.columns != info->shape[1];
-    if (fused) snprintf(s->name, sizeof s->name, "%.*s%c%s", (int)(fused - info->name), info->name, "qkv"[s->box], fused + 3);
-    else snprintf(s->name, sizeof s->name, "%s", info->name);
+    if (fused)
+        snprintf(s->name, sizeof s->name, "%.*s%c%s", (int)(fused - info->name), info->name, "qkv"[s->box],
+                 fused + 3);
+    else
+        snprintf(s->name, sizeof s->name, "%s", info->name);
     s->here = (info->unit >= t->first_unit && info->unit < t->end_unit) || (s->param == 0 && is_last(t));
-    s->counted = s->here && info->tied_to < 0 && (s->param != 0 || t->stage == 0) && (cut || t->tensor_rank == 0);
+    s->counted = s->here && info->tied_to < 0 && (s->param != 0 || t->stage == 0)
+                 && (cut || t->tensor_rank == 0);
     run_describe(&t->run, s->param, &p->param);
     p->param.name = s->name;
     p->param.value.shape[0] = s->here ? s->at.rows : 0;
@@ -464,15 +533,21 @@ static ddp_result build_slices(trainer *t) {
     for (int u = 0; u < fsdp_units; u++) {
         char *name = t->units[u].params->unit;
         t->units[u].name = name;
-        if (t->pp > 1) snprintf(name, sizeof t->params->unit, "stage");
-        else if (u == 0) snprintf(name, sizeof t->params->unit, "embedding");
-        else if (u + 1 == fsdp_units) snprintf(name, sizeof t->params->unit, "head");
-        else snprintf(name, sizeof t->params->unit, "h.%d", u - 1);
+        if (t->pp > 1)
+            snprintf(name, sizeof t->params->unit, "stage");
+        else if (u == 0)
+            snprintf(name, sizeof t->params->unit, "embedding");
+        else if (u + 1 == fsdp_units)
+            snprintf(name, sizeof t->params->unit, "head");
+        else
+            snprintf(name, sizeof t->params->unit, "h.%d", u - 1);
     }
     return DDP_OK;
 }
 
-static size_t slice_elements(const trainer *t, int i) { return (size_t)ddp_tensor_count(&t->params[i].param.value); }
+static size_t slice_elements(const trainer *t, int i) {
+    return (size_t)ddp_tensor_count(&t->params[i].param.value);
+}
 
 /* The first parameter of a unit, and how many it has. */
 static int unit_params(const trainer *t, int unit, int *first) {
@@ -485,8 +560,10 @@ static size_t unit_elements(const trainer *t, int unit) {
     int first, count = unit_params(t, unit, &first);
     size_t elements = 0;
     for (int i = first; i < first + count; i++) {
-        int from = t->pp > 1 && t->run.infos[i].tied_to >= 0 ? 0 : i; /* with stages the head's matrix is "wte" */
-        for (int k = t->slice_of[from]; k < t->slice_of[from + 1]; k++) elements += (size_t)(t->slices[k].at.rows * t->slices[k].at.columns);
+        int from = t->pp > 1 && t->run.infos[i].tied_to >= 0 ? 0
+                                                             : i; /* with stages the head's matrix is "wte" */
+        for (int k = t->slice_of[from]; k < t->slice_of[from + 1]; k++)
+            elements += (size_t)(t->slices[k].at.rows * t->slices[k].at.columns);
     }
     return elements;
 }
@@ -515,8 +592,10 @@ static double tree_bytes(double payload) {
 /* What ddp_fsdp takes, by the formulas of its opening comment: P / W of what is split. */
 static double sharded_bytes(const trainer *t, const way *w) {
     const ddp_fsdp_strategy strategy = carried_strategy(t, w);
-    double all = 0, largest = 0, element = (double)element_bytes(t), split = strategy == DDP_FSDP_NO_SHARD ? 1 : w->dp, bytes = 0;
-    int whole = strategy != DDP_FSDP_FULL_SHARD, each = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD, levels = 0;
+    double all = 0, largest = 0, element = (double)element_bytes(t),
+           split = strategy == DDP_FSDP_NO_SHARD ? 1 : w->dp, bytes = 0;
+    int whole = strategy != DDP_FSDP_FULL_SHARD,
+        each = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD, levels = 0;
     int64_t micros = t->run.plan.config.batch / w->micro_batch / w->dp;
     double tied = t->pp > 1 ? 0 : (double)t->run.infos[0].count;
     for (int u = t->first_unit; u < t->end_unit; u++) {
@@ -527,16 +606,25 @@ static double sharded_bytes(const trainer *t, const way *w) {
     if (t->pp > 1) largest = all;
     for (int64_t m = t->pp > 1 ? 1 : micros; m > 1; m >>= 1) levels++;
     double own = all - tied, wide = t->pp > 1 ? 4 : element;
-    bytes += whole ? own * element : own * element / split;                               /* values as they are gathered */
-    if (!w->offload && element < 4) bytes += own * 4 / split;                              /* master values */
-    if (!w->offload) bytes += own * 8 / split;                                             /* moments */
-    if (!whole && (t->pp > 1 || w->dp > 1)) bytes += (t->pp > 1 ? 1 : 3) * largest * element; /* gathered: one in use, two ahead; one rank has them */
-    if (each) bytes += (t->pp > 1 ? 1 : w->dp > 1 ? 3 : 2) * largest * wide + (levels + 1) * all * 4 / split;
-    else bytes += all * wide + (levels ? levels : wide < 4 ? 1 / split : 0) * all * 4;    /* f32 of one micro-batch is added up where it lies */
-    if (wide < 4 && !each) bytes += largest * (levels > 0 || strategy == DDP_FSDP_NO_SHARD ? 4 : wide); /* cast on their way */
-    if (w->dp > 1 && strategy != DDP_FSDP_NO_SHARD) bytes += 2 * largest * 4;           /* sent and received */
+    bytes += whole ? own * element : own * element / split;   /* values as they are gathered */
+    if (!w->offload && element < 4) bytes += own * 4 / split; /* master values */
+    if (!w->offload) bytes += own * 8 / split;                /* moments */
+    if (!whole && (t->pp > 1 || w->dp > 1))
+        bytes += (t->pp > 1 ? 1 : 3) * largest
+                 * element; /* gathered: one in use, two ahead; one rank has them */
+    if (each)
+        bytes += (t->pp > 1 ? 1 : w->dp > 1 ? 3 : 2) * largest * wide + (levels + 1) * all * 4 / split;
+    else
+        bytes += all * wide
+                 + (levels     ? levels
+                    : wide < 4 ? 1 / split
+                               : 0)
+                       * all * 4; /* f32 of one micro-batch is added up where it lies */
+    if (wide < 4 && !each)
+        bytes += largest * (levels > 0 || strategy == DDP_FSDP_NO_SHARD ? 4 : wide); /* cast on their way */
+    if (w->dp > 1 && strategy != DDP_FSDP_NO_SHARD) bytes += 2 * largest * 4;        /* sent and received */
     if (w->dp > 1) bytes += tree_bytes(largest * 4);
-    for (int64_t m = t->pp > 1 ? micros : 0; m > 0; m >>= 1) bytes += all * 4;             /* the runner's sums */
+    for (int64_t m = t->pp > 1 ? micros : 0; m > 0; m >>= 1) bytes += all * 4; /* the runner's sums */
     if (t->pp > 1 && element < 4) bytes += largest * element;
     return bytes;
 }
@@ -547,9 +635,12 @@ static double way_bytes(const trainer *t, const way *w) {
     double micros = (double)c->batch / w->micro_batch / w->dp, tokens = (double)w->micro_batch * c->context;
     d.batch = w->micro_batch;
     d.recompute = w->recompute;
-    double bytes = (double)gpt_cuda_bytes(&d) + sharded_bytes(t, w) + 0.5 * MIB; /* that: sums of squares, flags and the like */
+    double bytes = (double)gpt_cuda_bytes(&d) + sharded_bytes(t, w)
+                   + 0.5 * MIB; /* that: sums of squares, flags and the like */
     bytes += (2 * micros + t->slots) * (double)gpt_cuda_batch_ints((int)tokens) * 4;
-    if (t->pp > 1) bytes += (2.0 * t->slots + 4) * 2 * tokens * c->channels * (double)element_bytes(t); /* what travels between stages */
+    if (t->pp > 1)
+        bytes += (2.0 * t->slots + 4) * 2 * tokens * c->channels
+                 * (double)element_bytes(t); /* what travels between stages */
     if (t->tp > 1) bytes += tree_bytes(tokens * c->channels * (double)element_bytes(t));
     return bytes;
 }
@@ -557,7 +648,8 @@ static double way_bytes(const trainer *t, const way *w) {
 static way way_now(const trainer *t) {
     way w;
     w.strategy = t->strategy, w.dp = t->dp, w.offload = t->run.options->offload;
-    w.micro_batch = t->run.plan.config.micro_batch, w.recompute = t->run.options->recompute, w.graphs = t->desc.graphs;
+    w.micro_batch = t->run.plan.config.micro_batch, w.recompute = t->run.options->recompute,
+    w.graphs = t->desc.graphs;
     return w;
 }
 
@@ -566,16 +658,29 @@ static void say_saving(const trainer *t, char *out, size_t size, const char *fla
     way now = way_now(t);
     double saved = way_bytes(t, &now) - way_bytes(t, other);
     size_t at = strlen(out);
-    if (saved >= 0.05 * MIB) snprintf(out + at, size - at, "%s%s saves %.1f MiB", at ? ", " : "", flag, saved / MIB);
+    if (saved >= 0.05 * MIB)
+        snprintf(out + at, size - at, "%s%s saves %.1f MiB", at ? ", " : "", flag, saved / MIB);
 }
 
 static void say_savings(const trainer *t, char *out, size_t size) {
     char flag[64];
     way w = way_now(t);
     out[0] = 0;
-    if (!w.recompute) { w.recompute = 1; say_saving(t, out, size, "--recompute", &w); w.recompute = 0; }
-    if (!w.offload) { w.offload = 1; say_saving(t, out, size, "--offload", &w); w.offload = 0; }
-    if (w.graphs) { w.graphs = 0; say_saving(t, out, size, "--no-graphs", &w); w.graphs = 1; }
+    if (!w.recompute) {
+        w.recompute = 1;
+        say_saving(t, out, size, "--recompute", &w);
+        w.recompute = 0;
+    }
+    if (!w.offload) {
+        w.offload = 1;
+        say_saving(t, out, size, "--offload", &w);
+        w.offload = 0;
+    }
+    if (w.graphs) {
+        w.graphs = 0;
+        say_saving(t, out, size, "--no-graphs", &w);
+        w.graphs = 1;
+    }
     if (w.micro_batch % 2 == 0) {
         w.micro_batch /= 2;
         snprintf(flag, sizeof flag, "--micro-batch %d", w.micro_batch);
@@ -587,7 +692,8 @@ static void say_savings(const trainer *t, char *out, size_t size) {
         say_saving(t, out, size, "--strategy full", &w);
         w.strategy = t->strategy;
     }
-    if (t->run.plan.config.batch % (t->run.plan.config.micro_batch * t->dp * 2) == 0 && t->strategy != DDP_FSDP_NO_SHARD) {
+    if (t->run.plan.config.batch % (t->run.plan.config.micro_batch * t->dp * 2) == 0
+        && t->strategy != DDP_FSDP_NO_SHARD) {
         w.dp *= 2;
         snprintf(flag, sizeof flag, "--ranks %d on as many GPUs", t->run.world_size * 2);
         say_saving(t, out, size, flag, &w);
@@ -595,26 +701,37 @@ static void say_savings(const trainer *t, char *out, size_t size) {
     if (!out[0]) snprintf(out, size, "use a smaller --channels, --layers or --context");
 }
 
-typedef struct seat { char host[64]; int32_t device; int32_t pad; double needed, there; } seat;
+typedef struct seat {
+    char host[64];
+    int32_t device;
+    int32_t pad;
+    double needed, there;
+} seat;
 
 /* The same on every rank: the first rank whose GPU has not enough for all that share it, said by rank 0. */
 static ddp_result compare_seats(trainer *t, const seat *seats) {
     run *r = &t->run;
     const seat *mine = &seats[r->rank];
     char savings[300];
-    for (int i = 0; i < r->world_size; i++) t->sharing += !strcmp(seats[i].host, mine->host) && seats[i].device == mine->device;
+    for (int i = 0; i < r->world_size; i++)
+        t->sharing += !strcmp(seats[i].host, mine->host) && seats[i].device == mine->device;
     for (int i = 0; i < r->world_size; i++) {
         double needed = 0;
         int ranks = 0;
         for (int k = 0; k < r->world_size; k++)
-            if (!strcmp(seats[i].host, seats[k].host) && seats[i].device == seats[k].device) needed += seats[k].needed, ranks++;
+            if (!strcmp(seats[i].host, seats[k].host) && seats[i].device == seats[k].device)
+                needed += seats[k].needed, ranks++;
         t->any_share |= ranks > 1;
         if (needed <= seats[i].there) continue;
         if (r->rank != 0) return share_result(r->world, DDP_OK);
         say_savings(t, savings, sizeof savings);
-        return share_result(r->world, ddp_fail(DDP_ERR_NO_MEMORY, "GPU %d of rank %d is too small: %s %.1f MiB, there are %.1f MiB, %.1f MiB are missing; %s",
-                                               seats[i].device, i, ranks > 1 ? "its ranks together need" : "it needs", needed / MIB, seats[i].there / MIB,
-                                               (needed - seats[i].there) / MIB, savings));
+        return share_result(
+            r->world,
+            ddp_fail(
+                DDP_ERR_NO_MEMORY,
+                "GPU %d of rank %d is too small: %s %.1f MiB, there are %.1f MiB, %.1f MiB are missing; %s",
+                seats[i].device, i, ranks > 1 ? "its ranks together need" : "it needs", needed / MIB,
+                seats[i].there / MIB, (needed - seats[i].there) / MIB, savings));
     }
     t->needed = (size_t)mine->needed;
     return DDP_OK;
@@ -632,7 +749,8 @@ static ddp_result check_memory(trainer *t) {
     mine.device = t->device;
     mine.needed = way_bytes(t, &now);
     mine.there = (double)free_bytes;
-    if (r->options->memory_limit && mine.there > r->options->memory_limit * MIB) mine.there = r->options->memory_limit * MIB;
+    if (r->options->memory_limit && mine.there > r->options->memory_limit * MIB)
+        mine.there = r->options->memory_limit * MIB;
     TRY(run_gather(r, &mine, sizeof mine));
     return compare_seats(t, (const seat *)r->everyones);
 }
@@ -643,15 +761,17 @@ static ddp_result with_savings(const trainer *t, ddp_result result) {
     if (result != DDP_ERR_NO_MEMORY || !t->needed) return result;
     snprintf(error, sizeof error, "%s", ddp_last_error());
     say_savings(t, savings, sizeof savings);
-    return ddp_fail(result, "%s; the estimate for the GPU was %.1f MiB, without what CUDA keeps for itself%s; %s", error, (double)t->needed / MIB,
-                    t->desc.graphs ? " and for graphs, which --no-graphs saves" : "", savings);
+    return ddp_fail(
+        result, "%s; the estimate for the GPU was %.1f MiB, without what CUDA keeps for itself%s; %s", error,
+        (double)t->needed / MIB, t->desc.graphs ? " and for graphs, which --no-graphs saves" : "", savings);
 }
 
 //== devices ============================================================================================== >>devices
 
 /* This rank's GPU: of --gpus the one whose turn it is. It becomes current. Collective. */
 static ddp_result pick_gpu(trainer *t) {
-    int gpus[GPU_LIST], turn[DDP_MAX_LOCAL_RANKS], count = read_gpus(t->run.options->gpus, gpus), ranks = ddp_local_world_size(t->run.world);
+    int gpus[GPU_LIST], turn[DDP_MAX_LOCAL_RANKS], count = read_gpus(t->run.options->gpus, gpus),
+                                                   ranks = ddp_local_world_size(t->run.world);
     ddp_cuda_pick_desc pick = DDP_ZERO;
     pick.allow_shared = 1;
     if (count && ranks <= DDP_MAX_LOCAL_RANKS) {
@@ -696,26 +816,36 @@ static ddp_result build_device(trainer *t) {
 //== first values ======================================================================================== >>values
 
 /* Columns of whole rows: what of each this rank has. */
-static void take_columns(float *out, const float *rows, int64_t row_count, int64_t row_columns, const gpt_cuda_box *at) {
-    for (int64_t i = 0; i < row_count; i++) memcpy(out + i * at->columns, rows + i * row_columns + at->column, (size_t)at->columns * sizeof(float));
+static void take_columns(float *out, const float *rows, int64_t row_count, int64_t row_columns,
+                         const gpt_cuda_box *at) {
+    for (int64_t i = 0; i < row_count; i++)
+        memcpy(out + i * at->columns, rows + i * row_columns + at->column,
+               (size_t)at->columns * sizeof(float));
 }
 
 /* Whole rows of a parameter: from the checkpoint, from --init, or drawn from the seed. */
 static ddp_result read_rows(const trainer *t, int param, int64_t first, int64_t count, float *out) {
     int64_t columns = t->run.infos[param].shape[1];
     const unsigned char *values = t->mapped ? t->mapped + sizeof(checkpoint_header) : NULL;
-    if (values) memcpy(out, values + (size_t)(t->offset[param] + first * columns) * sizeof(float), (size_t)(count * columns) * sizeof(float));
-    else if (t->run.options->init) return llmc_read(&t->init, param, first, count, out);
-    else gpt_param_init(&t->desc.config, (uint64_t)t->run.plan.config.seed, param, first * columns, count * columns, out);
+    if (values)
+        memcpy(out, values + (size_t)(t->offset[param] + first * columns) * sizeof(float),
+               (size_t)(count * columns) * sizeof(float));
+    else if (t->run.options->init)
+        return llmc_read(&t->init, param, first, count, out);
+    else
+        gpt_param_init(&t->desc.config, (uint64_t)t->run.plan.config.seed, param, first * columns,
+                       count * columns, out);
     return DDP_OK;
 }
 
 /* Rows of this rank's slice, for ddp_fsdp. */
-static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                            void *user) {
     const trainer *t = (const trainer *)user;
     const slice *s = &t->slices[param->index];
     int64_t columns = t->run.infos[s->param].shape[1];
-    if (s->at.columns == columns) return read_rows(t, s->param, s->at.row + first_row, row_count, (float *)out);
+    if (s->at.columns == columns)
+        return read_rows(t, s->param, s->at.row + first_row, row_count, (float *)out);
     for (int64_t i = 0; i < row_count; i++) {
         TRY(read_rows(t, s->param, s->at.row + first_row + i, 1, t->whole));
         take_columns((float *)out + i * s->at.columns, t->whole, 1, columns, &s->at);
@@ -747,7 +877,9 @@ static ddp_result map_checkpoint(trainer *t) {
         if (memory != MAP_FAILED) t->mapped = (const unsigned char *)memory;
     }
     if (file >= 0) close(file);
-    return t->mapped ? DDP_OK : WRONG("--resume %s: rank %d cannot read it; every machine needs the same file there", path, r->rank);
+    return t->mapped ? DDP_OK
+                     : WRONG("--resume %s: rank %d cannot read it; every machine needs the same file there",
+                             path, r->rank);
 }
 
 /* This rank's rows of a slice: values (which -1), or optimizer state. As ddp_fsdp_get_shard; *first is the first row. */
@@ -760,8 +892,10 @@ static ddp_result own_rows(trainer *t, int i, int which, ddp_tensor *rows, int64
 
 /* Memory of the host or of the GPU, either way. It is done on return. */
 static void move_rows(const trainer *t, void *to, const void *from, size_t size_bytes) {
-    if (t->run.options->offload) memcpy(to, from, size_bytes);
-    else t->memory->copy(to, from, size_bytes);
+    if (t->run.options->offload)
+        memcpy(to, from, size_bytes);
+    else
+        t->memory->copy(to, from, size_bytes);
 }
 
 /* Moments and their step from a checkpoint file. */
@@ -789,7 +923,8 @@ static ddp_result build_shards(trainer *t) {
     size_t largest = 0, unit = 0;
     const way now = way_now(t);
     ddp_fsdp_desc desc = DDP_ZERO;
-    for (int i = 0; i < t->param_count; i++) largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
+    for (int i = 0; i < t->param_count; i++)
+        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->whole = (float *)malloc(largest * sizeof(float));
     if (!t->whole) return run_no_room();
     if (o->init && r->rank != 0) TRY(llmc_open(&t->init, o->init));
@@ -811,7 +946,8 @@ static ddp_result build_shards(trainer *t) {
     desc.keep_checkpoints = 2;
     desc.checkpoint_group = r->world;
     TRY(ddp_fsdp_create(&t->fsdp, t->along_dp, &desc));
-    for (int u = t->first_unit; u < t->end_unit; u++) unit = unit_elements(t, u) > unit ? unit_elements(t, u) : unit;
+    for (int u = t->first_unit; u < t->end_unit; u++)
+        unit = unit_elements(t, u) > unit ? unit_elements(t, u) : unit;
     if (t->pp > 1 && t->dtype == DDP_BF16) { /* each of them aligned */
         void *memory;
         TRY(t->memory->alloc(t->along_dp, unit * 2 + 3 * 64 * (size_t)GPT_BLOCK_PARAMS, &memory));
@@ -820,7 +956,8 @@ static ddp_result build_shards(trainer *t) {
     if (t->mapped) TRY(fill_moments(t));
     if (r->plan.first_step == 0 || t->mapped) return DDP_OK;
     TRY(ddp_fsdp_load(t->fsdp, o->resume));
-    if (t->state.step != r->plan.first_step) return WRONG("--resume %s: another run has just written it; give a checkpoint that stays", o->resume);
+    if (t->state.step != r->plan.first_step)
+        return WRONG("--resume %s: another run has just written it; give a checkpoint that stays", o->resume);
     r->plan.data = t->state.sampler;
     return DDP_OK;
 }
@@ -892,7 +1029,9 @@ static ddp_result prepare(trainer *t, int64_t step) {
         }
         TRY(sort_batch(t, out));
     }
-    CUDA(cudaMemcpyAsync(t->staged[parity], t->pinned[parity], (size_t)t->micro_count * t->batch_ints * sizeof(int32_t), cudaMemcpyHostToDevice, t->copies));
+    CUDA(cudaMemcpyAsync(t->staged[parity], t->pinned[parity],
+                         (size_t)t->micro_count * t->batch_ints * sizeof(int32_t), cudaMemcpyHostToDevice,
+                         t->copies));
     CUDA(cudaEventRecord(t->copied[parity], t->copies));
     return DDP_OK;
 }
@@ -900,7 +1039,8 @@ static ddp_result prepare(trainer *t, int64_t step) {
 /* Micro-batch `micro` of the step is where the model reads. */
 static ddp_result place_batch(trainer *t, int micro, int slot) {
     size_t bytes = t->batch_ints * sizeof(int32_t);
-    CUDA(cudaMemcpyAsync(t->batch[slot], t->staged[t->parity] + (size_t)micro * t->batch_ints, bytes, cudaMemcpyDeviceToDevice, t->stream));
+    CUDA(cudaMemcpyAsync(t->batch[slot], t->staged[t->parity] + (size_t)micro * t->batch_ints, bytes,
+                         cudaMemcpyDeviceToDevice, t->stream));
     return DDP_OK;
 }
 
@@ -909,9 +1049,11 @@ static ddp_result place_tokens(trainer *t, int slot) {
     const run_config *c = &t->run.plan.config;
     size_t n = (size_t)c->micro_batch * (size_t)c->context;
     CUDA(cudaStreamSynchronize(t->stream));
-    for (size_t i = 0; i < n; i++) t->pinned[0][i] = t->run.tokens[i], t->pinned[0][n + i] = t->run.targets[i];
+    for (size_t i = 0; i < n; i++)
+        t->pinned[0][i] = t->run.tokens[i], t->pinned[0][n + i] = t->run.targets[i];
     TRY(sort_batch(t, t->pinned[0]));
-    CUDA(cudaMemcpyAsync(t->batch[slot], t->pinned[0], t->batch_ints * sizeof(int32_t), cudaMemcpyHostToDevice, t->stream));
+    CUDA(cudaMemcpyAsync(t->batch[slot], t->pinned[0], t->batch_ints * sizeof(int32_t),
+                         cudaMemcpyHostToDevice, t->stream));
     return DDP_OK;
 }
 
@@ -921,7 +1063,8 @@ static ddp_result place_tokens(trainer *t, int slot) {
 static void choose_trace(trainer *t) {
     const run_plan *p = &t->run.plan;
     t->trace_last = p->first_step + 6 < p->config.steps ? (int)p->first_step + 6 : p->config.steps;
-    t->trace_first = t->trace_last - TRACE_STEPS + 1 > p->first_step ? t->trace_last - TRACE_STEPS + 1 : (int)p->first_step + 1;
+    t->trace_first = t->trace_last - TRACE_STEPS + 1 > p->first_step ? t->trace_last - TRACE_STEPS + 1
+                                                                     : (int)p->first_step + 1;
 }
 
 /* An event with a time, of what the compute stream holds now; NULL: there is none. */
@@ -970,11 +1113,15 @@ static ddp_result trace_begin(trainer *t) {
 }
 
 /* One event of the trace format, in microseconds since the origin. */
-static size_t trace_line(const trainer *t, char *out, size_t size, const span *s, const char *where, int lane, double begin, double end) {
+static size_t trace_line(const trainer *t, char *out, size_t size, const span *s, const char *where, int lane,
+                         double begin, double end) {
     char unit[24] = "";
     if (s->unit >= 0) snprintf(unit, sizeof unit, " unit %d", s->unit);
-    return (size_t)snprintf(out, size, ",\n{\"name\":\"%s%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,"
-                            "\"args\":{\"step\":%d}}", s->name, unit, where, t->run.rank, lane, begin * 1e6, (end - begin) * 1e6, s->step);
+    return (size_t)snprintf(
+        out, size,
+        ",\n{\"name\":\"%s%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,"
+        "\"args\":{\"step\":%d}}",
+        s->name, unit, where, t->run.rank, lane, begin * 1e6, (end - begin) * 1e6, s->step);
 }
 
 /* This rank's events as text, which the caller frees. */
@@ -983,14 +1130,17 @@ static ddp_result trace_text(trainer *t, char **out, size_t *length) {
     char *text = (char *)malloc(room);
     if (!text) return ddp_fail(DDP_ERR_NO_MEMORY, "a timeline of %d spans", t->span_count);
     *out = text;
-    at = (size_t)snprintf(text, room, "%s{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}},\n"
-                          "{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"args\":{\"name\":\"host\"}},\n"
-                          "{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":1,\"args\":{\"name\":\"GPU %d\"}}", t->run.rank ? ",\n" : "",
-                          t->run.rank, t->run.rank, t->run.rank, t->run.rank, t->device);
+    at = (size_t)snprintf(
+        text, room,
+        "%s{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}},\n"
+        "{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"args\":{\"name\":\"host\"}},\n"
+        "{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":1,\"args\":{\"name\":\"GPU %d\"}}",
+        t->run.rank ? ",\n" : "", t->run.rank, t->run.rank, t->run.rank, t->run.rank, t->device);
     for (int i = 0; i < t->span_count; i++) {
         const span *s = &t->spans[i];
         float from, to;
-        at += trace_line(t, text + at, room - at, s, "host", 0, s->begin - t->origin_seconds, s->end - t->origin_seconds);
+        at += trace_line(t, text + at, room - at, s, "host", 0, s->begin - t->origin_seconds,
+                         s->end - t->origin_seconds);
         if (!s->from || !s->to) continue;
         CUDA(cudaEventElapsedTime(&from, t->origin, s->from));
         CUDA(cudaEventElapsedTime(&to, t->origin, s->to));
@@ -1011,8 +1161,10 @@ static ddp_result write_timeline(trainer *t) {
     FILE *file = NULL;
     if (r->rank == 0 && result == DDP_OK) {
         file = fopen(path, "w");
-        if (!file) result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
-        else fprintf(file, "{\"traceEvents\":[\n%.*s", (int)length, text);
+        if (!file)
+            result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
+        else
+            fprintf(file, "{\"traceEvents\":[\n%.*s", (int)length, text);
     }
     if (result == DDP_OK) result = run_gather(r, &length, sizeof length);
     lengths = (const size_t *)r->everyones;
@@ -1020,14 +1172,16 @@ static ddp_result write_timeline(trainer *t) {
         char *theirs = r->rank == 0 ? (char *)malloc(lengths[i]) : text;
         if (r->rank == i) result = ddp_send(r->world, text, length, DDP_U8, 0, 0, NULL);
         if (r->rank != 0) continue;
-        result = theirs ? ddp_recv(r->world, theirs, lengths[i], DDP_U8, i, 0, NULL) : ddp_fail(DDP_ERR_NO_MEMORY, "the timeline of rank %d", i);
+        result = theirs ? ddp_recv(r->world, theirs, lengths[i], DDP_U8, i, 0, NULL)
+                        : ddp_fail(DDP_ERR_NO_MEMORY, "the timeline of rank %d", i);
         if (result == DDP_OK) fwrite(theirs, 1, lengths[i], file);
         free(theirs);
     }
     free(text);
     if (!file) return result;
     fprintf(file, "\n]}\n");
-    if (fclose(file) != 0 && result == DDP_OK) result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
+    if (fclose(file) != 0 && result == DDP_OK)
+        result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
     if (result == DDP_OK) printf("%s: steps %d to %d\n", path, t->trace_first, t->trace_last);
     return result;
 }
@@ -1049,7 +1203,11 @@ static void profile_mark(void *user, const char *name, double flops, double byte
     t->mark_count += m->event != NULL;
 }
 
-typedef struct profile_row { const char *name; int launches; double seconds, flops, bytes; } profile_row;
+typedef struct profile_row {
+    const char *name;
+    int launches;
+    double seconds, flops, bytes;
+} profile_row;
 
 static int profile_compare(const void *left, const void *right) {
     double l = ((const profile_row *)left)->seconds, r = ((const profile_row *)right)->seconds;
@@ -1058,13 +1216,23 @@ static int profile_compare(const void *left, const void *right) {
 
 /* What the data sheet of a GPU says: multiplications and additions in bf16 per second, dense, and bytes of memory per second; 0 = not known.
    The first name that is a part of the device's counts; cards called NVL are slower than the H100 or H200 in their name. */
-typedef struct gpu_peak { const char *name; double flops, bytes; } gpu_peak;
+typedef struct gpu_peak {
+    const char *name;
+    double flops, bytes;
+} gpu_peak;
 
 static gpu_peak find_peak(int device) {
-    static const gpu_peak known[] = {{" NVL", 0, 0}, {"H100 PCIe", 756e12, 2.04e12}, {"H100", 989.4e12, 3.35e12}, {"GH200", 989.4e12, 4e12},
-                                     {"H200", 989.4e12, 4.8e12},
-                                     {"A100-SXM4-40GB", 312e12, 1.555e12}, {"A100-SXM4-80GB", 312e12, 2.039e12}, {"A100", 312e12, 1.555e12},
-                                     {"L40S", 362e12, 0.864e12}};
+    static const gpu_peak known[] = {
+        {" NVL", 0, 0},
+        {"H100 PCIe", 756e12, 2.04e12},
+        {"H100", 989.4e12, 3.35e12},
+        {"GH200", 989.4e12, 4e12},
+        {"H200", 989.4e12, 4.8e12},
+        {"A100-SXM4-40GB", 312e12, 1.555e12},
+        {"A100-SXM4-80GB", 312e12, 2.039e12},
+        {"A100", 312e12, 1.555e12},
+        {"L40S", 362e12, 0.864e12},
+    };
     const gpu_peak none = {"", 0, 0};
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return none;
@@ -1088,20 +1256,26 @@ static ddp_result print_profile(trainer *t) {
         if (cudaEventElapsedTime(&ms, m[-1].event, m->event) != cudaSuccess) ms = 0;
         while (k < count && strcmp(rows[k].name, m->name)) k++;
         if (k == count) rows[count++].name = m->name;
-        rows[k].launches++, rows[k].seconds += ms * 1e-3, rows[k].flops += m->flops, rows[k].bytes += m->bytes;
+        rows[k].launches++, rows[k].seconds += ms * 1e-3, rows[k].flops += m->flops,
+            rows[k].bytes += m->bytes;
         whole += ms * 1e-3;
     }
     qsort(rows, (size_t)count, sizeof *rows, profile_compare);
-    printf("\n  step %4d of rank 0, %9.3f ms      launches         ms    share   TFLOP/s      GB/s   of limit\n", t->trace_last, whole * 1e3);
+    printf(
+        "\n  step %4d of rank 0, %9.3f ms      launches         ms    share   TFLOP/s      GB/s   of limit\n",
+        t->trace_last, whole * 1e3);
     for (int k = 0; k < count; k++) {
         const profile_row *row = &rows[k];
         double seconds = row->seconds > 0 ? row->seconds : 1e-12, least = 0;
         if (peak.bytes > 0) least = row->bytes / peak.bytes;
         if (bf16 && peak.flops > 0 && row->flops / peak.flops > least) least = row->flops / peak.flops;
-        printf("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   ", row->name, row->launches, row->seconds * 1e3, whole > 0 ? 100 * row->seconds / whole : 0,
-               row->flops / seconds * 1e-12, row->bytes / seconds * 1e-9);
-        if (least > 0) printf("%7.1f%%\n", 100 * least / seconds);
-        else printf("       -\n");
+        printf("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   ", row->name, row->launches,
+               row->seconds * 1e3, whole > 0 ? 100 * row->seconds / whole : 0, row->flops / seconds * 1e-12,
+               row->bytes / seconds * 1e-9);
+        if (least > 0)
+            printf("%7.1f%%\n", 100 * least / seconds);
+        else
+            printf("       -\n");
     }
     printf("\n");
     free(rows);
@@ -1140,14 +1314,17 @@ static void narrow_grads(const trainer *t, int unit, void **grads, int widen) {
         int from = t->run.infos[first + i].tied_to >= 0 ? 0 : first + i;
         for (int k = t->slice_of[from]; k < t->slice_of[from + 1]; k++) {
             void *narrow = t->narrow + at;
-            if (widen) t->memory->cast(t->params[k].param.grad.data, DDP_F32, narrow, DDP_BF16, slice_elements(t, k));
+            if (widen)
+                t->memory->cast(t->params[k].param.grad.data, DDP_F32, narrow, DDP_BF16,
+                                slice_elements(t, k));
             grads[3 * i + t->slices[k].box] = narrow;
             at += (slice_elements(t, k) * 2 + 63) / 64 * 64;
         }
     }
 }
 
-static ddp_result unit_backward(trainer *t, int unit, int slot, const void *in, const void *d_out, void *d_in) {
+static ddp_result unit_backward(trainer *t, int unit, int slot, const void *in, const void *d_out,
+                                void *d_in) {
     void *values[3 * GPT_BLOCK_PARAMS], *grads[3 * GPT_BLOCK_PARAMS];
     int span = span_begin(t, "backward", unit, 1);
     point_at(t, unit, 0, values);
@@ -1199,7 +1376,7 @@ static ddp_result backward(trainer *t) {
 
 static ddp_result build_tables(trainer *t) {
     size_t count = 2 * (size_t)t->unit_count;
-    t->tables = (void *(*)[3 * GPT_BLOCK_PARAMS])calloc(count, sizeof *t->tables);
+    t->tables = (void *(*)[3 * GPT_BLOCK_PARAMS]) calloc(count, sizeof *t->tables);
     t->table_of = (void *const **)calloc(count, sizeof *t->table_of);
     if (!t->tables || !t->table_of) return run_no_room();
     for (size_t i = 0; i < count; i++) t->table_of[i] = t->tables[i];
@@ -1210,7 +1387,8 @@ static ddp_result build_tables(trainer *t) {
    its values have been gathered. Not with --offload, whose copies go on beside the units. */
 static int is_whole(const trainer *t, int micro) {
     int adds_later = t->strategy == DDP_FSDP_SHARD_OPTIM || t->strategy == DDP_FSDP_NO_SHARD;
-    return t->desc.graphs && !t->run.options->offload && (t->dp == 1 || (adds_later && micro > 0 && micro + 1 < t->micro_count));
+    return t->desc.graphs && !t->run.options->offload
+           && (t->dp == 1 || (adds_later && micro > 0 && micro + 1 < t->micro_count));
 }
 
 /* Forward and backward through all units as one graph. */
@@ -1232,16 +1410,23 @@ static ddp_result whole_micro_batch(trainer *t) {
 
 /* Before a stage's first action, and after its last one: its values are there. Collective over dp. */
 static ddp_result gather_stage(int stage, void *user) { return (void)stage, gather((trainer *)user, 0); }
-static ddp_result release_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reshard(((trainer *)user)->fsdp, 0); }
-static ddp_result reduce_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reduce_grads(((trainer *)user)->fsdp, 0); }
+static ddp_result release_stage(int stage, void *user) {
+    return (void)stage, ddp_fsdp_reshard(((trainer *)user)->fsdp, 0);
+}
+static ddp_result reduce_stage(int stage, void *user) {
+    return (void)stage, ddp_fsdp_reduce_grads(((trainer *)user)->fsdp, 0);
+}
 /* Averages of this rank's rows, which nothing clips yet. Collective over dp. */
-static ddp_result average_stage(int stage, void *user) { return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL); }
+static ddp_result average_stage(int stage, void *user) {
+    return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL);
+}
 
 /* Gradients of this rank's rows of slice i. */
 static ddp_result gradient_of(const trainer *t, int i, ddp_tensor *grad) {
     return ddp_fsdp_get_shard(t->fsdp, t->slices[i].unit, t->slices[i].place, NULL, grad, NULL);
 }
-static ddp_result tied_gradient(int stage, int param, ddp_tensor *grad, void *user) { /* "wte", the first slice */
+static ddp_result tied_gradient(int stage, int param, ddp_tensor *grad,
+                                void *user) { /* "wte", the first slice */
     return (void)stage, (void)param, gradient_of((trainer *)user, 0, grad);
 }
 
@@ -1254,12 +1439,15 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
         int64_t last = validation_micro_batches(&t->run.plan) - 1, index = t->validating + c->microbatch;
         TRY(take_validation_windows(&t->run, index < last ? index : last));
         TRY(place_tokens(t, slot));
-    } else TRY(place_batch(t, c->microbatch, slot));
+    } else
+        TRY(place_batch(t, c->microbatch, slot));
     for (int u = t->first_unit; u < t->end_unit; u++) {
         const void *in = u == t->first_unit && c->input_count ? c->inputs[0].data : NULL;
-        TRY(unit_forward(t, u, slot, in, u + 1 == t->end_unit && c->output_count ? c->outputs[0].data : NULL));
+        TRY(unit_forward(t, u, slot, in,
+                         u + 1 == t->end_unit && c->output_count ? c->outputs[0].data : NULL));
     }
-    return is_last(t) ? gpt_cuda_loss(t->model, slot, &t->sums[c->evaluating ? 0 : t->parity][c->microbatch]) : DDP_OK;
+    return is_last(t) ? gpt_cuda_loss(t->model, slot, &t->sums[c->evaluating ? 0 : t->parity][c->microbatch])
+                      : DDP_OK;
 }
 
 static ddp_result stage_backward(const ddp_pipeline_call *c, void *user) {
@@ -1268,7 +1456,8 @@ static ddp_result stage_backward(const ddp_pipeline_call *c, void *user) {
     for (int u = t->end_unit - 1; u >= t->first_unit; u--) {
         const void *in = u == t->first_unit && c->input_count ? c->inputs[0].data : NULL;
         void *d_in = u == t->first_unit && c->input_count ? c->input_grads[0].data : NULL;
-        TRY(unit_backward(t, u, slot, in, u + 1 == t->end_unit && c->output_count ? c->output_grads[0].data : NULL, d_in));
+        TRY(unit_backward(t, u, slot, in,
+                          u + 1 == t->end_unit && c->output_count ? c->output_grads[0].data : NULL, d_in));
     }
     t->free_slots[t->free_count++] = slot;
     return DDP_OK;
@@ -1282,8 +1471,12 @@ static ddp_result build_pipeline(trainer *t) {
     ddp_result result;
     t->slot_of = (int *)calloc((size_t)t->micro_count, sizeof *t->slot_of);
     t->free_slots = (int *)calloc((size_t)t->slots, sizeof *t->free_slots);
-    if (!stages || !t->slot_of || !t->free_slots) { free(stages); return run_no_room(); }
-    while (t->free_count < t->slots) t->free_slots[t->free_count] = t->slots - 1 - t->free_count, t->free_count++;
+    if (!stages || !t->slot_of || !t->free_slots) {
+        free(stages);
+        return run_no_room();
+    }
+    while (t->free_count < t->slots)
+        t->free_slots[t->free_count] = t->slots - 1 - t->free_count, t->free_count++;
     own = stages + t->stage;
     own->forward = stage_forward;
     own->backward = stage_backward;
@@ -1304,7 +1497,8 @@ static ddp_result build_pipeline(trainer *t) {
     desc.stage_count = t->pp;
     desc.boundary.dtype = t->dtype;
     desc.boundary.ndim = 2;
-    desc.boundary.shape[0] = (int64_t)t->desc.batch * t->desc.length, desc.boundary.shape[1] = t->desc.config.channels;
+    desc.boundary.shape[0] = (int64_t)t->desc.batch * t->desc.length,
+    desc.boundary.shape[1] = t->desc.config.channels;
     result = ddp_pipeline_create(&t->pipeline, t->along_pp, &desc);
     free(stages);
     return result;
@@ -1323,14 +1517,17 @@ static ddp_result clip_cut(trainer *t) {
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].counted || (t->strategy == DDP_FSDP_NO_SHARD && t->replica > 0)) continue;
         TRY(gradient_of(t, i, &grad));
-        if (grad.data) t->memory->sum_squares(there, grad.data, (size_t)grad.shape[0], (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
+        if (grad.data)
+            t->memory->sum_squares(there, grad.data, (size_t)grad.shape[0],
+                                   (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
     }
     TRY(ddp_all_reduce(t->everybody, there, there, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     t->memory->optimizer->clip(there, 1.0f, factor, &t->norms[t->parity]);
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].here || t->run.infos[t->slices[i].param].tied_to >= 0) continue;
         TRY(gradient_of(t, i, &grad));
-        if (grad.data) t->memory->optimizer->scale(grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, factor);
+        if (grad.data)
+            t->memory->optimizer->scale(grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, factor);
     }
     return DDP_OK;
 }
@@ -1393,7 +1590,8 @@ static ddp_result read_step(trainer *t, int64_t step) {
     norm = t->norms[parity];
     if (t->pp == 1 && t->tp == 1) TRY(ddp_fsdp_get_norm(t->fsdp, &norm));
     if (is_last(t) && t->tensor_rank == 0)
-        for (int micro = 0; micro < t->micro_count; micro++) r->losses[micro_number(t, micro)] = t->sums[parity][micro] / tokens;
+        for (int micro = 0; micro < t->micro_count; micro++)
+            r->losses[micro_number(t, micro)] = t->sums[parity][micro] / tokens;
     TRY(run_mean_loss(r, (int64_t)t->micro_count * t->dp, &loss));
     r->train_seconds += ddp_now() - t->since;
     t->since = ddp_now();
@@ -1408,14 +1606,19 @@ static ddp_result read_step(trainer *t, int64_t step) {
 static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
     double tokens = (double)r->plan.config.micro_batch * r->plan.config.context;
-    int64_t count = validation_micro_batches(&r->plan), share = (count + t->dp - 1) / t->dp, first = t->replica * share;
+    int64_t count = validation_micro_batches(&r->plan), share = (count + t->dp - 1) / t->dp,
+            first = t->replica * share;
     int64_t end = first + share < count ? first + share : count, every = t->pipeline ? t->micro_count : 1;
     int speaks = is_last(t) && t->tensor_rank == 0;
     if (!t->pipeline) TRY(ddp_fsdp_no_grad(t->fsdp, 1));
     for (t->validating = first; t->validating < first + share; t->validating += every) {
-        if (t->pipeline) TRY(ddp_pipeline_evaluate(t->pipeline));
+        if (t->pipeline)
+            TRY(ddp_pipeline_evaluate(t->pipeline));
         else {
-            if (t->validating < end) { TRY(take_validation_windows(r, t->validating)); TRY(place_tokens(t, 0)); }
+            if (t->validating < end) {
+                TRY(take_validation_windows(r, t->validating));
+                TRY(place_tokens(t, 0));
+            }
             TRY(forward(t, t->unit_count - 1, t->validating < end));
             if (t->validating < end) TRY(gpt_cuda_loss(t->model, 0, &t->sums[0][0]));
         }
@@ -1449,7 +1652,8 @@ static ddp_result gather_whole(trainer *t, int param, int which) {
             return ddp_fail(DDP_ERR_NO_MEMORY, "%s: rows of %lld elements", s->name, (long long)own_count);
         move_rows(t, own, rows.data, (size_t)own_count * sizeof(float));
         for (int64_t j = 0; j < rows.shape[0]; j++)
-            memcpy(t->whole + (s->at.row + first + j) * columns + s->at.column, own + j * s->at.columns, (size_t)s->at.columns * sizeof(float));
+            memcpy(t->whole + (s->at.row + first + j) * columns + s->at.column, own + j * s->at.columns,
+                   (size_t)s->at.columns * sizeof(float));
         free(own);
     }
     if (t->run.world_size == 1) return DDP_OK;
@@ -1470,9 +1674,13 @@ static ddp_result save_file(trainer *t, const char *path, int64_t step) {
         for (int i = 0; i < t->param_count && result == DDP_OK; i++) {
             if (r->infos[i].tied_to >= 0) continue;
             result = gather_whole(t, i, which);
-            if (result == DDP_OK && r->rank == 0) checkpoint_put(&w, t->whole, (size_t)r->infos[i].count * sizeof(float));
+            if (result == DDP_OK && r->rank == 0)
+                checkpoint_put(&w, t->whole, (size_t)r->infos[i].count * sizeof(float));
         }
-    if (result != DDP_OK && w.file) { fclose(w.file); unlink(w.temporary); }
+    if (result != DDP_OK && w.file) {
+        fclose(w.file);
+        unlink(w.temporary);
+    }
     if (result != DDP_OK) return result;
     return share_result(r->world, r->rank == 0 ? checkpoint_end(&w, path) : DDP_OK);
 }
@@ -1527,12 +1735,14 @@ static ddp_result train_steps(trainer *t, double *validation) {
 /* What the model writes when it goes on from the start of the validation text. Rank 0 draws, the others compute along. Collective. */
 static ddp_result generate(trainer *t) {
     run *r = &t->run;
-    int tokens[32 + SAMPLE_BYTES], prompt, context = r->plan.config.context, vocab = plan_vocab(&r->plan), start = 0;
+    int tokens[32 + SAMPLE_BYTES], prompt, context = r->plan.config.context, vocab = plan_vocab(&r->plan),
+                                           start = 0;
     size_t n = (size_t)r->plan.config.micro_batch * (size_t)context;
     void *logits = NULL, *values[3 * GPT_BLOCK_PARAMS];
     TRY(sample_prompt(r, tokens, &prompt));
     float *near = (float *)malloc((size_t)vocab * sizeof *near);
-    ddp_result result = near ? t->memory->alloc(t->along_dp, (size_t)vocab * sizeof *near, &logits) : run_no_room();
+    ddp_result result = near ? t->memory->alloc(t->along_dp, (size_t)vocab * sizeof *near, &logits)
+                             : run_no_room();
     if (result == DDP_OK) result = ddp_fsdp_no_grad(t->fsdp, 1);
     for (int at = prompt; at < prompt + SAMPLE_BYTES && result == DDP_OK; at++) {
         if (at - start > context) start = at - (context + 1) / 2;
@@ -1562,20 +1772,29 @@ static ddp_result print_table(const trainer *t, const ddp_fsdp_memory *memory) {
     const run_config *c = &r->plan.config;
     gpt_cuda_desc whole = t->desc;
     cudaDeviceProp properties;
-    double tokens = tokens_per_second(r, c->steps), steps = (double)(c->steps - r->plan.first_step), gpus = (double)r->world_size / t->sharing, flops, peak;
+    double tokens = tokens_per_second(r, c->steps), steps = (double)(c->steps - r->plan.first_step),
+           gpus = (double)r->world_size / t->sharing, flops, peak;
     CUDA(cudaGetDeviceProperties(&properties, t->device));
-    whole.first_unit = 0, whole.end_unit = t->unit_count, whole.tensor_ranks = 1, whole.tensor_rank = 0, whole.tensor = NULL;
+    whole.first_unit = 0, whole.end_unit = t->unit_count, whole.tensor_ranks = 1, whole.tensor_rank = 0,
+    whole.tensor = NULL;
     flops = gpt_cuda_flops(&whole) * tokens / ((double)c->micro_batch * c->context);
     peak = t->dtype == DDP_BF16 ? find_peak(t->device).flops * gpus : 0;
-    printf("\n  ranks   pp   dp   tp   strategy   dtype   tokens/s   TFLOP/s     MFU   host in a step   step\n");
-    printf("  %5d   %2d   %2d   %2d   %-8s   %-5s   %8.0f   %7.2f   ", r->world_size, t->pp, t->dp, t->tp, strategy_name(t->strategy),
-           t->dtype == DDP_BF16 ? "bf16" : "f32", tokens, flops * 1e-12);
-    if (peak > 0) printf("%4.1f%%", 100 * flops / peak);
-    else printf("    -");
-    printf("   %11.2f ms   %.2f ms\n", steps > 0 ? t->host_seconds / steps * 1e3 : 0, steps > 0 ? r->train_seconds / steps * 1e3 : 0);
-    printf("  %s; of each rank's GPU: %.1f MiB expected, %.1f MiB of activations, %.1f MiB of shards, gradients and moments at the peak\n", properties.name,
-           (double)t->needed / MIB, (double)gpt_cuda_bytes(&t->desc) / MIB,
-           (double)(memory->peak.total - memory->peak.bookkeeping - (r->options->offload ? memory->now.optimizer : 0)) / MIB);
+    printf(
+        "\n  ranks   pp   dp   tp   strategy   dtype   tokens/s   TFLOP/s     MFU   host in a step   step\n");
+    printf("  %5d   %2d   %2d   %2d   %-8s   %-5s   %8.0f   %7.2f   ", r->world_size, t->pp, t->dp, t->tp,
+           strategy_name(t->strategy), t->dtype == DDP_BF16 ? "bf16" : "f32", tokens, flops * 1e-12);
+    if (peak > 0)
+        printf("%4.1f%%", 100 * flops / peak);
+    else
+        printf("    -");
+    printf("   %11.2f ms   %.2f ms\n", steps > 0 ? t->host_seconds / steps * 1e3 : 0,
+           steps > 0 ? r->train_seconds / steps * 1e3 : 0);
+    printf("  %s; of each rank's GPU: %.1f MiB expected, %.1f MiB of activations, %.1f MiB of shards, "
+           "gradients and moments at the peak\n",
+           properties.name, (double)t->needed / MIB, (double)gpt_cuda_bytes(&t->desc) / MIB,
+           (double)(memory->peak.total - memory->peak.bookkeeping
+                    - (r->options->offload ? memory->now.optimizer : 0))
+               / MIB);
     if (t->pp > 1) printf("  bubble: %.1f%% predicted\n", 100 * t->stats.predicted_bubble_rate);
     printf("\n");
     return DDP_OK;
@@ -1598,8 +1817,10 @@ static ddp_result finish(trainer *t, double validation) {
     ddp_fsdp_memory memory = DDP_ZERO;
     uint64_t hash;
     TRY(ddp_fsdp_get_memory(t->fsdp, &memory));
-    if (t->pipeline) TRY(ddp_pipeline_get_stats(t->pipeline, &t->stats));
-    else TRY(generate(t));
+    if (t->pipeline)
+        TRY(ddp_pipeline_get_stats(t->pipeline, &t->stats));
+    else
+        TRY(generate(t));
     if (r->rank == 0) TRY(print_table(t, &memory));
     if (t->mark_count) TRY(print_profile(t));
     TRY(hash_weights(t, &hash));
@@ -1635,7 +1856,8 @@ static ddp_result train(void *user) {
     TRY(with_savings(t, build(t)));
     choose_trace(t);
     run_report_start(r);
-    if (r->rank == 0 && t->any_share) printf("ranks share a GPU: what they tell each other goes through host memory, which is slow\n");
+    if (r->rank == 0 && t->any_share)
+        printf("ranks share a GPU: what they tell each other goes through host memory, which is slow\n");
     TRY(with_savings(t, train_steps(t, &validation)));
     return finish(t, validation);
 }
@@ -1648,9 +1870,12 @@ static ddp_result train_and_tell(void *user) {
     char error[512], cause[540];
     if (result == DDP_OK || !t->along_dp || t->run.world_size == 1) return result;
     snprintf(error, sizeof error, "%.511s", ddp_last_error());
-    if (strncmp(error, "rank ", 5)) snprintf(cause, sizeof cause, "rank %d: %s", t->run.rank, error);
-    else snprintf(cause, sizeof cause, "%s", error);
-    for (int i = 0; i < 5; i++) if (groups[i]) ddp_group_poison(groups[i], result, cause);
+    if (strncmp(error, "rank ", 5))
+        snprintf(cause, sizeof cause, "rank %d: %s", t->run.rank, error);
+    else
+        snprintf(cause, sizeof cause, "%s", error);
+    for (int i = 0; i < 5; i++)
+        if (groups[i]) ddp_group_poison(groups[i], result, cause);
     return ddp_fail(result, "%s", cause);
 }
 
@@ -1683,7 +1908,8 @@ static void trainer_free(void *user) {
         if (t->sums[k]) cudaFreeHost(t->sums[k]);
         if (t->staged[k]) cudaFree(t->staged[k]);
     }
-    for (int s = 0; s < t->slots && t->batch; s++) if (t->batch[s]) cudaFree(t->batch[s]);
+    for (int s = 0; s < t->slots && t->batch; s++)
+        if (t->batch[s]) cudaFree(t->batch[s]);
     free_events(t);
     ddp_group_destroy(t->everybody);
     ddp_group_destroy(t->along_tp);
@@ -1715,7 +1941,9 @@ static void trainer_free(void *user) {
     free(t->marks);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train_and_tell, trainer_free); }
+static ddp_result rank_main(ddp_group *world, void *user) {
+    return run_trainer(world, (job *)user, sizeof(trainer), train_and_tell, trainer_free);
+}
 
 int main(int argc, char **argv) {
     job j;

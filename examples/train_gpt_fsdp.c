@@ -29,14 +29,19 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME what ranks split: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
-    {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS, "N groups of ranks, each with all shards; default 1"},
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end; DIR.1 is the one before"},
-    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "DIR go on from a checkpoint, on any number of ranks under any strategy"},
+    {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
+     "NAME what ranks split: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
+    {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS,
+     "N groups of ranks, each with all shards; default 1"},
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
+     "DIR save there at every validation and at the end; DIR.1 is the one before"},
+    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
+     "DIR go on from a checkpoint, on any number of ranks under any strategy"},
     RECOMPUTE_FLAG,
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
-static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
+static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks",
+                                    FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
 /* What follows from the strategy before ranks start. */
 static void check_strategy(run_options *o) {
@@ -52,13 +57,14 @@ static void check_strategy(run_options *o) {
 typedef struct trainer {
     run run;
     ddp_fsdp_strategy strategy;
-    ddp_group *shard_group, *copies;  /* with --replicas: the ranks that split the model, and those that hold the same shard */
-    ddp_fsdp_param *params;           /* model.param_count */
-    ddp_fsdp_unit_desc *units;        /* embedding, blocks, head */
+    ddp_group *shard_group,
+        *copies; /* with --replicas: the ranks that split the model, and those that hold the same shard */
+    ddp_fsdp_param *params;    /* model.param_count */
+    ddp_fsdp_unit_desc *units; /* embedding, blocks, head */
     int unit_count;
     ddp_fsdp *fsdp;
-    ddp_fsdp_state state;             /* what a checkpoint keeps beside tensors */
-    int64_t *starts;                  /* windows of the global batch */
+    ddp_fsdp_state state; /* what a checkpoint keeps beside tensors */
+    int64_t *starts;      /* windows of the global batch */
     double gather_seconds;
 } trainer;
 
@@ -70,12 +76,16 @@ static ddp_result plan_run(trainer *t) {
     run_saved saved;
     memset(&saved, 0, sizeof saved);
     TRY(check_options(o, r->world_size));
-    if (r->world_size % replicas) return WRONG("--replicas %d does not divide %d ranks; use a divisor", replicas, r->world_size);
+    if (r->world_size % replicas)
+        return WRONG("--replicas %d does not divide %d ranks; use a divisor", replicas, r->world_size);
     if (replicas > 1 && !is_power(inner))
-        return WRONG("--replicas %d on %d ranks splits the model over %d ranks; use 2^k of them, so that sums keep their tree", replicas, r->world_size, inner);
+        return WRONG("--replicas %d on %d ranks splits the model over %d ranks; use 2^k of them, so that "
+                     "sums keep their tree",
+                     replicas, r->world_size, inner);
     if (o->checkpoint) TRY(folder_check(o->checkpoint));
     if (o->resume) TRY(folder_read(r->options, &saved));
-    if (o->resume) TRY(folder_check_qkv(o->resume, 0, "go on with train_gpt_3d, or with train_gpt_cuda --tp 2 or more"));
+    if (o->resume)
+        TRY(folder_check_qkv(o->resume, 0, "go on with train_gpt_3d, or with train_gpt_cuda --tp 2 or more"));
     return make_plan(&r->plan, o, r->world_size, o->resume ? &saved : NULL, &r->text);
 }
 
@@ -86,7 +96,8 @@ static ddp_result build_params(trainer *t) {
     t->params = (ddp_fsdp_param *)calloc((size_t)r->model.param_count, sizeof *t->params);
     t->units = (ddp_fsdp_unit_desc *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
-    if (!t->params || !t->units || !t->starts) return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
+    if (!t->params || !t->units || !t->starts)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
     for (int i = 0; i < r->model.param_count; i++) {
         const gpt_param *info = &r->infos[i];
         ddp_fsdp_unit_desc *unit = &t->units[info->unit];
@@ -96,18 +107,23 @@ static ddp_result build_params(trainer *t) {
         if (unit->param_count++) continue;
         unit->params = &t->params[i];
         unit->name = t->params[i].unit;
-        if (info->unit == 0) snprintf(t->params[i].unit, sizeof t->params[i].unit, "embedding");
-        else if (info->unit > r->plan.config.layers) snprintf(t->params[i].unit, sizeof t->params[i].unit, "head");
-        else snprintf(t->params[i].unit, sizeof t->params[i].unit, "h.%d", info->unit - 1);
+        if (info->unit == 0)
+            snprintf(t->params[i].unit, sizeof t->params[i].unit, "embedding");
+        else if (info->unit > r->plan.config.layers)
+            snprintf(t->params[i].unit, sizeof t->params[i].unit, "head");
+        else
+            snprintf(t->params[i].unit, sizeof t->params[i].unit, "h.%d", info->unit - 1);
     }
     return DDP_OK;
 }
 
 /* First values: drawn from the seed, row by row on the rank that keeps them. */
-static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                            void *user) {
     const run *r = (const run *)user;
     int64_t columns = r->infos[param->index].shape[1];
-    gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, param->index, first_row * columns, row_count * columns, (float *)out);
+    gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, param->index, first_row * columns,
+                   row_count * columns, (float *)out);
     return DDP_OK;
 }
 
@@ -139,7 +155,9 @@ static ddp_result build_parallel(trainer *t) {
 
     if (r->plan.first_step > 0) {
         TRY(ddp_fsdp_load(t->fsdp, r->options->resume));
-        if (t->state.step != r->plan.first_step) return WRONG("--resume %s: another run has just written it; give a checkpoint that stays", r->options->resume);
+        if (t->state.step != r->plan.first_step)
+            return WRONG("--resume %s: another run has just written it; give a checkpoint that stays",
+                         r->options->resume);
         r->plan.data = t->state.sampler;
     }
     return run_build_sampler(r, 1, 0);
@@ -161,10 +179,13 @@ static ddp_result gather(trainer *t, int unit) {
 }
 
 /* Forward through all units. *loss (may be NULL: nothing is computed) is the mean over the tokens of the pass. Collective. */
-static ddp_result forward(trainer *t, const gpt_pass *pass, const int *tokens, const int *targets, double *loss) {
+static ddp_result forward(trainer *t, const gpt_pass *pass, const int *tokens, const int *targets,
+                          double *loss) {
     for (int unit = 0; unit < t->unit_count; unit++) {
         TRY(gather(t, unit));
-        if (loss) *loss = gpt_model_unit_forward(&t->run.model, pass, unit, tokens, targets) / ((double)pass->batch * pass->length);
+        if (loss)
+            *loss = gpt_model_unit_forward(&t->run.model, pass, unit, tokens, targets)
+                    / ((double)pass->batch * pass->length);
         TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return DDP_OK;
@@ -189,7 +210,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     for (int i = 0; i < c->batch; i++) t->starts[i] = next_window(r);
     for (int micro = 0; micro < r->micro_count; micro++) {
         int number = r->options->dealt ? micro * r->world_size + r->rank : r->rank * r->micro_count + micro;
-        for (int row = 0; row < c->micro_batch; row++) TRY(take_window(r, row, t->starts[number * c->micro_batch + row]));
+        for (int row = 0; row < c->micro_batch; row++)
+            TRY(take_window(r, row, t->starts[number * c->micro_batch + row]));
         TRY(forward(t, &pass, r->tokens, r->targets, &r->losses[number]));
         TRY(backward(t, &pass, r->tokens, r->targets));
     }
@@ -268,12 +290,17 @@ static ddp_result generate(trainer *t) {
     TRY(ddp_fsdp_no_grad(t->fsdp, 1));
     for (int at = prompt; at < prompt + SAMPLE_BYTES; at++) {
         gpt_pass pass;
-        if (at - start > context) { start = at - (context + 1) / 2; done = 0; }
+        if (at - start > context) {
+            start = at - (context + 1) / 2;
+            done = 0;
+        }
         pass = gpt_model_pass(&r->model, 1, at - start);
         pass.first = r->model.recompute ? 0 : done;
         TRY(forward(t, &pass, tokens + start, NULL, r->rank == 0 ? &unused : NULL));
         done = at - start;
-        tokens[at] = r->rank ? 0 : gpt_sample(r->model.head.logits, 256, 0.8f, gpt_sample_draw((uint64_t)r->plan.config.seed, at));
+        tokens[at] = r->rank ? 0
+                             : gpt_sample(r->model.head.logits, 256, 0.8f,
+                                          gpt_sample_draw((uint64_t)r->plan.config.seed, at));
     }
     if (r->rank == 0) print_sample(&r->plan, tokens, prompt);
     return ddp_fsdp_no_grad(t->fsdp, 0);
@@ -293,11 +320,13 @@ static void print_bytes(const char *purpose, size_t now, size_t peak, size_t pre
 static void print_table(const trainer *t) {
     const run *r = &t->run;
     const rank_use *use = (const rank_use *)r->everyones;
-    const ddp_fsdp_bytes *now = &use->memory.now, *peak = &use->memory.peak, *predicted = &use->memory.predicted;
+    const ddp_fsdp_bytes *now = &use->memory.now, *peak = &use->memory.peak,
+                         *predicted = &use->memory.predicted;
     double mean = 0;
     for (int i = 0; i < r->world_size; i++) mean += use[i].exposed / r->world_size;
     printf("\n  strategy   ranks   tokens/s   waiting for parameters\n");
-    printf("  %-8s   %5d   %8.0f   %.2f%% of the time\n", strategy_name(t->strategy), r->world_size, tokens_per_second(r, r->plan.config.steps), 100 * mean);
+    printf("  %-8s   %5d   %8.0f   %.2f%% of the time\n", strategy_name(t->strategy), r->world_size,
+           tokens_per_second(r, r->plan.config.steps), 100 * mean);
     printf("\n  bytes of rank 0        now        peak   predicted\n");
     print_bytes("shards", now->shards, peak->shards, predicted->shards);
     print_bytes("gathered", now->gathered, peak->gathered, predicted->gathered);
@@ -353,7 +382,9 @@ static void trainer_free(void *user) {
     free(t->starts);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
+static ddp_result rank_main(ddp_group *world, void *user) {
+    return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free);
+}
 
 int main(int argc, char **argv) {
     job j;

@@ -27,21 +27,27 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
-     "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-V, DualPipeV, ..., FILE.csv"},
-    {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536, "N stages in all, as many on each rank; default: one per rank, two where the schedule needs two"},
-    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank: the same as --stages N x ranks"},
-    {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6, "N micro-batches per step; default --batch / --micro-batch"},
+     "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-V, DualPipeV, ..., "
+     "FILE.csv"},
+    {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536,
+     "N stages in all, as many on each rank; default: one per rank, two where the schedule needs two"},
+    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64,
+     "N stages per rank: the same as --stages N x ranks"},
+    {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6,
+     "N micro-batches per step; default --batch / --micro-batch"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
-static const run_program PROGRAM = {"train_gpt_pipeline", "trains a byte-level GPT on text with pipelined ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
+static const run_program PROGRAM = {"train_gpt_pipeline",
+                                    "trains a byte-level GPT on text with pipelined ranks", FLAGS,
+                                    (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
 //== trainer ============================================================================================== >>trainer
 
 /* What a unit keeps of one micro-batch between F and W. */
 typedef struct unit_memory {
-    float *out;                 /* (B, T, C): what the next unit of the stage reads */
-    float *d_out;               /* (B, T, C): its gradient */
-    float *grads;               /* of layer norms, and of the head's matrix: what I finishes and W hands over */
+    float *out;   /* (B, T, C): what the next unit of the stage reads */
+    float *d_out; /* (B, T, C): its gradient */
+    float *grads; /* of layer norms, and of the head's matrix: what I finishes and W hands over */
     gpt_block_acts acts;
     gpt_block_temps temps;
     gpt_head_acts head;
@@ -51,21 +57,23 @@ typedef struct unit_memory {
 typedef struct trainer {
     run run;
     ddp_schedule *schedule;
-    char *csv;                       /* text of the file that --schedule names; NULL: it names a kind */
-    ddp_group *group;                /* the same ranks; the pipeline's own */
+    char *csv;        /* text of the file that --schedule names; NULL: it names a kind */
+    ddp_group *group; /* the same ranks; the pipeline's own */
     ddp_pipeline *pipeline;
     int unit_count, stage_count, micro_count; /* micro-batches in a step */
-    int *first_unit;                 /* of each stage, and one more */
-    ddp_param *params;               /* model.param_count; those of other ranks are not used */
-    ddp_param **pointers;            /* the same, in order */
-    float **first, **second;         /* moments of this rank's parameters */
+    int *first_unit;                          /* of each stage, and one more */
+    ddp_param *params;                        /* model.param_count; those of other ranks are not used */
+    ddp_param **pointers;                     /* the same, in order */
+    float **first, **second;                  /* moments of this rank's parameters */
     unit_memory *units;
-    int64_t *starts;                 /* windows of the global batch */
-    int64_t validating;              /* number of the first validation micro-batch of an evaluation */
-    double *each;                    /* losses */
+    int64_t *starts;    /* windows of the global batch */
+    int64_t validating; /* number of the first validation micro-batch of an evaluation */
+    double *each;       /* losses */
 } trainer;
 
-static int is_here(const trainer *t, int stage) { return ddp_schedule_stage_rank(t->schedule, stage) == t->run.rank; }
+static int is_here(const trainer *t, int stage) {
+    return ddp_schedule_stage_rank(t->schedule, stage) == t->run.rank;
+}
 
 static int stage_of(const trainer *t, int unit) {
     int stage = 0;
@@ -75,7 +83,9 @@ static int stage_of(const trainer *t, int unit) {
 
 /* The parameters of a unit are neighbours. */
 static int first_param(const trainer *t, int unit) {
-    return unit == 0 ? 0 : unit > t->run.plan.config.layers ? t->run.model.param_count - 3 : gpt_block_first_param(unit - 1);
+    return unit == 0                          ? 0
+           : unit > t->run.plan.config.layers ? t->run.model.param_count - 3
+                                              : gpt_block_first_param(unit - 1);
 }
 
 /* --stages or --chunks as chunks; 0: the schedule's own number. */
@@ -83,8 +93,11 @@ static ddp_result find_chunks(const trainer *t, int *chunks) {
     int ranks = t->run.world_size, stages = t->run.options->stages, given = t->run.options->chunks;
     *chunks = stages ? stages / ranks : given;
     if (stages % ranks || stages < 0)
-        return WRONG("--stages %d do not lie evenly on %d ranks; use --stages %d", stages, ranks, stages < ranks ? ranks : stages / ranks * ranks);
-    if (stages && given && given != *chunks) return WRONG("--stages %d on %d ranks are not --chunks %d; leave one of them out", stages, ranks, given);
+        return WRONG("--stages %d do not lie evenly on %d ranks; use --stages %d", stages, ranks,
+                     stages < ranks ? ranks : stages / ranks * ranks);
+    if (stages && given && given != *chunks)
+        return WRONG("--stages %d on %d ranks are not --chunks %d; leave one of them out", stages, ranks,
+                     given);
     return DDP_OK;
 }
 
@@ -93,12 +106,17 @@ static ddp_result find_batch(run_config *c, int count) {
     if (!count) return DDP_OK;
     if (!c->batch && !c->micro_batch) c->micro_batch = 4;
     if (!c->batch && (int64_t)count * c->micro_batch > 1000000)
-        return WRONG("--micro-batches %d of %d windows are more than 1000000, the most that --batch takes; use fewer", count, c->micro_batch);
+        return WRONG(
+            "--micro-batches %d of %d windows are more than 1000000, the most that --batch takes; use fewer",
+            count, c->micro_batch);
     if (!c->batch) c->batch = count * c->micro_batch;
     if (!c->micro_batch && c->batch % count == 0) c->micro_batch = c->batch / count;
-    if (!c->micro_batch) return WRONG("--batch %d does not split into --micro-batches %d; use --batch %d", c->batch, count, (c->batch / count + 1) * count);
+    if (!c->micro_batch)
+        return WRONG("--batch %d does not split into --micro-batches %d; use --batch %d", c->batch, count,
+                     (c->batch / count + 1) * count);
     if ((int64_t)count * c->micro_batch != c->batch)
-        return WRONG("--micro-batches %d of --micro-batch %d are not --batch %d; leave one of the three out", count, c->micro_batch, c->batch);
+        return WRONG("--micro-batches %d of --micro-batch %d are not --batch %d; leave one of the three out",
+                     count, c->micro_batch, c->batch);
     return DDP_OK;
 }
 
@@ -202,7 +220,9 @@ static ddp_result make_kind(trainer *t) {
     ddp_schedule_desc desc = DDP_ZERO;
     if (o->strategy) TRY(ddp_schedule_kind_find(o->strategy, &desc.kind));
     if (desc.kind == DDP_SCHEDULE_PIPEDREAM || desc.kind == DDP_SCHEDULE_PIPEDREAM_2BW)
-        return WRONG("--schedule %s: it trains with delayed weights, and would not end with the weights of train_gpt; use another one", o->strategy);
+        return WRONG("--schedule %s: it trains with delayed weights, and would not end with the weights of "
+                     "train_gpt; use another one",
+                     o->strategy);
     desc.rank_count = t->run.world_size;
     desc.microbatch_count = t->run.plan.config.batch / t->run.plan.config.micro_batch;
     TRY(find_chunks(t, &desc.chunk_count));
@@ -215,7 +235,8 @@ static ddp_result make_schedule(trainer *t) {
     t->unit_count = t->run.plan.config.layers + 2;
     t->micro_count = ddp_schedule_microbatch_count(t->schedule);
     if (t->stage_count > t->unit_count)
-        return WRONG("%d stages for an embedding, %d blocks and a head; use --layers %d or more", t->stage_count, t->unit_count - 2, t->stage_count - 2);
+        return WRONG("%d stages for an embedding, %d blocks and a head; use --layers %d or more",
+                     t->stage_count, t->unit_count - 2, t->stage_count - 2);
     return DDP_OK;
 }
 
@@ -254,7 +275,8 @@ static ddp_result build_params(trainer *t) {
     t->units = (unit_memory *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
     t->each = (double *)calloc((size_t)t->micro_count, sizeof *t->each);
-    if (!cost || !t->first_unit || !t->params || !t->pointers || !t->first || !t->second || !t->units || !t->starts || !t->each) {
+    if (!cost || !t->first_unit || !t->params || !t->pointers || !t->first || !t->second || !t->units
+        || !t->starts || !t->each) {
         free(cost);
         return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
     }
@@ -268,11 +290,16 @@ static ddp_result build_params(trainer *t) {
         t->params[i].value.data = r->model.values[i];
         t->pointers[i] = &t->params[i];
         if (result != DDP_OK || !is_here(t, stage_of(t, r->infos[i].unit))) continue;
-        if (r->infos[i].tied_to < 0) gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, i, 0, floats, r->model.values[i]);
-        else gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, r->infos[i].tied_to, 0, floats, r->model.values[i]);
+        if (r->infos[i].tied_to < 0)
+            gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, i, 0, floats, r->model.values[i]);
+        else
+            gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, r->infos[i].tied_to, 0, floats,
+                           r->model.values[i]);
         t->first[i] = (float *)calloc((size_t)floats, sizeof(float));
         t->second[i] = (float *)calloc((size_t)floats, sizeof(float));
-        if (!t->first[i] || !t->second[i]) return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %s; use a smaller --channels or --layers", r->infos[i].name);
+        if (!t->first[i] || !t->second[i])
+            return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %s; use a smaller --channels or --layers",
+                            r->infos[i].name);
     }
     return result;
 }
@@ -289,9 +316,12 @@ static size_t place_units(trainer *t, int stage, float *memory) {
         unit->out = gpt__take(memory, &used, n);
         unit->d_out = gpt__take(memory, &used, n);
         if (u == 0) continue;
-        unit->grads = gpt__take(memory, &used, (size_t)m->config.channels * (u + 1 < t->unit_count ? 4 : 2 + (size_t)m->config.vocab));
+        unit->grads = gpt__take(memory, &used,
+                                (size_t)m->config.channels
+                                    * (u + 1 < t->unit_count ? 4 : 2 + (size_t)m->config.vocab));
         if (u + 1 == t->unit_count) {
-            used += gpt_head_acts_place(&m->config, batch, length, memory ? memory + used : NULL, &unit->head);
+            used += gpt_head_acts_place(&m->config, batch, length, memory ? memory + used : NULL,
+                                        &unit->head);
             continue;
         }
         used += gpt_block_acts_place(&m->config, batch, length, memory ? memory + used : NULL, &unit->acts);
@@ -305,8 +335,10 @@ static ddp_result begin(trainer *t, const ddp_pipeline_call *c, gpt_pass *pass) 
     run *r = &t->run;
     int rows = r->plan.config.micro_batch;
     int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
-    if (c->evaluating) TRY(take_validation_windows(r, index < last ? index : last));
-    else for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
+    if (c->evaluating)
+        TRY(take_validation_windows(r, index < last ? index : last));
+    else
+        for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
     place_units(t, c->stage, (float *)c->saved);
     *pass = gpt_model_pass(&r->model, rows, r->plan.config.context);
     return DDP_OK;
@@ -314,10 +346,13 @@ static ddp_result begin(trainer *t, const ddp_pipeline_call *c, gpt_pass *pass) 
 
 /* What unit u of the stage reads; the gradient of what it writes. */
 static const float *input_of(const trainer *t, const ddp_pipeline_call *c, int u) {
-    return u > t->first_unit[c->stage] ? t->units[u - 1].out : c->input_count ? (const float *)c->inputs[0].data : NULL;
+    return u > t->first_unit[c->stage] ? t->units[u - 1].out
+           : c->input_count            ? (const float *)c->inputs[0].data
+                                       : NULL;
 }
 static const float *gradient_at(const trainer *t, const ddp_pipeline_call *c, int u) {
-    return u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].d_out : (const float *)c->output_grads[0].data;
+    return u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].d_out
+                                                                   : (const float *)c->output_grads[0].data;
 }
 
 static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
@@ -327,7 +362,8 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     TRY(begin(t, c, &pass));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         const float *in = input_of(t, c, u);
-        float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].out : (float *)c->outputs[0].data;
+        float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].out
+                                                                             : (float *)c->outputs[0].data;
         if (u == 0) {
             gpt_embed embed = gpt_embed_view(m->values);
             gpt_embed_forward(&pass, &embed, t->run.tokens, out);
@@ -336,7 +372,8 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
             gpt_block_forward(&pass, &block, in, &t->units[u].acts, out);
         } else {
             gpt_head head = gpt_head_view(&m->config, m->values);
-            *c->loss = gpt_head_loss_forward(&pass, &head, in, t->run.targets, &t->units[u].head) / ((double)pass.batch * pass.length);
+            *c->loss = gpt_head_loss_forward(&pass, &head, in, t->run.targets, &t->units[u].head)
+                       / ((double)pass.batch * pass.length);
         }
     }
     return DDP_OK;
@@ -354,13 +391,17 @@ static ddp_result stage_input_grad(const ddp_pipeline_call *c, void *user) {
         float *d_in = u > t->first_unit[c->stage] ? t->units[u - 1].d_out : (float *)c->input_grads[0].data;
         if (u + 1 == t->unit_count) {
             gpt_head head = gpt_head_view(&m->config, m->values), d_head = head;
-            d_head.ln_weight = unit->grads, d_head.ln_bias = unit->grads + C, d_head.weight = unit->grads + 2 * C;
-            gpt_head_backward(&pass, &head, &d_head, input_of(t, c, u), t->run.targets, &unit->head, 1.0f / (float)(pass.batch * pass.length), d_in);
+            d_head.ln_weight = unit->grads, d_head.ln_bias = unit->grads + C,
+            d_head.weight = unit->grads + 2 * C;
+            gpt_head_backward(&pass, &head, &d_head, input_of(t, c, u), t->run.targets, &unit->head,
+                              1.0f / (float)(pass.batch * pass.length), d_in);
         } else {
             gpt_block block = gpt_block_view(m->values, u - 1), d_block = gpt_block_view(m->grads, u - 1);
-            d_block.ln1_weight = unit->grads, d_block.ln1_bias = unit->grads + C, d_block.ln2_weight = unit->grads + 2 * C, d_block.ln2_bias = unit->grads + 3 * C;
+            d_block.ln1_weight = unit->grads, d_block.ln1_bias = unit->grads + C,
+            d_block.ln2_weight = unit->grads + 2 * C, d_block.ln2_bias = unit->grads + 3 * C;
             pass.parts = GPT_INPUT_GRADS;
-            gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps, gradient_at(t, c, u), d_in);
+            gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps,
+                               gradient_at(t, c, u), d_in);
             pass.parts = 0;
         }
     }
@@ -387,7 +428,8 @@ static ddp_result stage_weight_grad(const ddp_pipeline_call *c, void *user) {
         } else {
             gpt_block block = gpt_block_view(m->values, u - 1), d_block = gpt_block_view(m->grads, u - 1);
             pass.parts = GPT_WEIGHT_GRADS;
-            gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps, gradient_at(t, c, u), NULL);
+            gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps,
+                               gradient_at(t, c, u), NULL);
             pass.parts = 0;
             memcpy(d_block.ln1_weight, unit->grads, line);
             memcpy(d_block.ln1_bias, unit->grads + C, line);
@@ -407,7 +449,9 @@ static ddp_result build_parallel(trainer *t) {
     ddp_result result;
     if (!stages) return ddp_fail(DDP_ERR_NO_MEMORY, "%d stages", t->stage_count);
     for (int s = 0; s < t->stage_count; s++) {
-        int begin_at = first_param(t, t->first_unit[s]), end = t->first_unit[s + 1] < t->unit_count ? first_param(t, t->first_unit[s + 1]) : r->model.param_count;
+        int begin_at = first_param(t, t->first_unit[s]), end = t->first_unit[s + 1] < t->unit_count
+                                                                   ? first_param(t, t->first_unit[s + 1])
+                                                                   : r->model.param_count;
         stages[s].forward = stage_forward;
         stages[s].input_grad = stage_input_grad;
         stages[s].weight_grad = stage_weight_grad;
@@ -422,7 +466,8 @@ static ddp_result build_parallel(trainer *t) {
     desc.stage_count = t->stage_count;
     desc.boundary.dtype = DDP_F32;
     desc.boundary.ndim = 3;
-    desc.boundary.shape[0] = r->plan.config.micro_batch, desc.boundary.shape[1] = r->plan.config.context, desc.boundary.shape[2] = r->plan.config.channels;
+    desc.boundary.shape[0] = r->plan.config.micro_batch, desc.boundary.shape[1] = r->plan.config.context,
+    desc.boundary.shape[2] = r->plan.config.channels;
     desc.ties = &tie;
     desc.tie_count = 1;
     result = ddp_group_split(r->world, 0, r->rank, &t->group);
@@ -441,8 +486,8 @@ static void update(trainer *t, int64_t step) {
     float lr = learning_rate(&r->plan.config, step);
     for (int i = 0; i < r->model.param_count; i++) {
         if (!t->first[i] || (r->infos[i].tied_to >= 0 && t->first[r->infos[i].tied_to])) continue;
-        gpt_adamw(r->model.values[i], r->model.grads[i], t->first[i], t->second[i], (size_t)r->infos[i].count, lr, 0.9f, 0.95f, 1e-8f,
-                  r->infos[i].ndim > 1 ? 0.1f : 0.0f, (int)step, 1.0f);
+        gpt_adamw(r->model.values[i], r->model.grads[i], t->first[i], t->second[i], (size_t)r->infos[i].count,
+                  lr, 0.9f, 0.95f, 1e-8f, r->infos[i].ndim > 1 ? 0.1f : 0.0f, (int)step, 1.0f);
     }
 }
 
@@ -467,7 +512,8 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     for (t->validating = 0; t->validating < count; t->validating += t->micro_count) {
         TRY(ddp_pipeline_evaluate(t->pipeline));
         TRY(ddp_pipeline_get_loss(t->pipeline, loss, t->each));
-        for (int64_t i = 0; r->rank == 0 && i < t->micro_count && t->validating + i < count; i++) r->losses[t->validating + i] = t->each[i];
+        for (int64_t i = 0; r->rank == 0 && i < t->micro_count && t->validating + i < count; i++)
+            r->losses[t->validating + i] = t->each[i];
     }
     TRY(run_mean_loss(r, count, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
@@ -475,7 +521,8 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
 }
 
 /* A picture of the last step, as it was. */
-static ddp_result draw(const trainer *t, ddp_schedule_format format, const char *path, const ddp_stage_cost *costs, const ddp_action_time *times) {
+static ddp_result draw(const trainer *t, ddp_schedule_format format, const char *path,
+                       const ddp_stage_cost *costs, const ddp_action_time *times) {
     size_t size_bytes = 0;
     char *text;
     ddp_result result;
@@ -487,7 +534,8 @@ static ddp_result draw(const trainer *t, ddp_schedule_format format, const char 
     file = result == DDP_OK ? fopen(path, "wb") : NULL;
     if (result == DDP_OK && (!file || fwrite(text, 1, size_bytes - 1, file) != size_bytes - 1))
         result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
-    if (file && fclose(file) != 0 && result == DDP_OK) result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
+    if (file && fclose(file) != 0 && result == DDP_OK)
+        result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
     free(text);
     return result;
 }
@@ -512,7 +560,8 @@ static ddp_result report_pipeline(trainer *t) {
         count += actions;
     }
     times = (ddp_action_time *)calloc((size_t)count, sizeof *times);
-    result = costs && times ? ddp_pipeline_get_times(t->pipeline, costs, times) : ddp_fail(DDP_ERR_NO_MEMORY, "times of %d actions", count);
+    result = costs && times ? ddp_pipeline_get_times(t->pipeline, costs, times)
+                            : ddp_fail(DDP_ERR_NO_MEMORY, "times of %d actions", count);
     if (result == DDP_OK) result = ddp_pipeline_get_stats(t->pipeline, &stats);
     if (result == DDP_OK && r->rank == 0) result = draw(t, DDP_SCHEDULE_SVG, SCHEDULE_PATH, costs, times);
     if (result == DDP_OK && r->rank == 0) result = draw(t, DDP_SCHEDULE_TRACE, TRACE_PATH, costs, times);
@@ -520,7 +569,8 @@ static ddp_result report_pipeline(trainer *t) {
     free(times);
     TRY(share_result(r->world, result));
     if (r->rank != 0) return DDP_OK;
-    printf("\n  schedule             ranks   stages   micro-batches   tokens/s   bubble predicted   measured\n");
+    printf(
+        "\n  schedule             ranks   stages   micro-batches   tokens/s   bubble predicted   measured\n");
     printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %16.1f%%   %7.1f%%\n\n", schedule_name(t), r->world_size,
            t->stage_count, t->micro_count, tokens_per_second(r, r->plan.config.steps),
            100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate);
@@ -533,7 +583,8 @@ static ddp_result finish(trainer *t, double validation) {
     uint64_t hash = HASH_START;
     for (int i = 0; i < r->model.param_count; i++) {
         if (r->infos[i].tied_to >= 0) continue;
-        TRY(ddp_broadcast(r->world, r->model.values[i], (size_t)r->infos[i].count, DDP_F32, ddp_schedule_stage_rank(t->schedule, stage_of(t, r->infos[i].unit)), NULL));
+        TRY(ddp_broadcast(r->world, r->model.values[i], (size_t)r->infos[i].count, DDP_F32,
+                          ddp_schedule_stage_rank(t->schedule, stage_of(t, r->infos[i].unit)), NULL));
         hash = hash_bytes(hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
     }
     if (r->rank == 0) {
@@ -588,7 +639,9 @@ static void trainer_free(void *user) {
     free(t->each);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
+static ddp_result rank_main(ddp_group *world, void *user) {
+    return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free);
+}
 
 int main(int argc, char **argv) {
     job j;

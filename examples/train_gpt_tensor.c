@@ -17,21 +17,29 @@ A BLOCK
 */
 #define DDP_IMPLEMENTATION
 #include "../ddp_tensor.h"
-#define TRAIN_PROMISE "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any number of ranks."
+#define TRAIN_PROMISE                                                                                      \
+    "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any number of " \
+    "ranks."
 #include "checkpoint.h"
 #include "gpt_tensor.h"
 #include "train.h"
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, TRAIN_MAX_AXIS, "N ranks of a tensor group; default: as many as divide ranks and heads"},
-    {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1, "stream and norms are cut by tokens"},
-    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N pieces in which tokens travel while others are multiplied; default 1"},
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "FILE save there at every validation and at the end, as train_gpt does"},
-    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "FILE go on from a checkpoint, train_gpt's too, with any --tp on any number of ranks"},
+    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, TRAIN_MAX_AXIS,
+     "N ranks of a tensor group; default: as many as divide ranks and heads"},
+    {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1,
+     "stream and norms are cut by tokens"},
+    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64,
+     "N pieces in which tokens travel while others are multiplied; default 1"},
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
+     "FILE save there at every validation and at the end, as train_gpt does"},
+    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
+     "FILE go on from a checkpoint, train_gpt's too, with any --tp on any number of ranks"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
-static const run_program PROGRAM = {"train_gpt_tensor", "trains a byte-level GPT on text with tensor-parallel ranks", FLAGS,
+static const run_program PROGRAM = {"train_gpt_tensor",
+                                    "trains a byte-level GPT on text with tensor-parallel ranks", FLAGS,
                                     (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
 //== trainer ============================================================================================== >>trainer
@@ -39,28 +47,31 @@ static const run_program PROGRAM = {"train_gpt_tensor", "trains a byte-level GPT
 /* One rank. */
 typedef struct trainer {
     run run;
-    text_buffer saved;               /* rank 0: the file of --resume, its header is in saved_header */
+    text_buffer saved; /* rank 0: the file of --resume, its header is in saved_header */
     checkpoint_header saved_header;
     ddp_mesh *mesh;
-    ddp_group *tensor, *replicas;    /* along tp; along dp */
-    gpt_tensor model;                /* this rank's part, which params describe */
+    ddp_group *tensor, *replicas; /* along tp; along dp */
+    gpt_tensor model;             /* this rank's part, which params describe */
     ddp_param *params;
-    float **values, **grads, **first, **second; /* model.param_count each. AdamW's moments: NULL where a parameter shares the value of an earlier one */
-    float **streams;                 /* layers + 1, (S, C): what a block reads; the one behind the last block is the head's */
-    gpt_tensor_acts *acts;           /* layers */
+    float **values, **grads, **first,
+        **second; /* model.param_count each. AdamW's moments: NULL where a parameter shares the value of an earlier one */
+    float **streams; /* layers + 1, (S, C): what a block reads; the one behind the last block is the head's */
+    gpt_tensor_acts *acts; /* layers */
     gpt_tensor_head_acts head;
-    float *d;                        /* (S, C): the stream's gradient */
-    float *memory, *whole;           /* whole: room for the largest parameter */
+    float *d;              /* (S, C): the stream's gradient */
+    float *memory, *whole; /* whole: room for the largest parameter */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
-    uint64_t elements_sent;          /* by layers in training steps; likewise */
+    uint64_t elements_sent; /* by layers in training steps; likewise */
     double comm_seconds;
 } trainer;
 
 /* The largest number that divides both. */
 static int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
-static int tensor_ranks(const run *r, int heads) { return r->options->tensor ? r->options->tensor : common_divisor(r->world_size, heads); }
+static int tensor_ranks(const run *r, int heads) {
+    return r->options->tensor ? r->options->tensor : common_divisor(r->world_size, heads);
+}
 
 /* Rank 0: everything that can be wrong with the input is found here, before training and before anything is written. */
 static ddp_result plan_run(trainer *t) {
@@ -73,8 +84,10 @@ static ddp_result plan_run(trainer *t) {
     heads = o->config.heads ? o->config.heads : o->resume ? t->saved_header.run.config.heads : 4;
     tp = tensor_ranks(r, heads);
     better = nearest_divisor(common_divisor(r->world_size, heads), tp);
-    if (r->world_size % tp) return WRONG("--tp %d does not divide %d ranks; use --tp %d", tp, r->world_size, better);
-    if (heads % tp) return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, tp, better);
+    if (r->world_size % tp)
+        return WRONG("--tp %d does not divide %d ranks; use --tp %d", tp, r->world_size, better);
+    if (heads % tp)
+        return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, tp, better);
     TRY(make_plan(&r->plan, o, r->world_size / tp, o->resume ? &t->saved_header.run : NULL, &r->text));
     return gpt_tensor_check(r, tp);
 }
@@ -85,8 +98,11 @@ static void fill_piece(const trainer *t, int index, const float *whole, float *t
     for (int k = 0; k < t->model.pieces[index].box_count; k++) {
         const ddp_tensor_box *box = &t->model.pieces[index].box[k];
         for (int64_t i = 0; i < box->shape[0]; i++, to += columns)
-            if (whole) memcpy(to, whole + gpt_box_row(box, i), columns * sizeof(float));
-            else gpt_param_init(&t->model.config, (uint64_t)t->run.plan.config.seed, index, gpt_box_row(box, i), (int64_t)columns, to);
+            if (whole)
+                memcpy(to, whole + gpt_box_row(box, i), columns * sizeof(float));
+            else
+                gpt_param_init(&t->model.config, (uint64_t)t->run.plan.config.seed, index,
+                               gpt_box_row(box, i), (int64_t)columns, to);
     }
 }
 
@@ -116,14 +132,18 @@ static size_t place(trainer *t, float *memory) {
     size_t used = 0, stream = (size_t)t->model.rows * (size_t)t->model.config.channels;
     for (int i = 0; i < t->model.param_count; i++) {
         size_t count = (size_t)(t->model.pieces[i].rows * t->model.pieces[i].columns);
-        if (t->run.infos[i].tied_to >= 0) { t->values[i] = t->values[t->run.infos[i].tied_to]; continue; }
+        if (t->run.infos[i].tied_to >= 0) {
+            t->values[i] = t->values[t->run.infos[i].tied_to];
+            continue;
+        }
         t->values[i] = gpt__take(memory, &used, count);
         t->first[i] = gpt__take(memory, &used, count);
         t->second[i] = gpt__take(memory, &used, count);
     }
     for (int l = 0; l <= t->model.config.layers; l++) {
         t->streams[l] = gpt__take(memory, &used, stream);
-        if (l < t->model.config.layers) used += gpt_tensor_acts_place(&t->model, memory ? memory + used : NULL, &t->acts[l]);
+        if (l < t->model.config.layers)
+            used += gpt_tensor_acts_place(&t->model, memory ? memory + used : NULL, &t->acts[l]);
     }
     used += gpt_tensor_head_acts_place(&t->model, memory ? memory + used : NULL, &t->head);
     t->d = gpt__take(memory, &used, stream);
@@ -150,7 +170,8 @@ static ddp_result build_model(trainer *t) {
     t->grads = t->values + count, t->first = t->grads + count, t->second = t->first + count;
     TRY(gpt_tensor_create(&t->model, r, t->tensor, t->values, t->grads));
 
-    for (int i = 0; i < t->model.param_count; i++) largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
+    for (int i = 0; i < t->model.param_count; i++)
+        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->memory = (float *)calloc(place(t, NULL) + 16, sizeof(float));
     t->whole = (float *)calloc(largest, sizeof(float));
     if (!t->memory || !t->whole) return run_no_room();
@@ -166,7 +187,9 @@ static ddp_result build_model(trainer *t) {
 }
 
 /* The last micro-batch's gradients are sent along dp while backward goes on. */
-static ddp_result ready(void *user, int index) { return ddp_accumulator_ready(((trainer *)user)->accumulator, index); }
+static ddp_result ready(void *user, int index) {
+    return ddp_accumulator_ready(((trainer *)user)->accumulator, index);
+}
 
 /* What makes replicas of the tensor groups. Collective. */
 static ddp_result build_parallel(trainer *t) {
@@ -197,7 +220,8 @@ static ddp_result build_parallel(trainer *t) {
 static ddp_result forward(trainer *t, double *loss, int with_grads) {
     int layers = t->model.config.layers;
     TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, t->streams[0]));
-    for (int l = 0; l < layers; l++) TRY(gpt_tensor_block_forward(&t->model, l, t->streams[l], &t->acts[l], t->streams[l + 1]));
+    for (int l = 0; l < layers; l++)
+        TRY(gpt_tensor_block_forward(&t->model, l, t->streams[l], &t->acts[l], t->streams[l + 1]));
     return gpt_tensor_head_forward(&t->model, t->streams[layers], t->run.targets, &t->head, loss, with_grads);
 }
 
@@ -205,7 +229,8 @@ static ddp_result forward(trainer *t, double *loss, int with_grads) {
 static ddp_result backward(trainer *t) {
     int layers = t->model.config.layers;
     TRY(gpt_tensor_head_backward(&t->model, t->streams[layers], &t->head, t->d));
-    for (int l = layers - 1; l >= 0; l--) TRY(gpt_tensor_block_backward(&t->model, l, t->streams[l], &t->acts[l], t->d, t->d));
+    for (int l = layers - 1; l >= 0; l--)
+        TRY(gpt_tensor_block_backward(&t->model, l, t->streams[l], &t->acts[l], t->d, t->d));
     return gpt_tensor_embed_backward(&t->model, t->run.tokens, t->d);
 }
 
@@ -234,7 +259,8 @@ static void update(trainer *t, int64_t step, float scale) {
     float lr = learning_rate(&r->plan.config, step);
     for (int i = 0; i < t->model.param_count; i++) {
         if (!t->first[i]) continue;
-        gpt_adamw(t->values[i], t->grads[i], t->first[i], t->second[i], (size_t)(t->model.pieces[i].rows * t->model.pieces[i].columns), lr, 0.9f, 0.95f, 1e-8f,
+        gpt_adamw(t->values[i], t->grads[i], t->first[i], t->second[i],
+                  (size_t)(t->model.pieces[i].rows * t->model.pieces[i].columns), lr, 0.9f, 0.95f, 1e-8f,
                   r->infos[i].ndim > 1 ? 0.1f : 0.0f, (int)step, scale);
     }
 }
@@ -272,7 +298,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
 /* Mean loss over the validation windows. Replicas take contiguous shares of the micro-batches, which are the same on any number of them. Collective. */
 static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
-    int64_t count = validation_micro_batches(&r->plan), replicas = ddp_world_size(t->replicas), share = (count + replicas - 1) / replicas;
+    int64_t count = validation_micro_batches(&r->plan), replicas = ddp_world_size(t->replicas),
+            share = (count + replicas - 1) / replicas;
     int64_t first = ddp_rank(t->replicas) * share;
     double each;
     for (int64_t i = first; i < first + share && i < count; i++) {
@@ -290,7 +317,8 @@ static ddp_result gather(trainer *t, int index, float *from) {
     for (int k = 0; k < p->box_count; k++) {
         ddp_tensor in = t->params[index].value, out = in;
         in.data = from, out.data = whole;
-        for (int d = 0; d < in.ndim; d++) in.shape[d] = p->box[k].shape[d], out.shape[d] = p->box[k].global_shape[d];
+        for (int d = 0; d < in.ndim; d++)
+            in.shape[d] = p->box[k].shape[d], out.shape[d] = p->box[k].global_shape[d];
         out.shape[0] /= p->box_count; /* queries, keys, values: each is a third of its own */
         TRY(ddp_tensor_redistribute(t->tensor, &in, p->placement, DDP_REPLICATE, &out));
         from += ddp_tensor_count(&in), whole += ddp_tensor_count(&out);
@@ -310,10 +338,13 @@ static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
         for (int i = 0; i < t->model.param_count && result == DDP_OK; i++) {
             if (r->infos[i].tied_to >= 0) continue;
             result = gather(t, i, tables[k][i]);
-            if (r->rank == 0 && result == DDP_OK) checkpoint_put(&w, t->whole, (size_t)r->infos[i].count * sizeof(float));
+            if (r->rank == 0 && result == DDP_OK)
+                checkpoint_put(&w, t->whole, (size_t)r->infos[i].count * sizeof(float));
         }
-    if (r->rank == 0 && result == DDP_OK) result = checkpoint_end(&w, path);
-    else if (r->rank == 0) fclose(w.file), unlink(w.temporary);
+    if (r->rank == 0 && result == DDP_OK)
+        result = checkpoint_end(&w, path);
+    else if (r->rank == 0)
+        fclose(w.file), unlink(w.temporary);
     return result == DDP_OK || r->rank == 0 ? share_result(r->world, result) : result;
 }
 
@@ -322,7 +353,9 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     TRY(validate(t, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
-    return r->options->checkpoint && step > r->plan.first_step ? save_checkpoint(t, r->options->checkpoint, step) : DDP_OK;
+    return r->options->checkpoint && step > r->plan.first_step
+               ? save_checkpoint(t, r->options->checkpoint, step)
+               : DDP_OK;
 }
 
 //== the end ================================================================================================== >>end
@@ -344,11 +377,16 @@ static ddp_result hash_weights(trainer *t, uint64_t *hash) {
 /* waiting: seconds, mean over ranks. */
 static void print_table(const trainer *t, double waiting) {
     const run *r = &t->run;
-    double steps = r->plan.config.steps > r->plan.first_step ? (double)(r->plan.config.steps - r->plan.first_step) : 1;
-    printf("\n  ranks   tp   chunks   sequence parallel   tokens/s   elements sent per rank and step   waiting for the tensor group\n");
-    printf("  %5d   %2d   %6d   %17s   %8.0f   %32.0f   %.4f s per step, %.2f%% of the time\n\n", r->world_size, t->model.ranks,
-           r->options->chunks ? r->options->chunks : 1, r->options->sequence_parallel ? "yes" : "no", tokens_per_second(r, r->plan.config.steps),
-           (double)t->elements_sent / steps, waiting / steps, r->train_seconds > 0 ? 100 * waiting / r->train_seconds : 0);
+    double steps = r->plan.config.steps > r->plan.first_step
+                       ? (double)(r->plan.config.steps - r->plan.first_step)
+                       : 1;
+    printf("\n  ranks   tp   chunks   sequence parallel   tokens/s   elements sent per rank and step   "
+           "waiting for the tensor group\n");
+    printf("  %5d   %2d   %6d   %17s   %8.0f   %32.0f   %.4f s per step, %.2f%% of the time\n\n",
+           r->world_size, t->model.ranks, r->options->chunks ? r->options->chunks : 1,
+           r->options->sequence_parallel ? "yes" : "no", tokens_per_second(r, r->plan.config.steps),
+           (double)t->elements_sent / steps, waiting / steps,
+           r->train_seconds > 0 ? 100 * waiting / r->train_seconds : 0);
 }
 
 /* Weights go to rank 0 for the sample; table, and what every run ends with. Collective. */
@@ -356,7 +394,8 @@ static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     double waiting = t->comm_seconds;
     uint64_t hash;
-    if (r->rank == 0 && gpt_model_create(&r->model, &t->model.config, 1, GPT_OWN_VALUES) != 0) return run_no_room();
+    if (r->rank == 0 && gpt_model_create(&r->model, &t->model.config, 1, GPT_OWN_VALUES) != 0)
+        return run_no_room();
     TRY(hash_weights(t, &hash));
     TRY(ddp_all_reduce(r->world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
     if (r->rank == 0) {
@@ -403,7 +442,9 @@ static void trainer_free(void *user) {
     free(t->saved.bytes);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
+static ddp_result rank_main(ddp_group *world, void *user) {
+    return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free);
+}
 
 int main(int argc, char **argv) {
     job j;

@@ -164,11 +164,13 @@ static void create_model(trainer *t) {
 static ddp_result create_strategy(trainer *t) {
     for (int l = 0; l < LAYERS; l++)
         t->units[l] = (ddp_fsdp_unit_desc){.params = &t->params[2 * l], .param_count = 2};
-    ddp_fsdp_desc desc = {.units = t->units,
-                          .unit_count = LAYERS,
-                          .micro_batch_count = BATCH / MICRO / ddp_world_size(t->world),
-                          .overwrite_gradients = 1,
-                          .optimizer = {.weight_decay = 0.01f}}; /* AdamW */
+    ddp_fsdp_desc desc = {
+        .units = t->units,
+        .unit_count = LAYERS,
+        .micro_batch_count = BATCH / MICRO / ddp_world_size(t->world),
+        .overwrite_gradients = 1,
+        .optimizer = {.weight_decay = 0.01f},
+    }; /* AdamW */
     return ddp_fsdp_create(&t->fsdp, t->world, &desc);
 }
 

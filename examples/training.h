@@ -24,7 +24,10 @@ USAGE
 
 //== what is wrong on one rank ============================================================================= >>told
 
-typedef struct training__told { int32_t result; char text[508]; } training__told;
+typedef struct training__told {
+    int32_t result;
+    char text[508];
+} training__told;
 
 /* This rank's result, with its line. */
 static inline training__told training__told_now(ddp_result result) {
@@ -60,7 +63,7 @@ typedef struct metric {
 } metric;
 
 typedef struct metric_total { /* of all ranks */
-    double sum, mean; /* the exact sum, rounded once, and that by count */
+    double sum, mean;         /* the exact sum, rounded once, and that by count */
     int64_t count;
 } metric_total;
 
@@ -73,11 +76,16 @@ static inline void metric_add(metric *m, double value, int is_padding) {
 }
 
 /* What is wrong on this rank. */
-static inline ddp_result metric__check(const metric *metrics, int metric_count, int64_t sample_count, const metric_total *totals) {
+static inline ddp_result metric__check(const metric *metrics, int metric_count, int64_t sample_count,
+                                       const metric_total *totals) {
     if (!metrics || !totals) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: metrics or totals is NULL");
-    if (metric_count < 1) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: metric_count=%d; give at least one", metric_count);
+    if (metric_count < 1)
+        return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: metric_count=%d; give at least one",
+                        metric_count);
     if (sample_count < 0)
-        return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: sample_count=%lld; give the size of the data set, or 0", (long long)sample_count);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "metric_all_reduce: sample_count=%lld; give the size of the data set, or 0",
+                        (long long)sample_count);
     return DDP_OK;
 }
 
@@ -85,7 +93,8 @@ static inline ddp_result metric__check(const metric *metrics, int metric_count, 
    0 = not checked. Collective, the same counts on every rank; a rank may have added nothing. Errors, the same on every rank, even where one alone has
    given a wrong argument: DDP_ERR_INVALID, also when a metric has no sample at all, or not sample_count of them; DDP_ERR_NO_MEMORY; DDP_ERR_MISMATCH when
    metric_count differs. Nothing is lost then, and *totals is not written. A group that is NULL is an error on that rank alone. */
-static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, int metric_count, int64_t sample_count, metric_total *totals) {
+static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, int metric_count,
+                                           int64_t sample_count, metric_total *totals) {
     enum { CELLS = (int)(sizeof(metric) / sizeof(int64_t)) };
     metric *sums = NULL;
     training__told own;
@@ -99,13 +108,19 @@ static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, in
     first = training__vote(group, &own);
     result = ddp_all_reduce(group, &first, &first, 1, DDP_U64, DDP_OP_MIN, NULL);
     if (result == DDP_OK) result = training__tell(group, first, &own);
-    if (result == DDP_OK) result = ddp_all_reduce(group, metrics, sums, (size_t)metric_count * CELLS, DDP_I64, DDP_OP_SUM, NULL);
+    if (result == DDP_OK)
+        result = ddp_all_reduce(group, metrics, sums, (size_t)metric_count * CELLS, DDP_I64, DDP_OP_SUM,
+                                NULL);
     for (int i = 0; i < metric_count && result == DDP_OK; i++)
-        if (sums[i].count == 0) result = ddp_fail(DDP_ERR_INVALID, "metric %d of %d: no rank has added a sample", i, metric_count);
+        if (sums[i].count == 0)
+            result = ddp_fail(DDP_ERR_INVALID, "metric %d of %d: no rank has added a sample", i,
+                              metric_count);
         else if (sample_count && sums[i].count != sample_count)
-            result = ddp_fail(DDP_ERR_INVALID, "metric %d of %d: %lld samples were added, there are %lld; %s", i, metric_count, (long long)sums[i].count,
-                              (long long)sample_count, sums[i].count > sample_count ? "pass on is_padding of ddp_sampler_next, or use no_pad"
-                                                                                    : "go through the whole epoch, without drop_last");
+            result = ddp_fail(DDP_ERR_INVALID, "metric %d of %d: %lld samples were added, there are %lld; %s",
+                              i, metric_count, (long long)sums[i].count, (long long)sample_count,
+                              sums[i].count > sample_count
+                                  ? "pass on is_padding of ddp_sampler_next, or use no_pad"
+                                  : "go through the whole epoch, without drop_last");
     for (int i = 0; i < metric_count && result == DDP_OK; i++) {
         totals[i].sum = ddp_exact_sum_value(&sums[i].sum);
         totals[i].count = sums[i].count;
@@ -140,7 +155,8 @@ static inline uint64_t drift_hash(const void *data, size_t size_bytes) {
 }
 
 static inline uint64_t drift__tensor_hash(const ddp_param *param) {
-    return drift_hash(param->value.data, (size_t)ddp_tensor_count(&param->value) * ddp_dtype_size(param->value.dtype));
+    return drift_hash(param->value.data,
+                      (size_t)ddp_tensor_count(&param->value) * ddp_dtype_size(param->value.dtype));
 }
 
 /* The ranks whose hash is not what most have (of equally many, what the lowest has), as " 1 5 6"; returns how many. */
@@ -150,23 +166,30 @@ static inline int drift__others(const uint64_t *hash, int ranks, char *text, siz
     for (int r = 0; r < ranks; r++) {
         int same = 0;
         for (int k = 0; k < ranks; k++) same += hash[k] == hash[r];
-        if (same > votes) { best = r; votes = same; }
+        if (same > votes) {
+            best = r;
+            votes = same;
+        }
     }
     for (int r = 0; r < ranks; r++) {
         if (hash[r] == hash[best]) continue;
         others++;
-        if (used + 16 < size) used += (size_t)snprintf(text + used, size - used, " %d", r);
-        else if (used + 5 < size) used += (size_t)snprintf(text + used, size - used, " ...");
+        if (used + 16 < size)
+            used += (size_t)snprintf(text + used, size - used, " %d", r);
+        else if (used + 5 < size)
+            used += (size_t)snprintf(text + used, size - used, " ...");
     }
     return others;
 }
 
 /* Ranks disagree: which tensor is the first, how many they are, and who has what others have not. */
-static inline ddp_result drift__name(ddp_group *group, const ddp_param *params, int param_count, int64_t step) {
+static inline ddp_result drift__name(ddp_group *group, const ddp_param *params, int param_count,
+                                     int64_t step) {
     int ranks = ddp_world_size(group), tensors = 0, others = 0;
     uint64_t *hash = (uint64_t *)malloc((size_t)ranks * sizeof *hash);
     char list[160] = "", name[64] = "";
-    ddp_result result = hash ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "drift_check: the hashes of %d ranks", ranks);
+    ddp_result result = hash ? DDP_OK
+                             : ddp_fail(DDP_ERR_NO_MEMORY, "drift_check: the hashes of %d ranks", ranks);
     for (int i = 0; i < param_count && result == DDP_OK; i++) {
         uint64_t mine = drift__tensor_hash(&params[i]);
         int differ = 0;
@@ -178,25 +201,34 @@ static inline ddp_result drift__name(ddp_group *group, const ddp_param *params, 
     }
     free(hash);
     if (result != DDP_OK) return result;
-    if (!tensors) return ddp_fail(DDP_ERR_CORRUPT, "step %lld: parameters change while drift_check reads them", (long long)step);
+    if (!tensors)
+        return ddp_fail(DDP_ERR_CORRUPT, "step %lld: parameters change while drift_check reads them",
+                        (long long)step);
     return ddp_fail(DDP_ERR_CORRUPT,
-                    "step %lld: ranks have drifted apart: parameter %s, the first of %d that differ, is another on rank%s%s than on the other %d; "
+                    "step %lld: ranks have drifted apart: parameter %s, the first of %d that differ, is "
+                    "another on rank%s%s than on the other %d; "
                     "they compute differently, or something wrote to it outside of the step",
                     (long long)step, name, tensors, others > 1 ? "s" : "", list, ranks - others);
 }
 
 /* What is wrong on this rank; *hash: of all its parameters. */
-static inline ddp_result drift__hash(const ddp_param *params, int param_count, int64_t step, int64_t every, uint64_t *hash) {
+static inline ddp_result drift__hash(const ddp_param *params, int param_count, int64_t step, int64_t every,
+                                     uint64_t *hash) {
     *hash = 0;
     if (step < 0 || every < 1)
-        return ddp_fail(DDP_ERR_INVALID, "drift_check: step=%lld every=%lld; give a step from 0 and at least every 1", (long long)step, (long long)every);
-    if (param_count < 0) return ddp_fail(DDP_ERR_INVALID, "drift_check: param_count=%d; give 0 or more", param_count);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "drift_check: step=%lld every=%lld; give a step from 0 and at least every 1",
+                        (long long)step, (long long)every);
+    if (param_count < 0)
+        return ddp_fail(DDP_ERR_INVALID, "drift_check: param_count=%d; give 0 or more", param_count);
     if (!params && param_count > 0) return ddp_fail(DDP_ERR_INVALID, "drift_check: params is NULL");
     for (int i = 0; i < param_count; i++) {
         int64_t count = ddp_tensor_count(&params[i].value);
         if (count < 0 || !ddp_dtype_size(params[i].value.dtype) || (count > 0 && !params[i].value.data))
-            return ddp_fail(DDP_ERR_INVALID, "drift_check: parameter %d \"%.48s\": its value has no data, or a wrong dtype or shape", i,
-                            params[i].name ? params[i].name : "");
+            return ddp_fail(
+                DDP_ERR_INVALID,
+                "drift_check: parameter %d \"%.48s\": its value has no data, or a wrong dtype or shape", i,
+                params[i].name ? params[i].name : "");
         *hash = drift__mix(*hash, drift__tensor_hash(&params[i]));
     }
     return DDP_OK;
@@ -207,8 +239,10 @@ static inline ddp_result drift__hash(const ddp_param *params, int param_count, i
    wrong argument: DDP_ERR_CORRUPT names the first parameter that differs, and the ranks that have another one than most; DDP_ERR_MISMATCH when
    param_count differs; DDP_ERR_INVALID. A rank whose step or every is wrong looks now: where the others do not, their next call does not fit, and
    is an error on all. A group that is NULL is an error on that rank alone. */
-static inline ddp_result drift_check(ddp_group *group, const ddp_param *params, int param_count, int64_t step, int64_t every) {
-    uint64_t seen[5], hash; /* a number and its complement: the least of both are the least and the greatest over ranks */
+static inline ddp_result drift_check(ddp_group *group, const ddp_param *params, int param_count, int64_t step,
+                                     int64_t every) {
+    uint64_t seen[5],
+        hash; /* a number and its complement: the least of both are the least and the greatest over ranks */
     training__told own;
     ddp_result result;
     if (!group) return ddp_fail(DDP_ERR_INVALID, "drift_check: group is NULL");
@@ -223,7 +257,9 @@ static inline ddp_result drift_check(ddp_group *group, const ddp_param *params, 
     if (result == DDP_OK) result = training__tell(group, seen[4], &own);
     if (result != DDP_OK) return result;
     if (seen[2] != ~seen[3])
-        return ddp_fail(DDP_ERR_MISMATCH, "drift_check: ranks gave between %d and %d parameters; give the same everywhere", (int)seen[2], (int)~seen[3]);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "drift_check: ranks gave between %d and %d parameters; give the same everywhere",
+                        (int)seen[2], (int)~seen[3]);
     return seen[0] == ~seen[1] ? DDP_OK : drift__name(group, params, param_count, step);
 }
 
@@ -231,7 +267,10 @@ static inline ddp_result drift_check(ddp_group *group, const ddp_param *params, 
 
 typedef ddp_result (*rank0_fn)(void *user);
 
-typedef struct rank0__beat { int32_t done, result; char text[512]; } rank0__beat; /* what a heartbeat carries */
+typedef struct rank0__beat {
+    int32_t done, result;
+    char text[512];
+} rank0__beat; /* what a heartbeat carries */
 
 typedef struct rank0__job {
     rank0_fn prepare;
@@ -264,9 +303,13 @@ static inline rank0__beat rank0__await(rank0__job *job, int sleep_ms) {
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_sec += sleep_ms / 1000;
     until.tv_nsec += sleep_ms % 1000 * 1000000L;
-    if (until.tv_nsec >= 1000000000L) { until.tv_nsec -= 1000000000L; until.tv_sec++; }
+    if (until.tv_nsec >= 1000000000L) {
+        until.tv_nsec -= 1000000000L;
+        until.tv_sec++;
+    }
     pthread_mutex_lock(&job->lock);
-    while (!job->beat.done && pthread_cond_timedwait(&job->ended, &job->lock, &until) == 0) {}
+    while (!job->beat.done && pthread_cond_timedwait(&job->ended, &job->lock, &until) == 0) {
+    }
     beat = job->beat;
     pthread_mutex_unlock(&job->lock);
     return beat;
@@ -282,10 +325,14 @@ static inline ddp_result rank0__lead(ddp_group *group, rank0__job *job, rank0__b
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_mutex_init(&job->lock, NULL);
     pthread_cond_init(&job->ended, &clock);
-    if (!job->prepare) rank0__end(job, DDP_ERR_INVALID, "rank0_first: prepare is NULL on rank 0");
-    else if (ddp_world_size(group) == 1) rank0__carry_out(job);
-    else if (pthread_create(&thread, NULL, rank0__carry_out, job) == 0) running = 1;
-    else rank0__end(job, DDP_ERR_SYSTEM, "rank0_first: there can be no more threads");
+    if (!job->prepare)
+        rank0__end(job, DDP_ERR_INVALID, "rank0_first: prepare is NULL on rank 0");
+    else if (ddp_world_size(group) == 1)
+        rank0__carry_out(job);
+    else if (pthread_create(&thread, NULL, rank0__carry_out, job) == 0)
+        running = 1;
+    else
+        rank0__end(job, DDP_ERR_SYSTEM, "rank0_first: there can be no more threads");
     do {
         *beat = rank0__await(job, sleep_ms < 1000 ? sleep_ms : 1000);
         result = ddp_broadcast(group, beat, sizeof *beat, DDP_U8, 0, NULL);
@@ -310,7 +357,8 @@ static inline ddp_result rank0_first(ddp_group *group, rank0_fn prepare, void *u
     memset(&beat, 0, sizeof beat);
     job.prepare = prepare;
     job.user = user;
-    if (ddp_rank(group) == 0) result = rank0__lead(group, &job, &beat);
+    if (ddp_rank(group) == 0)
+        result = rank0__lead(group, &job, &beat);
     else
         do result = ddp_broadcast(group, &beat, sizeof beat, DDP_U8, 0, NULL);
         while (result == DDP_OK && !beat.done);

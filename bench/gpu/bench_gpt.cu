@@ -20,19 +20,23 @@
 #define NOTES 256
 
 /* Work of all kernels of one name in a step. */
-typedef struct note_line { char name[96]; int launches; double flops, bytes; } note_line;
+typedef struct note_line {
+    char name[96];
+    int launches;
+    double flops, bytes;
+} note_line;
 
 typedef struct bench {
     gpt_config config;
     int batch, length, recompute, no_graphs, notes;
     gpt_cuda *model;
     cudaStream_t stream;
-    size_t count, matrices;             /* elements: all, and those of the matrices, which are stored first */
-    unsigned char *values, *grads;      /* bf16, count each; grads is followed by the head's gradient */
+    size_t count, matrices;        /* elements: all, and those of the matrices, which are stored first */
+    unsigned char *values, *grads; /* bf16, count each; grads is followed by the head's gradient */
     float *master, *first, *second;
-    void **value, **grad;               /* three per parameter, the format of gpt_cuda_unit_forward */
+    void **value, **grad; /* three per parameter, the format of gpt_cuda_unit_forward */
     int32_t *tokens;
-    double *loss;                       /* pinned */
+    double *loss; /* pinned */
     ddp_cuda_norm *norm;
     int64_t step;
     note_line lines[NOTES];
@@ -81,7 +85,10 @@ static void place_parameters(bench *b) {
             gpt_param p;
             gpt_param_info(&b->config, i, &p);
             if (p.tied_to >= 0) head = (size_t)p.count;
-            if (p.ndim == pass && p.tied_to < 0) { at[i] = b->count; b->count += ((size_t)p.count + 7) / 8 * 8; }
+            if (p.ndim == pass && p.tied_to < 0) {
+                at[i] = b->count;
+                b->count += ((size_t)p.count + 7) / 8 * 8;
+            }
         }
         if (pass == 2) b->matrices = b->count;
     }
@@ -99,7 +106,8 @@ static void place_parameters(bench *b) {
         float *drawn = (float *)malloc((size_t)p.count * sizeof(float));
         if (!drawn) exit(1);
         gpt_param_init(&b->config, 1, i, 0, p.count, drawn);
-        must(cudaMemcpy(b->master + at[i], drawn, (size_t)p.count * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy");
+        must(cudaMemcpy(b->master + at[i], drawn, (size_t)p.count * sizeof(float), cudaMemcpyHostToDevice),
+             "cudaMemcpy");
         free(drawn);
     }
     ddp_device_cuda()->cast(b->values, DDP_BF16, b->master, DDP_F32, b->count);
@@ -131,7 +139,8 @@ static void update(bench *b) {
     const void *uses[2] = {b->grads, b->grads + 2 * b->count};
     ok(ddp_cuda_reduce_tree(&tied, 1, uses, 2, head, DDP_BF16, DDP_OP_SUM, 0, b->stream));
     must(cudaMemsetAsync(b->norm, 0, sizeof *b->norm, b->stream), "cudaMemsetAsync");
-    ddp_device_cuda()->sum_squares(&b->norm->squares, b->grads, b->count / (size_t)b->config.channels, (size_t)b->config.channels, DDP_BF16);
+    ddp_device_cuda()->sum_squares(&b->norm->squares, b->grads, b->count / (size_t)b->config.channels,
+                                   (size_t)b->config.channels, DDP_BF16);
     ok(ddp_cuda_check());
     d.grad_dtype = DDP_BF16;
     d.step = ++b->step;
@@ -148,16 +157,20 @@ static void update(bench *b) {
 }
 
 static int first_param(const bench *b, int unit) {
-    return unit == 0 ? 0 : unit == b->config.layers + 1 ? gpt_param_count(&b->config) - 3 : gpt_block_first_param(unit - 1);
+    return unit == 0                      ? 0
+           : unit == b->config.layers + 1 ? gpt_param_count(&b->config) - 3
+                                          : gpt_block_first_param(unit - 1);
 }
 
 static void step(bench *b) {
     int units = b->config.layers + 2;
-    for (int u = 0; u < units; u++) ok(gpt_cuda_unit_forward(b->model, u, 0, b->value + 3 * first_param(b, u), b->tokens, NULL, NULL));
+    for (int u = 0; u < units; u++)
+        ok(gpt_cuda_unit_forward(b->model, u, 0, b->value + 3 * first_param(b, u), b->tokens, NULL, NULL));
     ok(gpt_cuda_loss(b->model, 0, b->loss));
     for (int u = units - 1; u >= 0; u--) {
         int first = 3 * first_param(b, u);
-        ok(gpt_cuda_unit_backward(b->model, u, 0, b->value + first, b->grad + first, b->tokens, NULL, NULL, NULL));
+        ok(gpt_cuda_unit_backward(b->model, u, 0, b->value + first, b->grad + first, b->tokens, NULL, NULL,
+                                  NULL));
     }
     update(b);
 }
@@ -220,9 +233,15 @@ static void open_model(bench *b) {
     d.config = b->config, d.batch = b->batch, d.length = b->length;
     d.recompute = b->recompute, d.graphs = !b->no_graphs && !b->notes;
     d.stream = b->stream;
-    if (b->notes) { d.note = take_note; d.note_user = b; }
+    if (b->notes) {
+        d.note = take_note;
+        d.note_user = b;
+    }
     wrong = gpt_cuda_check(&d);
-    if (wrong) { fprintf(stderr, "bench_gpt: %s\n", wrong); exit(1); }
+    if (wrong) {
+        fprintf(stderr, "bench_gpt: %s\n", wrong);
+        exit(1);
+    }
     ok(gpt_cuda_create(&b->model, &d));
     place_parameters(b);
     place_tokens(b);
@@ -241,7 +260,8 @@ int main(int argc, char **argv) {
     ddp_cuda_pick_desc pick = DDP_ZERO;
     char line[64];
     int device, count, status;
-    b.config.vocab = 50257, b.config.layers = 12, b.config.heads = 12, b.config.channels = 768, b.batch = 32, b.length = 1024;
+    b.config.vocab = 50257, b.config.layers = 12, b.config.heads = 12, b.config.channels = 768, b.batch = 32,
+    b.length = 1024;
     const option options[] = {
         {"--layers", "N", &b.config.layers, NULL, NULL, 1, 1000, "blocks"},
         {"--heads", "N", &b.config.heads, NULL, NULL, 1, 1000, "attention heads"},
@@ -251,11 +271,16 @@ int main(int argc, char **argv) {
         {"--length", "N", &b.length, NULL, NULL, 1, 65536, "tokens in each"},
         {"--recompute", NULL, &b.recompute, NULL, NULL, 0, 1, "keep only the inputs of blocks"},
         {"--no-graphs", NULL, &b.no_graphs, NULL, NULL, 0, 1, "launch kernels one by one"},
-        {"--notes", NULL, &b.notes, NULL, NULL, 0, 1, "print FLOPs and bytes of each kernel, and end"}};
-    status = options_read("bench_gpt: steps of the GPT on a GPU with nothing around them", options, (int)(sizeof options / sizeof *options), argc, argv, NULL);
+        {"--notes", NULL, &b.notes, NULL, NULL, 0, 1, "print FLOPs and bytes of each kernel, and end"},
+    };
+    status = options_read("bench_gpt: steps of the GPT on a GPU with nothing around them", options,
+                          (int)(sizeof options / sizeof *options), argc, argv, NULL);
     if (status >= 0) return status;
     b.config.context = b.length;
-    if (ddp_cuda_pick(NULL, &pick, &device) != DDP_OK) { fprintf(stderr, "bench_gpt: %s\n", ddp_last_error()); return 77; }
+    if (ddp_cuda_pick(NULL, &pick, &device) != DDP_OK) {
+        fprintf(stderr, "bench_gpt: %s\n", ddp_last_error());
+        return 77;
+    }
     must(cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
     ddp_cuda_use_stream(b.stream);
     open_model(&b);
@@ -263,12 +288,15 @@ int main(int argc, char **argv) {
         step(&b);
         must(cudaStreamSynchronize(b.stream), "cudaStreamSynchronize");
         for (int i = 0; i < b.line_count; i++)
-            printf("{\"kernel\": \"%s\", \"launches\": %d, \"flops\": %.0f, \"bytes\": %.0f}\n", b.lines[i].name, b.lines[i].launches, b.lines[i].flops,
-                   b.lines[i].bytes);
+            printf("{\"kernel\": \"%s\", \"launches\": %d, \"flops\": %.0f, \"bytes\": %.0f}\n",
+                   b.lines[i].name, b.lines[i].launches, b.lines[i].flops, b.lines[i].bytes);
         return 0;
     }
     while (fgets(line, sizeof line, stdin)) {
-        if (sscanf(line, "steps %d", &count) != 1 || count < 1) { fprintf(stderr, "bench_gpt: unknown command %.40s; only lines \"steps N\" are valid\n", line); return 1; }
+        if (sscanf(line, "steps %d", &count) != 1 || count < 1) {
+            fprintf(stderr, "bench_gpt: unknown command %.40s; only lines \"steps N\" are valid\n", line);
+            return 1;
+        }
         answer(&b, count);
     }
     return 0;

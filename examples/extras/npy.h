@@ -42,24 +42,24 @@ NOT DONE HERE
 
 //== types ==================================================================================================
 
-#define NPY_MAX_NDIM 64            /* NumPy's limit; DDP_MAX_NDIM is smaller */
-#define NPY_MAX_HEADER (1 << 20)   /* bytes of a header's text */
-#define NPY_PREFIX_BYTES 12        /* enough to know where the values begin */
-#define NPY_BLOCK_BYTES (1 << 20)  /* of host memory, for values of a device */
+#define NPY_MAX_NDIM 64           /* NumPy's limit; DDP_MAX_NDIM is smaller */
+#define NPY_MAX_HEADER (1 << 20)  /* bytes of a header's text */
+#define NPY_PREFIX_BYTES 12       /* enough to know where the values begin */
+#define NPY_BLOCK_BYTES (1 << 20) /* of host memory, for values of a device */
 
 /* The names that error lines use. */
 typedef struct npy_names {
-    const char *function;     /* the public call */
-    const char *path;         /* the file */
-    const ddp_group *group;   /* may be NULL */
+    const char *function;   /* the public call */
+    const char *path;       /* the file */
+    const ddp_group *group; /* may be NULL */
 } npy_names;
 
 typedef struct npy_header {
-    char descr[16];           /* "<f4": byte order, kind, bytes of an element */
-    int fortran_order;        /* 0 also where both orders are the same: at most one entry of shape exceeds 1 */
+    char descr[16];    /* "<f4": byte order, kind, bytes of an element */
+    int fortran_order; /* 0 also where both orders are the same: at most one entry of shape exceeds 1 */
     int ndim;
     int64_t shape[NPY_MAX_NDIM]; /* entries are 0 or more; their product may overflow */
-    int64_t data_offset;      /* byte of the file where the values begin */
+    int64_t data_offset;         /* byte of the file where the values begin */
 } npy_header;
 
 //== header =================================================================================================
@@ -67,7 +67,7 @@ typedef struct npy_header {
 /* Position in the header's text. `at` and `end` count bytes of the file. */
 typedef struct npy__parser {
     const npy_names *names;
-    const char *bytes;        /* of the file, from byte 0 to end */
+    const char *bytes; /* of the file, from byte 0 to end */
     int64_t at, end;
 } npy__parser;
 
@@ -123,8 +123,8 @@ static inline ddp_result npy__parse_shape(npy__parser *p, npy_header *out) {
                                "%.300s has more than %d dimensions; reshape the array", p->names->path,
                                NPY_MAX_NDIM);
         while (p->at < p->end && p->bytes[p->at] >= '0' && p->bytes[p->at] <= '9') {
-            if (__builtin_mul_overflow(entry, 10, &entry) ||
-                __builtin_add_overflow(entry, p->bytes[p->at] - '0', &entry)) {
+            if (__builtin_mul_overflow(entry, 10, &entry)
+                || __builtin_add_overflow(entry, p->bytes[p->at] - '0', &entry)) {
                 p->at = start;
                 return npy__damaged(p, "an entry of a shape below 2^63");
             }
@@ -132,8 +132,10 @@ static inline ddp_result npy__parse_shape(npy__parser *p, npy_header *out) {
         }
         if (p->at < p->end && p->bytes[p->at] == 'L') p->at++;
         out->shape[out->ndim++] = entry;
-        if (npy__peek(p) == ',') p->at++;
-        else if (npy__peek(p) != ')' || out->ndim == 1) return npy__damaged(p, "a comma behind an entry of a shape");
+        if (npy__peek(p) == ',')
+            p->at++;
+        else if (npy__peek(p) != ')' || out->ndim == 1)
+            return npy__damaged(p, "a comma behind an entry of a shape");
     }
     p->at++;
     return DDP_OK;
@@ -148,7 +150,8 @@ static inline ddp_result npy__parse_text(npy__parser *p, npy_header *out) {
     while (npy__peek(p) != '}') {
         int64_t start = p->at;
         DDP_TRY(npy__parse_string(p, name, "a key of the header in quotes"));
-        for (key = 0; key < 3 && strcmp(name, keys[key]) != 0; key++) {}
+        for (key = 0; key < 3 && strcmp(name, keys[key]) != 0; key++) {
+        }
         if (key == 3 || seen >> key & 1) {
             p->at = start;
             return npy__damaged(p, "'descr', 'fortran_order' or 'shape', each once");
@@ -157,22 +160,26 @@ static inline ddp_result npy__parse_text(npy__parser *p, npy_header *out) {
         DDP_TRY(npy__expect(p, ':', "a colon"));
         if (key == 0 && npy__peek(p) == '[')
             return ddp_fail_in(DDP_ERR_UNSUPPORTED, p->names->function, p->names->group,
-                               "%.300s: its elements are records; save each field as an array", p->names->path);
+                               "%.300s: its elements are records; save each field as an array",
+                               p->names->path);
         if (key == 0) DDP_TRY(npy__parse_string(p, out->descr, "a dtype in quotes"));
         if (key == 1) {
             out->fortran_order = npy__skip_word(p, "True");
             if (!out->fortran_order && !npy__skip_word(p, "False")) return npy__damaged(p, "True or False");
         }
         if (key == 2) DDP_TRY(npy__parse_shape(p, out));
-        if (npy__peek(p) == ',') p->at++;
-        else if (npy__peek(p) != '}') return npy__damaged(p, "a comma or the } of the header");
+        if (npy__peek(p) == ',')
+            p->at++;
+        else if (npy__peek(p) != '}')
+            return npy__damaged(p, "a comma or the } of the header");
     }
     p->at++;
     if (npy__peek(p) != -1) return npy__damaged(p, "spaces up to the end of the header");
     for (key = 0; key < 3; key++)
         if (!(seen >> key & 1))
             return ddp_fail_in(DDP_ERR_CORRUPT, p->names->function, p->names->group,
-                               "%.300s: its header has no '%s'; save the array again", p->names->path, keys[key]);
+                               "%.300s: its header has no '%s'; save the array again", p->names->path,
+                               keys[key]);
     for (int i = 0; i < out->ndim; i++) large += out->shape[i] > 1;
     if (large < 2) out->fortran_order = 0;
     return DDP_OK;
@@ -180,8 +187,9 @@ static inline ddp_result npy__parse_text(npy__parser *p, npy_header *out) {
 
 /* Sets out->data_offset and *text_offset from the first bytes of a file. `prefix` is filled up with zeros if
    the file is shorter. The header lies inside the file_bytes of the file on success. */
-static inline ddp_result npy__parse_prefix(const npy_names *names, const unsigned char prefix[NPY_PREFIX_BYTES],
-                                           int64_t file_bytes, npy_header *out, int64_t *text_offset) {
+static inline ddp_result npy__parse_prefix(const npy_names *names,
+                                           const unsigned char prefix[NPY_PREFIX_BYTES], int64_t file_bytes,
+                                           npy_header *out, int64_t *text_offset) {
     int version = prefix[6];
     uint32_t length = (uint32_t)prefix[8] | (uint32_t)prefix[9] << 8;
     if (memcmp(prefix, "\x93NUMPY", 6) != 0)
@@ -190,8 +198,8 @@ static inline ddp_result npy__parse_prefix(const npy_names *names, const unsigne
                            names->path);
     if (file_bytes >= 8 && (version < 1 || version > 3 || prefix[7]))
         return ddp_fail_in(DDP_ERR_UNSUPPORTED, names->function, names->group,
-                           "%.300s: version %d.%d of the format; save it as 1.0, 2.0 or 3.0", names->path, version,
-                           prefix[7]);
+                           "%.300s: version %d.%d of the format; save it as 1.0, 2.0 or 3.0", names->path,
+                           version, prefix[7]);
     if (version != 1) length |= (uint32_t)prefix[10] << 16 | (uint32_t)prefix[11] << 24;
     *text_offset = version == 1 ? 10 : 12;
     out->data_offset = *text_offset + (int64_t)length;
@@ -209,7 +217,8 @@ static inline ddp_result npy__parse_prefix(const npy_names *names, const unsigne
 /* Reads the header of a file whose file_bytes bytes are all at `bytes`. *out is complete only on success.
    Not collective. Errors: DDP_ERR_CORRUPT; DDP_ERR_UNSUPPORTED for records, another version of the format,
    more than NPY_MAX_NDIM dimensions, or a header of more than NPY_MAX_HEADER bytes. */
-static inline ddp_result npy_parse(const npy_names *names, const void *bytes, int64_t file_bytes, npy_header *out) {
+static inline ddp_result npy_parse(const npy_names *names, const void *bytes, int64_t file_bytes,
+                                   npy_header *out) {
     npy__parser p = {names, (const char *)bytes, 0, 0};
     unsigned char prefix[NPY_PREFIX_BYTES] = {0};
     memset(out, 0, sizeof *out);
@@ -224,8 +233,10 @@ static inline ddp_result npy_parse(const npy_names *names, const void *bytes, in
 static const struct {
     char descr[4];
     ddp_dtype dtype;
-} npy__dtypes[] = {{"<f4", DDP_F32}, {"<f8", DDP_F64}, {"<f2", DDP_F16}, {"<u2", DDP_BF16}, {"|i1", DDP_I8},
-                   {"|u1", DDP_U8}, {"<i4", DDP_I32}, {"<i8", DDP_I64}, {"<u8", DDP_U64}};
+} npy__dtypes[] = {
+    {"<f4", DDP_F32}, {"<f8", DDP_F64}, {"<f2", DDP_F16}, {"<u2", DDP_BF16}, {"|i1", DDP_I8},
+    {"|u1", DDP_U8},  {"<i4", DDP_I32}, {"<i8", DDP_I64}, {"<u8", DDP_U64},
+};
 #define NPY__DTYPES ((int)(sizeof npy__dtypes / sizeof *npy__dtypes))
 
 typedef struct npy__shape_text {
@@ -260,17 +271,18 @@ static inline ddp_result npy__to_tensor(const npy_names *names, const npy_header
     for (int i = 0; i < NPY__DTYPES; i++)
         if (strcmp(header->descr, npy__dtypes[i].descr) == 0) out->dtype = npy__dtypes[i].dtype;
     if (!out->dtype || (out->dtype == DDP_BF16 && wanted != DDP_BF16))
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, names->function, names->group,
-                           "%.300s: its elements are '%s', which is not a ddp_dtype%s", names->path, header->descr,
-                           out->dtype ? "; to load bf16, set out->dtype to DDP_BF16" : "; save them as another");
+        return ddp_fail_in(
+            DDP_ERR_UNSUPPORTED, names->function, names->group,
+            "%.300s: its elements are '%s', which is not a ddp_dtype%s", names->path, header->descr,
+            out->dtype ? "; to load bf16, set out->dtype to DDP_BF16" : "; save them as another");
     if (wanted && wanted != out->dtype)
         return ddp_fail_in(DDP_ERR_INVALID, names->function, names->group,
                            "%.300s: its elements are %s, but out->dtype is %s", names->path,
                            ddp_dtype_name(out->dtype), ddp_dtype_name(wanted));
     if (header->ndim > DDP_MAX_NDIM)
         return ddp_fail_in(DDP_ERR_UNSUPPORTED, names->function, names->group,
-                           "%.300s has %d dimensions, more than %d; reshape the array", names->path, header->ndim,
-                           DDP_MAX_NDIM);
+                           "%.300s has %d dimensions, more than %d; reshape the array", names->path,
+                           header->ndim, DDP_MAX_NDIM);
     out->ndim = header->ndim;
     memcpy(out->shape, header->shape, sizeof out->shape);
     npy__print_shape(out, &text);
@@ -283,11 +295,12 @@ static inline ddp_result npy__to_tensor(const npy_names *names, const npy_header
                            "%.300s: a shape of %s does not fit in memory; save the array again", names->path,
                            text.text);
     if (npy__bytes(out) > room)
-        return ddp_fail_in(DDP_ERR_CORRUPT, names->function, names->group,
-                           "%.300s ends at byte %lld, but %s of %s from byte %lld on needs %lld more; copy the "
-                           "file again", names->path, (long long)file_bytes, text.text,
-                           ddp_dtype_name(out->dtype), (long long)header->data_offset,
-                           (long long)(npy__bytes(out) - room));
+        return ddp_fail_in(
+            DDP_ERR_CORRUPT, names->function, names->group,
+            "%.300s ends at byte %lld, but %s of %s from byte %lld on needs %lld more; copy the "
+            "file again",
+            names->path, (long long)file_bytes, text.text, ddp_dtype_name(out->dtype),
+            (long long)header->data_offset, (long long)(npy__bytes(out) - room));
     return DDP_OK;
 }
 
@@ -300,8 +313,9 @@ static inline size_t npy__print_header(char out[512], const ddp_tensor *t) {
     for (int i = 0; i < NPY__DTYPES; i++)
         if (npy__dtypes[i].dtype == t->dtype) descr = npy__dtypes[i].descr;
     memcpy(out, "\x93NUMPY\x01", 8);
-    length = 10 + (size_t)snprintf(out + 10, 400, "{'descr': '%s', 'fortran_order': False, 'shape': %s, }", descr,
-                                   npy__print_shape(t, &shape));
+    length = 10
+             + (size_t)snprintf(out + 10, 400, "{'descr': '%s', 'fortran_order': False, 'shape': %s, }",
+                                descr, npy__print_shape(t, &shape));
     while ((length + 1) % 64) out[length++] = ' ';
     out[length++] = '\n';
     out[8] = (char)((length - 10) & 255);
@@ -316,7 +330,8 @@ static inline ddp_result npy__system_error(const npy_names *names, const char *a
                        strerror(errno));
 }
 
-static inline ddp_result npy__read(const npy_names *names, int fd, void *data, int64_t bytes, int64_t offset) {
+static inline ddp_result npy__read(const npy_names *names, int fd, void *data, int64_t bytes,
+                                   int64_t offset) {
     for (char *to = (char *)data; bytes > 0;) {
         ssize_t n = pread(fd, to, (size_t)bytes, (off_t)offset);
         if (n == 0)
@@ -351,8 +366,8 @@ static inline ddp_result npy__enter(ddp_group *group, const ddp_device **device)
 }
 
 /* Copies the values between the file and the tensor. Values of device memory pass through host memory. */
-static inline ddp_result npy__transfer(const npy_names *names, ddp_group *group, const ddp_device *device, int fd,
-                                       const ddp_tensor *t, int64_t data_offset, int writes) {
+static inline ddp_result npy__transfer(const npy_names *names, ddp_group *group, const ddp_device *device,
+                                       int fd, const ddp_tensor *t, int64_t data_offset, int writes) {
     int64_t bytes = npy__bytes(t), at = 0, n;
     ddp_result result = DDP_OK;
     char *block;
@@ -447,8 +462,10 @@ static inline ddp_result npy_load(ddp_group *group, const char *path, ddp_tensor
     if (result == DDP_OK) result = npy__allocate(&names, group, device, out, &t);
     if (result == DDP_OK) {
         result = npy__transfer(&names, group, device, fd, &t, header.data_offset, 0);
-        if (result == DDP_OK) *out = t;
-        else if (t.data != out->data) device->free(group, t.data);
+        if (result == DDP_OK)
+            *out = t;
+        else if (t.data != out->data)
+            device->free(group, t.data);
     }
     close(fd);
     return result;
@@ -470,8 +487,8 @@ static inline ddp_result npy_save(ddp_group *group, const ddp_tensor *tensor, co
     if (!tensor) return ddp_fail_in(DDP_ERR_INVALID, __func__, group, "tensor is NULL");
     if (!path) return ddp_fail_in(DDP_ERR_INVALID, __func__, group, "path is NULL");
     if (!ddp_dtype_size(tensor->dtype))
-        return ddp_fail_in(DDP_ERR_INVALID, __func__, group, "tensor: dtype=%d is invalid; use DDP_F32 to DDP_U64",
-                           (int)tensor->dtype);
+        return ddp_fail_in(DDP_ERR_INVALID, __func__, group,
+                           "tensor: dtype=%d is invalid; use DDP_F32 to DDP_U64", (int)tensor->dtype);
     if (npy__bytes(tensor) < 0)
         return ddp_fail_in(DDP_ERR_INVALID, __func__, group,
                            "tensor: ndim=%d and shape are invalid, or do not fit in memory", tensor->ndim);

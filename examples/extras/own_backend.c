@@ -59,7 +59,7 @@ static ddp_result carry_out(own *s, const ddp_call *call, char *memory, size_t s
     const char *send = (const char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
     const void **sources = (const void **)(void *)memory;
     char *came = memory + (size_t)s->size * 2 * sizeof(uint64_t);
-    DDP_TRY(begin(s, call, (uint64_t (*)[2])(void *)memory));
+    DDP_TRY(begin(s, call, (uint64_t(*)[2])(void *)memory));
     for (int r = 0; r < s->size; r++) {
         ddp_bytes part = ddp_call_sends(call, s->rank, r);
         DDP_TRY(put(s, r, send + part.begin, part.size));
@@ -141,8 +141,10 @@ static void close_group(ddp_group *group, void *state) {
     ddp_host_free(group, s);
 }
 
-static const ddp_backend own_backend = {"own", open_group, run, NULL, NULL, NULL, split, NULL, NULL, status,
-                                        poison, close_group, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+static const ddp_backend own_backend = {
+    "own",  open_group,  run, NULL,           NULL, NULL, split, NULL, NULL, status,
+    poison, close_group, 0,   DDP_ORDER_TREE, NULL, NULL, NULL,  NULL, NULL,
+};
 
 /* Sums over all ranks, and over the even and the odd ones: the same bits as without the backend. */
 static ddp_result rank_main(ddp_group *world, void *user) {

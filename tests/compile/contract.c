@@ -15,14 +15,17 @@
 /* A pointer of the promised type to a function, or to a member: the compiler refuses any other one. Not
    static, so that none is unused. */
 #define FUNCTION(name, result, arguments) result(*check_##name) arguments = name
-#define FIELD(type, member, of) void check_##type##_##member(type *desc, of **out) { *out = &desc->member; }
+#define FIELD(type, member, of) \
+    void check_##type##_##member(type *desc, of **out) { *out = &desc->member; }
 
 //== ddp.h ====================================================================================================
 
 FUNCTION(ddp_result_name, const char *, (ddp_result));
 FUNCTION(ddp_last_error, const char *, (void));
 
-static ddp_result rank_function(ddp_group *world, void *user) { return (void)user, ddp_world_size(world) ? DDP_OK : DDP_ERR_INVALID; }
+static ddp_result rank_function(ddp_group *world, void *user) {
+    return (void)user, ddp_world_size(world) ? DDP_OK : DDP_ERR_INVALID;
+}
 ddp_rank_fn check_ddp_rank_fn = rank_function;
 FUNCTION(ddp_launch, ddp_result, (const ddp_launch_desc *, ddp_rank_fn, void *));
 FUNCTION(ddp_group_create, ddp_result, (ddp_group **, const ddp_group_desc *));
@@ -41,17 +44,22 @@ FUNCTION(ddp_mesh_create, ddp_result, (ddp_mesh **, ddp_group *, const ddp_mesh_
 FUNCTION(ddp_mesh_group, ddp_group *, (ddp_mesh *, const char *));
 FUNCTION(ddp_mesh_destroy, void, (ddp_mesh *));
 
-FUNCTION(ddp_all_reduce, ddp_result, (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_op, ddp_work *));
-FUNCTION(ddp_reduce, ddp_result, (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_op, int, ddp_work *));
+FUNCTION(ddp_all_reduce, ddp_result,
+         (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_op, ddp_work *));
+FUNCTION(ddp_reduce, ddp_result,
+         (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_op, int, ddp_work *));
 FUNCTION(ddp_broadcast, ddp_result, (ddp_group *, void *, size_t, ddp_dtype, int, ddp_work *));
 FUNCTION(ddp_all_gather, ddp_result, (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_work *));
-FUNCTION(ddp_reduce_scatter, ddp_result, (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_op, ddp_work *));
+FUNCTION(ddp_reduce_scatter, ddp_result,
+         (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_op, ddp_work *));
 FUNCTION(ddp_all_to_all, ddp_result, (ddp_group *, const void *, void *, size_t, ddp_dtype, ddp_work *));
 FUNCTION(ddp_gather, ddp_result, (ddp_group *, const void *, void *, size_t, ddp_dtype, int, ddp_work *));
 FUNCTION(ddp_scatter, ddp_result, (ddp_group *, const void *, void *, size_t, ddp_dtype, int, ddp_work *));
-FUNCTION(ddp_all_gather_v, ddp_result, (ddp_group *, const void *, size_t, void *, const size_t *, const size_t *, ddp_dtype, ddp_work *));
-FUNCTION(ddp_all_to_all_v, ddp_result, (ddp_group *, const void *, const size_t *, const size_t *, void *, const size_t *, const size_t *, ddp_dtype,
-                                        ddp_work *));
+FUNCTION(ddp_all_gather_v, ddp_result,
+         (ddp_group *, const void *, size_t, void *, const size_t *, const size_t *, ddp_dtype, ddp_work *));
+FUNCTION(ddp_all_to_all_v, ddp_result,
+         (ddp_group *, const void *, const size_t *, const size_t *, void *, const size_t *, const size_t *,
+          ddp_dtype, ddp_work *));
 FUNCTION(ddp_send, ddp_result, (ddp_group *, const void *, size_t, ddp_dtype, int, int, ddp_work *));
 FUNCTION(ddp_recv, ddp_result, (ddp_group *, void *, size_t, ddp_dtype, int, int, ddp_work *));
 FUNCTION(ddp_barrier, ddp_result, (ddp_group *));
@@ -136,10 +144,12 @@ FIELD(ddp_sampler_state, epoch, uint64_t)
 FIELD(ddp_sampler_state, position, int64_t)
 
 /* Arrays and pointers to functions: a member of the promised type may be assigned. */
-void check_arrays(ddp_tensor *tensor, int64_t (**shape)[DDP_MAX_NDIM], ddp_mesh_desc *mesh, int (**sizes)[DDP_MAX_NDIM], const char *(**names)[DDP_MAX_NDIM]) {
+void check_arrays(ddp_tensor *tensor, int64_t (**shape)[DDP_MAX_NDIM], ddp_mesh_desc *mesh,
+                  int (**sizes)[DDP_MAX_NDIM], const char *(**names)[DDP_MAX_NDIM]) {
     *shape = &tensor->shape, *sizes = &mesh->shape, *names = &mesh->names;
 }
-void check_callbacks(ddp_group_desc *desc, void *(*alloc_fn)(size_t, void *), void (*free_fn)(void *, void *), void (*log_fn)(const char *, void *)) {
+void check_callbacks(ddp_group_desc *desc, void *(*alloc_fn)(size_t, void *), void (*free_fn)(void *, void *),
+                     void (*log_fn)(const char *, void *)) {
     desc->alloc_fn = alloc_fn, desc->free_fn = free_fn, desc->log_fn = log_fn;
 }
 
@@ -187,7 +197,8 @@ FUNCTION(ddp_schedule_parse, ddp_result, (ddp_schedule **, const char *));
 FUNCTION(ddp_schedule_write, ddp_result, (const ddp_schedule *, ddp_schedule_format, char *, size_t *));
 FUNCTION(ddp_schedule_destroy, void, (ddp_schedule *));
 FUNCTION(ddp_schedule_check, ddp_result, (const ddp_schedule *));
-FUNCTION(ddp_schedule_simulate, ddp_result, (const ddp_schedule *, const ddp_stage_cost *, ddp_schedule_report *));
+FUNCTION(ddp_schedule_simulate, ddp_result,
+         (const ddp_schedule *, const ddp_stage_cost *, ddp_schedule_report *));
 FUNCTION(ddp_pipeline_partition, ddp_result, (const double *, int, int, int *));
 FUNCTION(ddp_pipeline_create, ddp_result, (ddp_pipeline **, ddp_group *, const ddp_pipeline_desc *));
 FUNCTION(ddp_pipeline_step, ddp_result, (ddp_pipeline *));
@@ -205,16 +216,25 @@ FUNCTION(ddp_tensor_create, ddp_result, (ddp_group *, ddp_tensor *, ddp_dtype, i
 FUNCTION(ddp_tensor_free, void, (ddp_group *, ddp_tensor *));
 FUNCTION(ddp_tensor_slice, ddp_result, (const ddp_tensor *, int, int64_t, int64_t, ddp_tensor *));
 FUNCTION(ddp_tensor_copy, ddp_result, (ddp_group *, const ddp_tensor *, ddp_tensor *));
-FUNCTION(ddp_tensor_redistribute, ddp_result, (ddp_group *, const ddp_tensor *, ddp_placement, ddp_placement, ddp_tensor *));
+FUNCTION(ddp_tensor_redistribute, ddp_result,
+         (ddp_group *, const ddp_tensor *, ddp_placement, ddp_placement, ddp_tensor *));
 FUNCTION(ddp_tp_linear_create, ddp_result, (ddp_tp_linear **, ddp_tp *, const ddp_tp_linear_desc *));
-FUNCTION(ddp_tp_linear_forward, ddp_result, (ddp_tp_linear *, const void *, const void *, const void *, int64_t, void *));
-FUNCTION(ddp_tp_linear_backward, ddp_result, (ddp_tp_linear *, const void *, const void *, const void *, int64_t, void *, void *, void *));
-FUNCTION(ddp_tp_embedding_forward, ddp_result, (ddp_tp_embedding *, const void *, const int32_t *, int64_t, void *));
-FUNCTION(ddp_tp_embedding_backward, ddp_result, (ddp_tp_embedding *, const int32_t *, const void *, int64_t, void *));
-FUNCTION(ddp_tp_cross_entropy, ddp_result, (ddp_tp *, const ddp_tp_loss_desc *, const void *, const int32_t *, int64_t, void *, double *, void *));
-FUNCTION(ddp_tp_layer_norm_forward, ddp_result, (ddp_tp_layer_norm *, const void *, const void *, const void *, int64_t, void *, void *));
-FUNCTION(ddp_tp_layer_norm_backward, ddp_result, (ddp_tp_layer_norm *, const void *, const void *, const void *, const void *, int64_t, void *, void *,
-                                                  void *));
+FUNCTION(ddp_tp_linear_forward, ddp_result,
+         (ddp_tp_linear *, const void *, const void *, const void *, int64_t, void *));
+FUNCTION(ddp_tp_linear_backward, ddp_result,
+         (ddp_tp_linear *, const void *, const void *, const void *, int64_t, void *, void *, void *));
+FUNCTION(ddp_tp_embedding_forward, ddp_result,
+         (ddp_tp_embedding *, const void *, const int32_t *, int64_t, void *));
+FUNCTION(ddp_tp_embedding_backward, ddp_result,
+         (ddp_tp_embedding *, const int32_t *, const void *, int64_t, void *));
+FUNCTION(ddp_tp_cross_entropy, ddp_result,
+         (ddp_tp *, const ddp_tp_loss_desc *, const void *, const int32_t *, int64_t, void *, double *,
+          void *));
+FUNCTION(ddp_tp_layer_norm_forward, ddp_result,
+         (ddp_tp_layer_norm *, const void *, const void *, const void *, int64_t, void *, void *));
+FUNCTION(ddp_tp_layer_norm_backward, ddp_result,
+         (ddp_tp_layer_norm *, const void *, const void *, const void *, const void *, int64_t, void *,
+          void *, void *));
 
 //== ddp_cuda.cuh =============================================================================================
 
@@ -241,15 +261,21 @@ static void expect(int holds, int line, const char *what) {
 
 /* 0 is success, errors are below it, each with its own value and its own name. */
 static void check_results(void) {
-    const ddp_result all[] = {DDP_OK, DDP_ERR_INVALID, DDP_ERR_NO_MEMORY, DDP_ERR_SYSTEM, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_MISMATCH,
-                              DDP_ERR_POISONED, DDP_ERR_UNSUPPORTED, DDP_ERR_CORRUPT, DDP_ERR_ENGINE};
-    EXPECT(DDP_OK == 0 && ddp_last_error()[0] == 0 && strcmp(ddp_result_name(DDP_ERR_TIMEOUT), "DDP_ERR_TIMEOUT") == 0);
+    const ddp_result all[] = {DDP_OK,           DDP_ERR_INVALID,  DDP_ERR_NO_MEMORY,
+                              DDP_ERR_SYSTEM,   DDP_ERR_TIMEOUT,  DDP_ERR_PEER_LOST,
+                              DDP_ERR_MISMATCH, DDP_ERR_POISONED, DDP_ERR_UNSUPPORTED,
+                              DDP_ERR_CORRUPT,  DDP_ERR_ENGINE};
+    EXPECT(DDP_OK == 0 && ddp_last_error()[0] == 0
+           && strcmp(ddp_result_name(DDP_ERR_TIMEOUT), "DDP_ERR_TIMEOUT") == 0);
     for (size_t i = 1; i < sizeof all / sizeof *all; i++)
-        for (size_t j = 0; j < i; j++) EXPECT(all[i] < 0 && all[i] != all[j] && strcmp(ddp_result_name(all[i]), ddp_result_name(all[j])) != 0);
+        for (size_t j = 0; j < i; j++)
+            EXPECT(all[i] < 0 && all[i] != all[j]
+                   && strcmp(ddp_result_name(all[i]), ddp_result_name(all[j])) != 0);
 }
 
 static void check_constants(void) { /* the meaning of zero in a field */
-    const ddp_dtype dtypes[] = {DDP_DTYPE_DEFAULT, DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64};
+    const ddp_dtype dtypes[] = {DDP_DTYPE_DEFAULT, DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8,
+                                DDP_I32,           DDP_I64, DDP_U64};
     const ddp_op ops[] = {DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD};
     const ddp_placement dim = DDP_SHARD(1);
     for (int i = 0; i < 10; i++) EXPECT((int)dtypes[i] == i);

@@ -140,13 +140,13 @@ static ddp_result messages(ddp_group *world) {
     fail_at = 0;
     end = ddp_p2p_end(world);
     if (result == DDP_OK) result = end;
-    if (result == DDP_OK)
-        /* A ring of small messages can complete without the odd rank's receive. */
+    if (result == DDP_OK) /* A ring of small messages can complete without the odd rank's receive. */
         result = ddp_barrier(world);
     RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY || result == DDP_ERR_POISONED, "%s: %s",
                 ddp_result_name(result), ddp_last_error());
     RANKS_CHECK(world, strstr(ddp_last_error(), "memory could not be allocated"), "%s", ddp_last_error());
-    RANKS_CHECK(world, ddp_rank(world) == ODD || strstr(ddp_last_error(), "cause: rank 1 in ddp_recv tag=0: "), "%s",
+    RANKS_CHECK(world,
+                ddp_rank(world) == ODD || strstr(ddp_last_error(), "cause: rank 1 in ddp_recv tag=0: "), "%s",
                 ddp_last_error());
     RANKS_CHECK(world, ddp_now() - start < SECONDS, "it took %.1f s", ddp_now() - start);
     return DDP_ERR_NO_MEMORY;
@@ -189,7 +189,7 @@ static ddp_result run(ddp_group *world, void *user) {
 }
 
 int main(int argc, char **argv) {
-    static const char *const names[CASES] = {"split without memory", "mesh without memory",
+    static const char *const names[CASES] = {"split without memory",   "mesh without memory",
                                              "reducer without memory", "a wrong field",
                                              "a batch without memory", "a collective without memory"};
     ranks_mode mode = RANKS_PROCESSES;

@@ -40,7 +40,10 @@ static long test_syscall(long number, ...) {
     va_start(args, number);
     for (int i = 0; i < 5; i++) argument[i] = va_arg(args, long);
     va_end(args);
-    if (number == SYS_renameat2 && no_exchange) { errno = EINVAL; return -1; }
+    if (number == SYS_renameat2 && no_exchange) {
+        errno = EINVAL;
+        return -1;
+    }
     return syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4]);
 }
 
@@ -73,17 +76,19 @@ static long test_syscall(long number, ...) {
 static int failures;
 static char folder[64], dir[80];
 
-typedef struct page { int version, keep, background; /* the last version that was saved */ } page;
+typedef struct page {
+    int version, keep, background; /* the last version that was saved */
+} page;
 static page *shared;
 
-#define EXPECT(condition, ...)                                                                                   \
-    do {                                                                                                         \
-        if (!(condition)) {                                                                                      \
-            failures++;                                                                                          \
-            fprintf(stderr, "FAIL %s:%d %s: ", __FILE__, __LINE__, #condition);                                  \
-            fprintf(stderr, __VA_ARGS__);                                                                        \
-            fputc('\n', stderr);                                                                                 \
-        }                                                                                                        \
+#define EXPECT(condition, ...)                                                  \
+    do {                                                                        \
+        if (!(condition)) {                                                     \
+            failures++;                                                         \
+            fprintf(stderr, "FAIL %s:%d %s: ", __FILE__, __LINE__, #condition); \
+            fprintf(stderr, __VA_ARGS__);                                       \
+            fputc('\n', stderr);                                                \
+        }                                                                       \
     } while (0)
 
 static ddp_result save_version(ddp_group *group, int version) {
@@ -135,7 +140,8 @@ static int killed_at(int at) {
         calls_left = at;
         _exit(save_version(alone(), shared->version + 1) == DDP_OK ? 0 : 3);
     }
-    while (waitpid(child, &status, 0) < 0) {}
+    while (waitpid(child, &status, 0) < 0) {
+    }
     if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) return 1;
     EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the save ends with status %x", status);
     return 0;
@@ -151,13 +157,15 @@ static void test_moments(ddp_group *group, int exchange, int keep) {
     EXPECT(save_version(group, 10) == DDP_OK, "%s", ddp_last_error());
     for (; at < 500 && killed_at(at); at++) {
         found = load_version(group, dir);
-        EXPECT(found == shared->version || found == shared->version + 1, "killed at call %d: version %d was found, not %d or the next", at, found, shared->version);
+        EXPECT(found == shared->version || found == shared->version + 1,
+               "killed at call %d: version %d was found, not %d or the next", at, found, shared->version);
         shared->version = found;
     }
     printf("%s: %d calls\n", dir, at - 1);
     EXPECT(at > 30 && at < 500, "%d calls", at);
     found = load_version(group, dir);
-    EXPECT(found == shared->version + 1, "version %d after the last save, not %d", found, shared->version + 1);
+    EXPECT(found == shared->version + 1, "version %d after the last save, not %d", found,
+           shared->version + 1);
     snprintf(previous, sizeof previous, "%s.1", dir);
     if (keep == 2) EXPECT(load_version(group, previous) == found - 1, "the version before");
     snprintf(previous, sizeof previous, "%s.tmp", dir);
@@ -169,7 +177,12 @@ enum { TIMEOUT_MS = 600000 }; /* a disk can be slow; no rank should reach the ti
 
 /* SGD with momentum on constant gradients: a version is the number of steps. Each sum rounds once, on
    whatever rank. */
-typedef struct trained { ddp_fsdp_param params[PARAMS]; ddp_fsdp_unit_desc unit; ddp_fsdp *fsdp; ddp_fsdp_state state; } trained;
+typedef struct trained {
+    ddp_fsdp_param params[PARAMS];
+    ddp_fsdp_unit_desc unit;
+    ddp_fsdp *fsdp;
+    ddp_fsdp_state state;
+} trained;
 
 static int elements(int param) { return param ? 3 : ELEMENTS; }
 static float gradient(int param, int i) { return (float)(1 + i % 3 + param); }
@@ -183,10 +196,12 @@ static float value_of(int version, int param, int i) {
     return value;
 }
 
-static ddp_result start(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result start(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                        void *user) {
     int columns = param->param.value.ndim == 2 ? (int)param->param.value.shape[1] : 1;
     (void)user;
-    for (int i = 0; i < (int)row_count * columns; i++) ((float *)out)[i] = (float)((int)first_row * columns + i);
+    for (int i = 0; i < (int)row_count * columns; i++)
+        ((float *)out)[i] = (float)((int)first_row * columns + i);
     return DDP_OK;
 }
 
@@ -230,7 +245,8 @@ static ddp_result has_version(ddp_group *group, trained *t, int version) {
     RANKS_OK(group, ddp_fsdp_unshard(t->fsdp, 0));
     for (int k = 0; k < PARAMS; k++)
         for (int i = 0; i < elements(k); i++)
-            RANKS_CHECK(group, ((float *)t->params[k].param.value.data)[i] == value_of(version, k, i), "parameter %d element %d is not of version %d", k, i, version);
+            RANKS_CHECK(group, ((float *)t->params[k].param.value.data)[i] == value_of(version, k, i),
+                        "parameter %d element %d is not of version %d", k, i, version);
     RANKS_CHECK(group, t->state.step == version, "step %d, not %d", (int)t->state.step, version);
     return ddp_fsdp_reshard(t->fsdp, 0);
 }
@@ -255,8 +271,11 @@ static ddp_result save_next(ddp_group *group, void *user) {
 static int load_trained(ddp_group *group) {
     trained t;
     int version = 0;
-    if (trained_open(&t, group) == DDP_OK && ddp_fsdp_load(t.fsdp, dir) == DDP_OK) version = (int)t.state.step;
-    EXPECT(version > 0 && has_version(group, &t, version) == DDP_OK && train_on(group, &t, 1) == DDP_OK && has_version(group, &t, version + 1) == DDP_OK, "%s", ddp_last_error());
+    if (trained_open(&t, group) == DDP_OK && ddp_fsdp_load(t.fsdp, dir) == DDP_OK)
+        version = (int)t.state.step;
+    EXPECT(version > 0 && has_version(group, &t, version) == DDP_OK && train_on(group, &t, 1) == DDP_OK
+               && has_version(group, &t, version + 1) == DDP_OK,
+           "%s", ddp_last_error());
     ddp_fsdp_destroy(t.fsdp);
     return version;
 }
@@ -268,17 +287,23 @@ static void test_trained(ddp_group *group, int background) {
     shared->background = background;
     shared->keep = 1 + background;
     no_exchange = background;
-    EXPECT(trained_open(&t, group) == DDP_OK && train_on(group, &t, 1) == DDP_OK && ddp_fsdp_save(t.fsdp, dir) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(trained_open(&t, group) == DDP_OK && train_on(group, &t, 1) == DDP_OK
+               && ddp_fsdp_save(t.fsdp, dir) == DDP_OK,
+           "%s", ddp_last_error());
     ddp_fsdp_destroy(t.fsdp);
     for (shared->version = 1; killed && at < 500; at++) {
         int status = 0;
         pid_t child = fork();
-        if (child == 0) _exit(ranks_run(RANKS_THREADS, 1 + background, TIMEOUT_MS, save_next, &at) == DDP_OK ? 0 : 3);
-        while (waitpid(child, &status, 0) < 0) {}
+        if (child == 0)
+            _exit(ranks_run(RANKS_THREADS, 1 + background, TIMEOUT_MS, save_next, &at) == DDP_OK ? 0 : 3);
+        while (waitpid(child, &status, 0) < 0) {
+        }
         killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-        EXPECT(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0), "the save ends with status %x", status);
+        EXPECT(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0), "the save ends with status %x",
+               status);
         found = load_trained(group);
-        EXPECT(found == shared->version + 1 || (killed && found == shared->version), "killed at call %d: version %d was found after %d", at, found, shared->version);
+        EXPECT(found == shared->version + 1 || (killed && found == shared->version),
+               "killed at call %d: version %d was found after %d", at, found, shared->version);
         shared->version = found;
     }
     printf("%s: %d calls\n", dir, at - 2);
@@ -305,10 +330,12 @@ static void test_random(ddp_group *group) {
             ranks_sleep_us(point * 1000);
             kill(child, SIGKILL);
         }
-        while (waitpid(child, &status, 0) < 0) {}
+        while (waitpid(child, &status, 0) < 0) {
+        }
         EXPECT(WIFSIGNALED(status), "the saves failed");
         found = load_version(group, dir);
-        EXPECT(found == shared->version || found == shared->version + 1, "version %d was found, not %d or the next", found, shared->version);
+        EXPECT(found == shared->version || found == shared->version + 1,
+               "version %d was found, not %d or the next", found, shared->version);
         shared->version = found;
         saved += found - before;
     }
@@ -321,7 +348,10 @@ int main(void) {
     watchdog_start(150);
     shared = (page *)ranks_shared(sizeof *shared);
     snprintf(folder, sizeof folder, "checkpoint_kill.XXXXXX");
-    if (!mkdtemp(folder)) { perror(folder); return 2; }
+    if (!mkdtemp(folder)) {
+        perror(folder);
+        return 2;
+    }
     group = alone();
     test_moments(group, 1, 1);
     test_moments(group, 0, 1);

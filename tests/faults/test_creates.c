@@ -329,7 +329,9 @@ static ddp_result make_embedding(bench *b, void **made) {
     }
     return ddp_tp_embedding_create((ddp_tp_embedding **)made, b->tp, &desc);
 }
-static void destroy_embedding(bench *b, void *made) { (void)b, ddp_tp_embedding_destroy((ddp_tp_embedding *)made); }
+static void destroy_embedding(bench *b, void *made) {
+    (void)b, ddp_tp_embedding_destroy((ddp_tp_embedding *)made);
+}
 
 static ddp_result make_norm(bench *b, void **made) {
     ddp_tp_layer_norm_desc desc = DDP_ZERO;
@@ -344,7 +346,9 @@ static ddp_result make_norm(bench *b, void **made) {
     }
     return ddp_tp_layer_norm_create((ddp_tp_layer_norm **)made, b->tp, &desc);
 }
-static void destroy_norm(bench *b, void *made) { (void)b, ddp_tp_layer_norm_destroy((ddp_tp_layer_norm *)made); }
+static void destroy_norm(bench *b, void *made) {
+    (void)b, ddp_tp_layer_norm_destroy((ddp_tp_layer_norm *)made);
+}
 
 /* The tensors below are created by the call: a ddp_tensor on the heap, or NULL. */
 static ddp_result keep(ddp_result result, const ddp_tensor *out, void **made) {
@@ -449,7 +453,7 @@ static const char *body_of(const create *c, const char *text) {
 static struct progress {
     int problems;
     int next; /* the group has failed, as it may; the allocation with which the next launch begins */
-} *progress;
+} * progress;
 
 /* Counts a difference, on rank 0, and continues: one run shows all. */
 static void problem(ddp_group *world, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -474,7 +478,8 @@ static const char *wrong_with(const create *c, const outcome *o, const outcome *
     if (o->result == DDP_ERR_MISMATCH) return NULL; /* it describes two ranks, rank 1 or another one first */
     if (!strstr(o->text, "rank 1")) return "the text does not name the rank";
     /* One of the two failed first, and the other one's line contains the cause. */
-    if (!strstr(o->text, body_of(c, odd->text)) && !strstr(odd->text, body_of(c, o->text))) return "another cause";
+    if (!strstr(o->text, body_of(c, odd->text)) && !strstr(odd->text, body_of(c, o->text)))
+        return "another cause";
     return NULL;
 }
 
@@ -497,8 +502,8 @@ static ddp_result compare(bench *b, const create *c, const char *what, int n, in
     mine.made = made != NULL;
     mine.failed = failed;
     int group_failed = ddp_group_status(world) != DDP_OK;
-    RANKS_CHECK(world, !group_failed || (c->messages && mine.result == DDP_ERR_NO_MEMORY), "%s, %s %d: the group failed: %s",
-                c->name, what, n, ddp_last_error());
+    RANKS_CHECK(world, !group_failed || (c->messages && mine.result == DDP_ERR_NO_MEMORY),
+                "%s, %s %d: the group failed: %s", c->name, what, n, ddp_last_error());
     RANKS_OK(world, ddp_all_gather(b->outcomes, &mine, all, sizeof mine, DDP_U8, NULL));
     if (group_failed) progress->next = n + 1;
     *more = all[ODD].failed;
@@ -512,7 +517,8 @@ static ddp_result compare(bench *b, const create *c, const char *what, int n, in
         }
         if (wrong)
             problem(world, "%s, %s %d: rank %d: %s: %s (%s), rank %d has %s (%s)", c->name, what, n, r, wrong,
-                    ddp_result_name((ddp_result)o->result), o->text, ODD, ddp_result_name(*result), all[ODD].text);
+                    ddp_result_name((ddp_result)o->result), o->text, ODD, ddp_result_name(*result),
+                    all[ODD].text);
         same = same && o->result == *result;
     }
     if (*more != (*result == DDP_ERR_NO_MEMORY) && what[0] == 'a')
@@ -571,12 +577,13 @@ static ddp_result sweep(bench *b, const plan *p) {
         b->wrong = odd ? field : 0;
         DDP_TRY(compare(b, c, "field", field, &more, &result));
         refused += result != DDP_OK;
-        if (getenv("DDP_TEST_SHOW") && odd) printf("    %s field %d: %s: %s\n", c->name, field, ddp_result_name(result), ddp_last_error());
+        if (getenv("DDP_TEST_SHOW") && odd)
+            printf("    %s field %d: %s: %s\n", c->name, field, ddp_result_name(result), ddp_last_error());
     }
     b->wrong = 0;
     if (first)
-        printf("%-30s %3d allocations, %2d of %2d fields refused, at most %.1f ms (%s)\n", c->name, allocations, refused, c->fields,
-               1e3 * longest, longest_call);
+        printf("%-30s %3d allocations, %2d of %2d fields refused, at most %.1f ms (%s)\n", c->name,
+               allocations, refused, c->fields, 1e3 * longest, longest_call);
     return DDP_OK;
 }
 

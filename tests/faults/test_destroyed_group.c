@@ -29,7 +29,9 @@ static ddp_result call_of(ddp_group *group, int call) {
 }
 
 /* early: it leaves before the others call. */
-typedef struct plan { int call, early; } plan;
+typedef struct plan {
+    int call, early;
+} plan;
 
 static ddp_result rank_main(ddp_group *world, void *user) {
     const plan *p = (const plan *)user;
@@ -57,8 +59,8 @@ static void run(ranks_mode mode, int call, int early) {
     plan p;
     p.call = call;
     p.early = early;
-    snprintf(scenario, sizeof scenario, "%s: a rank destroys a group %s the others' %s", ranks_mode_name(mode),
-             early ? "before" : "during", call_names[call]);
+    snprintf(scenario, sizeof scenario, "%s: a rank destroys a group %s the others' %s",
+             ranks_mode_name(mode), early ? "before" : "during", call_names[call]);
     faults_begin(scenario);
     EXPECT(launch(mode, W, 20000, rank_main, &p) == DDP_OK, "%s", ddp_last_error());
     for (int r = 0; r < W; r++) {

@@ -10,25 +10,58 @@
 
 /* The rank variables of one launcher; %r %w %t are replaced by rank, world size and a tag that differs
    between jobs. */
-typedef struct family { const char *name; const char *variables[8]; } family;
+typedef struct family {
+    const char *name;
+    const char *variables[8];
+} family;
 
 static const family families[] = {
-    {"torchrun", {"RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=%r", "LOCAL_WORLD_SIZE=%w", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=%t"}},
+    {"torchrun",
+     {"RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=%r", "LOCAL_WORLD_SIZE=%w", "MASTER_ADDR=127.0.0.1",
+      "MASTER_PORT=%t"}},
     {"torchrun, no local variables", {"RANK=%r", "WORLD_SIZE=%w", "MASTER_ADDR=localhost", "MASTER_PORT=%t"}},
-    {"torchrun with its agent store", {"RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=%r", "LOCAL_WORLD_SIZE=%w", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=%t",
-                                       "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RUN_ID=none"}},
-    {"mpirun", {"OMPI_COMM_WORLD_RANK=%r", "OMPI_COMM_WORLD_SIZE=%w", "OMPI_COMM_WORLD_LOCAL_RANK=%r", "OMPI_COMM_WORLD_LOCAL_SIZE=%w", "PMIX_NAMESPACE=%t"}},
-    {"mpiexec.hydra", {"PMI_RANK=%r", "PMI_SIZE=%w", "MPI_LOCALRANKID=%r", "MPI_LOCALNRANKS=%w", "PMI_PORT=host:%t"}},
-    {"srun", {"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=%r", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%t", "SLURM_JOB_NODELIST=node1"}},
+    {"torchrun with its agent store",
+     {"RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=%r", "LOCAL_WORLD_SIZE=%w", "MASTER_ADDR=127.0.0.1",
+      "MASTER_PORT=%t", "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RUN_ID=none"}},
+    {"mpirun",
+     {"OMPI_COMM_WORLD_RANK=%r", "OMPI_COMM_WORLD_SIZE=%w", "OMPI_COMM_WORLD_LOCAL_RANK=%r",
+      "OMPI_COMM_WORLD_LOCAL_SIZE=%w", "PMIX_NAMESPACE=%t"}},
+    {"mpiexec.hydra",
+     {"PMI_RANK=%r", "PMI_SIZE=%w", "MPI_LOCALRANKID=%r", "MPI_LOCALNRANKS=%w", "PMI_PORT=host:%t"}},
+    {"srun",
+     {"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=%r", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%t",
+      "SLURM_JOB_NODELIST=node1"}},
 };
 
 static int next_tag; /* main starts it at a number derived from its pid */
 
 static void clear_environment(void) {
-    static const char *const names[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-        "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-        "PMI_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_STEP_TASKS_PER_NODE"};
+    static const char *const names[] = {"RANK",
+                                        "WORLD_SIZE",
+                                        "LOCAL_RANK",
+                                        "LOCAL_WORLD_SIZE",
+                                        "MASTER_ADDR",
+                                        "MASTER_PORT",
+                                        "TORCHELASTIC_USE_AGENT_STORE",
+                                        "TORCHELASTIC_RUN_ID",
+                                        "TORCHELASTIC_RESTART_COUNT",
+                                        "OMPI_COMM_WORLD_RANK",
+                                        "OMPI_COMM_WORLD_SIZE",
+                                        "OMPI_COMM_WORLD_LOCAL_RANK",
+                                        "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                        "PMIX_NAMESPACE",
+                                        "PMI_RANK",
+                                        "PMI_SIZE",
+                                        "MPI_LOCALRANKID",
+                                        "MPI_LOCALNRANKS",
+                                        "PMI_PORT",
+                                        "SLURM_PROCID",
+                                        "SLURM_NTASKS",
+                                        "SLURM_LOCALID",
+                                        "SLURM_STEP_ID",
+                                        "SLURM_JOB_ID",
+                                        "SLURM_JOB_NODELIST",
+                                        "SLURM_STEP_TASKS_PER_NODE"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
 }
 
@@ -39,8 +72,14 @@ static void set_variable(const char *variable, int rank, int world_size, int tag
     snprintf(name, sizeof name, "%.*s", (int)n, variable);
     value[0] = 0;
     for (const char *c = variable + n + 1; *c; c++) {
-        if (*c == '%') length += (size_t)snprintf(value + length, sizeof value - length, "%d", c[1] == 'r' ? rank : c[1] == 'w' ? world_size : tag), c++;
-        else value[length++] = *c, value[length] = 0;
+        if (*c == '%')
+            length += (size_t)snprintf(value + length, sizeof value - length, "%d",
+                                       c[1] == 'r'   ? rank
+                                       : c[1] == 'w' ? world_size
+                                                     : tag),
+                c++;
+        else
+            value[length++] = *c, value[length] = 0;
     }
     setenv(name, value, 1);
 }
@@ -48,7 +87,8 @@ static void set_variable(const char *variable, int rank, int world_size, int tag
 typedef ddp_result (*body)(ddp_group *world, void *user);
 
 /* A process with these variables; slot: the place of its results. */
-static pid_t spawn_variables(const char *const *variables, int slot, int rank, int world_size, int tag, int timeout_ms, body fn, void *user) {
+static pid_t spawn_variables(const char *const *variables, int slot, int rank, int world_size, int tag,
+                             int timeout_ms, body fn, void *user) {
     pid_t pid;
     fflush(NULL);
     pid = fork();
@@ -72,7 +112,8 @@ static pid_t spawn_variables(const char *const *variables, int slot, int rank, i
     return pid;
 }
 
-static pid_t spawn(const family *f, int slot, int rank, int world_size, int tag, int timeout_ms, body fn, void *user) {
+static pid_t spawn(const family *f, int slot, int rank, int world_size, int tag, int timeout_ms, body fn,
+                   void *user) {
     return spawn_variables(f->variables, slot, rank, world_size, tag, timeout_ms, fn, user);
 }
 
@@ -82,13 +123,16 @@ static void reap(int first, int count) {
 }
 
 static ddp_result work(ddp_group *world, void *user) {
-    int64_t mine = ddp_rank(world) + *(int *)user, sum = 0, w = ddp_world_size(world), want = w * (w - 1) / 2 + w * *(int *)user;
+    int64_t mine = ddp_rank(world) + *(int *)user, sum = 0, w = ddp_world_size(world),
+            want = w * (w - 1) / 2 + w * *(int *)user;
     float *big;
     void *memory;
-    RANKS_CHECK(world, ddp_local_rank(world) == ddp_rank(world) && ddp_local_world_size(world) == w, "local rank %d/%d", ddp_local_rank(world), ddp_local_world_size(world));
+    RANKS_CHECK(world, ddp_local_rank(world) == ddp_rank(world) && ddp_local_world_size(world) == w,
+                "local rank %d/%d", ddp_local_rank(world), ddp_local_world_size(world));
     for (int i = 0; i < 100; i++) {
         RANKS_OK(world, ddp_all_reduce(world, &mine, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
-        RANKS_CHECK(world, sum == want, "sum %lld, wanted %lld: another job's numbers?", (long long)sum, (long long)want);
+        RANKS_CHECK(world, sum == want, "sum %lld, wanted %lld: another job's numbers?", (long long)sum,
+                    (long long)want);
     }
     /* Memory allocated after the start is shared too. */
     RANKS_OK(world, ddp_group_alloc(world, 4 << 20, &memory));
@@ -102,7 +146,8 @@ static ddp_result work(ddp_group *world, void *user) {
 static void expect_all_ok(int first, int count) {
     for (int i = first; i < first + count; i++) {
         const seen *s = &stage_shared->rank[i];
-        EXPECT(s->done && s->first == DDP_OK, "process %d: %s '%s'", i, s->done ? ddp_result_name(s->first) : "died", s->text);
+        EXPECT(s->done && s->first == DDP_OK, "process %d: %s '%s'", i,
+               s->done ? ddp_result_name(s->first) : "died", s->text);
     }
 }
 
@@ -164,7 +209,8 @@ static void test_launch_joins(void) {
             ddp_launch_desc desc = DDP_ZERO;
             seen *s = &stage_shared->rank[r];
             clear_environment();
-            for (int i = 0; i < 8 && families[0].variables[i]; i++) set_variable(families[0].variables[i], r, 3, tag);
+            for (int i = 0; i < 8 && families[0].variables[i]; i++)
+                set_variable(families[0].variables[i], r, 3, tag);
             desc.world_size = r ? 3 : 0; /* the number of the launcher, or none */
             s->first = ddp_launch(&desc, inner_main, &zero);
             snprintf(s->text, sizeof s->text, "%s", ddp_last_error());
@@ -180,10 +226,15 @@ static void test_launch_joins(void) {
 
 /* Variables of an earlier job: without the comparison, the program would wait for rank 1 of that job. */
 static void test_old_variables(void) {
-    static const struct { const char *what; int launches, world_size; const char *word;
-    } table[] = {{"ddp_launch", 1, 4, "ddp_launch: desc.world_size=4 contradicts"},
-                 {"ddp_launch of one rank", 1, 1, "ddp_launch: desc.world_size=1 contradicts"},
-                 {"ddp_group_create", 0, 4, "ddp_group_create: desc.world_size=4 contradicts"}};
+    static const struct {
+        const char *what;
+        int launches, world_size;
+        const char *word;
+    } table[] = {
+        {"ddp_launch", 1, 4, "ddp_launch: desc.world_size=4 contradicts"},
+        {"ddp_launch of one rank", 1, 1, "ddp_launch: desc.world_size=1 contradicts"},
+        {"ddp_group_create", 0, 4, "ddp_group_create: desc.world_size=4 contradicts"},
+    };
     for (size_t f = 0; f < sizeof families / sizeof *families; f++)
         for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
             const seen *s = &stage_shared->rank[0];
@@ -221,7 +272,11 @@ static void test_old_variables(void) {
 
 /* Variables that a single process must reject, with a word that its error must contain. */
 static void test_bad_variables(void) {
-    static const struct { const char *what, *word; ddp_result want; const char *variables[8]; } table[] = {
+    static const struct {
+        const char *what, *word;
+        ddp_result want;
+        const char *variables[8];
+    } table[] = {
         {"RANK without WORLD_SIZE", "WORLD_SIZE", DDP_ERR_INVALID, {"RANK=0"}},
         {"WORLD_SIZE without RANK", "RANK", DDP_ERR_INVALID, {"WORLD_SIZE=2"}},
         {"RANK = WORLD_SIZE", "RANK", DDP_ERR_INVALID, {"RANK=2", "WORLD_SIZE=2", "MASTER_PORT=1"}},
@@ -230,15 +285,36 @@ static void test_bad_variables(void) {
         {"RANK negative", "RANK", DDP_ERR_INVALID, {"RANK=-1", "WORLD_SIZE=2"}},
         {"WORLD_SIZE 0", "WORLD_SIZE", DDP_ERR_INVALID, {"RANK=0", "WORLD_SIZE=0"}},
         {"WORLD_SIZE overflows", "WORLD_SIZE", DDP_ERR_INVALID, {"RANK=0", "WORLD_SIZE=4294967298"}},
-        {"LOCAL_RANK not a number", "LOCAL_RANK", DDP_ERR_INVALID, {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=?"}},
-        {"LOCAL_RANK >= LOCAL_WORLD_SIZE", "LOCAL_RANK", DDP_ERR_INVALID, {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=5", "LOCAL_WORLD_SIZE=2"}},
-        {"LOCAL_WORLD_SIZE > WORLD_SIZE", "LOCAL_WORLD_SIZE", DDP_ERR_INVALID, {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=4"}},
-        {"a world of two machines", "machine", DDP_ERR_UNSUPPORTED, {"RANK=0", "WORLD_SIZE=4", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=2"}},
-        {"more ranks than a machine holds", "64", DDP_ERR_UNSUPPORTED, {"RANK=0", "WORLD_SIZE=65", "MASTER_PORT=3"}},
-        {"mpirun on two machines", "machine", DDP_ERR_UNSUPPORTED, {"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=0",
-                                                                    "OMPI_COMM_WORLD_LOCAL_SIZE=1"}},
+        {"LOCAL_RANK not a number",
+         "LOCAL_RANK",
+         DDP_ERR_INVALID,
+         {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=?"}},
+        {"LOCAL_RANK >= LOCAL_WORLD_SIZE",
+         "LOCAL_RANK",
+         DDP_ERR_INVALID,
+         {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=5", "LOCAL_WORLD_SIZE=2"}},
+        {"LOCAL_WORLD_SIZE > WORLD_SIZE",
+         "LOCAL_WORLD_SIZE",
+         DDP_ERR_INVALID,
+         {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=4"}},
+        {"a world of two machines",
+         "machine",
+         DDP_ERR_UNSUPPORTED,
+         {"RANK=0", "WORLD_SIZE=4", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=2"}},
+        {"more ranks than a machine holds",
+         "64",
+         DDP_ERR_UNSUPPORTED,
+         {"RANK=0", "WORLD_SIZE=65", "MASTER_PORT=3"}},
+        {"mpirun on two machines",
+         "machine",
+         DDP_ERR_UNSUPPORTED,
+         {"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=0",
+          "OMPI_COMM_WORLD_LOCAL_SIZE=1"}},
         {"PMI_RANK alone", "PMI_SIZE", DDP_ERR_INVALID, {"PMI_RANK=0"}},
-        {"a SLURM batch script is no rank", "", DDP_OK, {"SLURM_PROCID=0", "SLURM_NTASKS=8", "SLURM_LOCALID=0"}},
+        {"a SLURM batch script is no rank",
+         "",
+         DDP_OK,
+         {"SLURM_PROCID=0", "SLURM_NTASKS=8", "SLURM_LOCALID=0"}},
         {"RANK empty is unset", "", DDP_OK, {"RANK=", "WORLD_SIZE="}},
         {"a world of one", "", DDP_OK, {"RANK=0", "WORLD_SIZE=1"}},
     };
@@ -247,7 +323,8 @@ static void test_bad_variables(void) {
         faults_begin(table[i].what);
         spawn_variables(table[i].variables, 0, 0, 0, next_tag++, 1000, NULL, NULL);
         reap(0, 1);
-        EXPECT(s->done && s->first == table[i].want, "%s '%s'", s->done ? ddp_result_name(s->first) : "died", s->text);
+        EXPECT(s->done && s->first == table[i].want, "%s '%s'", s->done ? ddp_result_name(s->first) : "died",
+               s->text);
         EXPECT(says(s->text, table[i].word), "'%s' does not contain '%s'", s->text, table[i].word);
     }
 }
@@ -258,14 +335,17 @@ static void test_missing(void) {
         double start = ranks_now();
         faults_begin("a rank that never starts");
         for (int r = 0; r < 3; r++) {
-            if (r != missing) spawn(&families[0], r, r, 3, tag, RUN_INTO_MS, work, &zero);
-            else stage_shared->rank[r].pid = 0;
+            if (r != missing)
+                spawn(&families[0], r, r, 3, tag, RUN_INTO_MS, work, &zero);
+            else
+                stage_shared->rank[r].pid = 0;
         }
         for (int r = 0; r < 3; r++) {
             const seen *s = &stage_shared->rank[r];
             if (r == missing) continue;
             reap(r, 1);
-            EXPECT(s->done && s->first == DDP_ERR_TIMEOUT, "rank %d: %s '%s'", r, s->done ? ddp_result_name(s->first) : "died", s->text);
+            EXPECT(s->done && s->first == DDP_ERR_TIMEOUT, "rank %d: %s '%s'", r,
+                   s->done ? ddp_result_name(s->first) : "died", s->text);
             EXPECT(names_rank(s->text, missing), "rank %d: '%s' does not name rank %d", r, s->text, missing);
         }
         EXPECT(ranks_now() - start < 8 + PROMPT_SECONDS, "took %.2f s of 8 s", ranks_now() - start);
@@ -273,7 +353,10 @@ static void test_missing(void) {
 }
 
 static void test_contradictions(void) {
-    static const struct { const char *what; int rank[3], size[3]; } table[] = {
+    static const struct {
+        const char *what;
+        int rank[3], size[3];
+    } table[] = {
         {"two processes with one rank", {0, 1, 1}, {3, 3, 3}},
         {"two processes are rank 0", {0, 0, 1}, {3, 3, 3}},
         {"another world size", {0, 1, 2}, {3, 3, 4}},
@@ -283,16 +366,20 @@ static void test_contradictions(void) {
         int tag = next_tag++, zero = 0, mismatches = 0;
         double start = ranks_now();
         faults_begin(table[i].what);
-        for (int k = 0; k < 3; k++) spawn(&families[0], k, table[i].rank[k], table[i].size[k], tag, RUN_INTO_MS, work, &zero);
+        for (int k = 0; k < 3; k++)
+            spawn(&families[0], k, table[i].rank[k], table[i].size[k], tag, RUN_INTO_MS, work, &zero);
         reap(0, 3);
         for (int k = 0; k < 3; k++) {
             const seen *s = &stage_shared->rank[k];
-            EXPECT(s->done && s->first != DDP_OK, "process %d: %s", k, s->done ? "joined all the same" : "died");
-            EXPECT(s->first == DDP_ERR_MISMATCH || s->first == DDP_ERR_TIMEOUT || s->first == DDP_ERR_PEER_LOST, "process %d: %s '%s'", k,
-                   ddp_result_name(s->first), s->text);
+            EXPECT(s->done && s->first != DDP_OK, "process %d: %s", k,
+                   s->done ? "joined all the same" : "died");
+            EXPECT(s->first == DDP_ERR_MISMATCH || s->first == DDP_ERR_TIMEOUT
+                       || s->first == DDP_ERR_PEER_LOST,
+                   "process %d: %s '%s'", k, ddp_result_name(s->first), s->text);
             mismatches += s->first == DDP_ERR_MISMATCH;
         }
-        EXPECT(mismatches >= 1, "no rank returned DDP_ERR_MISMATCH: '%s' '%s' '%s'", stage_shared->rank[0].text, stage_shared->rank[1].text, stage_shared->rank[2].text);
+        EXPECT(mismatches >= 1, "no rank returned DDP_ERR_MISMATCH: '%s' '%s' '%s'",
+               stage_shared->rank[0].text, stage_shared->rank[1].text, stage_shared->rank[2].text);
         EXPECT(ranks_now() - start < 8 + PROMPT_SECONDS, "took %.2f s", ranks_now() - start);
     }
 }
@@ -324,15 +411,19 @@ static int visit(const char *name) {
     memcpy(address.sun_path + 1, name, strlen(name));
     for (int i = 0; i < 3; i++) {
         int fd = socket(AF_UNIX, types[i], 0);
-        if (connect(fd, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name))) == 0) return fd;
+        if (connect(fd, (struct sockaddr *)&address,
+                    (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name)))
+            == 0)
+            return fd;
         close(fd);
     }
     return -1;
 }
 
 static void test_strangers(void) {
-    static const char *const what[] = {"a silent connection", "a stranger sends garbage", "a stranger sends a lot of garbage", "a stranger leaves at once",
-                                       "40 silent connections", "a stranger sends zeros of many sizes"};
+    static const char *const what[] = {
+        "a silent connection",       "a stranger sends garbage", "a stranger sends a lot of garbage",
+        "a stranger leaves at once", "40 silent connections",    "a stranger sends zeros of many sizes"};
     static char garbage[65536];
     for (size_t i = 0; i < sizeof garbage; i++) garbage[i] = (char)ranks_mix(i);
     for (int kind = 0; kind < 6; kind++) {
@@ -344,13 +435,20 @@ static void test_strangers(void) {
         spawn(&families[0], 0, 0, 3, tag, 30000, work, &zero);
         while (visited < (kind == 4 ? 40 : 1) && ranks_now() < until) {
             int fd = visit(name);
-            if (fd < 0) { ranks_sleep_us(2000); continue; } /* rank 0 does not listen yet */
+            if (fd < 0) {
+                ranks_sleep_us(2000);
+                continue;
+            } /* rank 0 does not listen yet */
             visited++;
             if (kind == 1) (void)!send(fd, garbage, 100, MSG_NOSIGNAL);
-            for (int n = 0; kind == 2 && n < 20; n++) (void)!send(fd, garbage, sizeof garbage, MSG_NOSIGNAL | MSG_DONTWAIT);
-            for (size_t n = 0; kind == 5 && n < 1000; n += 8) (void)!send(fd, memset(garbage, 0, n + 1), n, MSG_NOSIGNAL | MSG_DONTWAIT);
-            if (kind == 3) close(fd);
-            else fds[fd_count++] = fd;
+            for (int n = 0; kind == 2 && n < 20; n++)
+                (void)!send(fd, garbage, sizeof garbage, MSG_NOSIGNAL | MSG_DONTWAIT);
+            for (size_t n = 0; kind == 5 && n < 1000; n += 8)
+                (void)!send(fd, memset(garbage, 0, n + 1), n, MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (kind == 3)
+                close(fd);
+            else
+                fds[fd_count++] = fd;
         }
         EXPECT(visited > 0, "found no socket to visit");
         ranks_sleep_us(50000);
@@ -359,7 +457,8 @@ static void test_strangers(void) {
         spawn(&families[0], 2, 2, 3, tag, 30000, work, &zero);
         reap(0, 3);
         expect_all_ok(0, 3);
-        EXPECT(ranks_now() - start < 3 * PROMPT_SECONDS, "the job took %.2f s to come together", ranks_now() - start);
+        EXPECT(ranks_now() - start < 3 * PROMPT_SECONDS, "the job took %.2f s to come together",
+               ranks_now() - start);
         while (fd_count > 0) close(fds[--fd_count]);
         EXPECT(!is_there(name), "socket @%s is left", name);
     }
@@ -445,9 +544,11 @@ static void test_one_dies(void) {
         for (int r = 0; r < 3; r++) {
             const seen *s = &stage_shared->rank[r];
             if (r == victim) continue;
-            EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, victim) && says(s->text, pid), "rank %d: %s '%s'", r,
-                   s->done ? ddp_result_name(s->first) : "died", s->text);
-            EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
+            EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, victim)
+                       && says(s->text, pid),
+                   "rank %d: %s '%s'", r, s->done ? ddp_result_name(s->first) : "died", s->text);
+            EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS,
+                   "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
         }
         reap(victim, 1);
     }

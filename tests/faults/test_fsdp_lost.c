@@ -12,11 +12,23 @@
 
 #include <sys/resource.h>
 
-enum { W = 4, UNITS = 3, LEAVE_AT = 17, TIMEOUT_MS = 600000 /* a rank that waited that long would fail the test, or the watchdog would */ };
+enum {
+    W = 4,
+    UNITS = 3,
+    LEAVE_AT = 17,
+    TIMEOUT_MS = 600000 /* a rank that waited that long would fail the test, or the watchdog would */
+};
 
 /* how: 0 kill, 1 exit, 2 destroys its objects; at: after this many calls. */
-typedef struct plan { int how, at, packed, replicas; ddp_fsdp_strategy strategy; } plan;
-typedef struct seen { int done, pid; ddp_result result; char text[512]; } seen;
+typedef struct plan {
+    int how, at, packed, replicas;
+    ddp_fsdp_strategy strategy;
+} plan;
+typedef struct seen {
+    int done, pid;
+    ddp_result result;
+    char text[512];
+} seen;
 static seen *all;
 
 static void leave(const plan *p) {
@@ -27,10 +39,13 @@ static void leave(const plan *p) {
 static ddp_result call(ddp_fsdp *fsdp, int number) {
     int u = number % (3 * UNITS + 1) / 3, k = number % (3 * UNITS + 1) % 3;
     if (u == UNITS) return ddp_fsdp_step(fsdp, 0.1f);
-    return k == 0 ? ddp_fsdp_unshard(fsdp, u) : k == 1 ? ddp_fsdp_reduce_grads(fsdp, u) : ddp_fsdp_reshard(fsdp, u);
+    return k == 0   ? ddp_fsdp_unshard(fsdp, u)
+           : k == 1 ? ddp_fsdp_reduce_grads(fsdp, u)
+                    : ddp_fsdp_reshard(fsdp, u);
 }
 
-static ddp_result ones(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result ones(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                       void *user) {
     (void)first_row;
     (void)user;
     for (int64_t i = 0; i < row_count * param->param.value.shape[1]; i++) ((float *)out)[i] = 1;
@@ -82,7 +97,8 @@ static ddp_result survive(ddp_group *world, void *user) {
         snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
         for (int u = 0; u < UNITS && far; u++) { /* no rank sends any more */
             if (ddp_fsdp_unshard(fsdp, u) != DDP_OK) continue;
-            for (int i = 0; i < 24; i++) again |= ((float *)params[u].param.value.data)[i] != ((float *)params[u].param.value.data)[0];
+            for (int i = 0; i < 24; i++)
+                again |= ((float *)params[u].param.value.data)[i] != ((float *)params[u].param.value.data)[0];
         }
         mine->done = again ? 2 : 1;
     }
@@ -104,9 +120,15 @@ static void run(ranks_mode mode, plan p) {
     for (int r = 0; r < W; r++) {
         const seen *s = &all[r];
         int named = strstr(s->text, "rank 1") || strstr(s->text, who) || p.replicas > 1;
-        if (r == 1 || (s->done == 1 && (s->result == DDP_ERR_PEER_LOST || s->result == DDP_ERR_POISONED || (p.how == 2 && s->result == DDP_ERR_MISMATCH)) && named)) continue;
-        fprintf(stderr, "FAIL %s how=%d at=%d packed=%d replicas=%d strategy=%d: rank %d: done=%d %s: %s\n", ranks_mode_name(mode), p.how, p.at, p.packed, p.replicas,
-                (int)p.strategy, r, s->done, ddp_result_name(s->result), s->text);
+        if (r == 1
+            || (s->done == 1
+                && (s->result == DDP_ERR_PEER_LOST || s->result == DDP_ERR_POISONED
+                    || (p.how == 2 && s->result == DDP_ERR_MISMATCH))
+                && named))
+            continue;
+        fprintf(stderr, "FAIL %s how=%d at=%d packed=%d replicas=%d strategy=%d: rank %d: done=%d %s: %s\n",
+                ranks_mode_name(mode), p.how, p.at, p.packed, p.replicas, (int)p.strategy, r, s->done,
+                ddp_result_name(s->result), s->text);
         failures++;
     }
 }
@@ -115,7 +137,11 @@ static void run(ranks_mode mode, plan p) {
 
 enum { SIDE = 1024, BLOCKS = 6 }; /* 24 MiB of values: 96 MiB whole, 24 MiB and slots in shards of 4 */
 
-typedef struct room { ddp_fsdp_strategy strategy; int offload; size_t bytes, file_bytes; } room;
+typedef struct room {
+    ddp_fsdp_strategy strategy;
+    int offload;
+    size_t bytes, file_bytes;
+} room;
 
 static ddp_result fit(ddp_group *world, void *user) {
     const room *o = (const room *)user;
@@ -139,7 +165,12 @@ static ddp_result fit(ddp_group *world, void *user) {
         units[u].params = &params[u];
         units[u].param_count = 1;
     }
-    RANKS_CHECK(world, file && fscanf(file, "%ld %ld %ld %ld %ld %ld", &unused, &unused, &unused, &unused, &unused, &pages) == 6, "statm");
+    RANKS_CHECK(
+        world,
+        file
+            && fscanf(file, "%ld %ld %ld %ld %ld %ld", &unused, &unused, &unused, &unused, &unused, &pages)
+                   == 6,
+        "statm");
     fclose(file);
     /* Private memory: data, stacks, and the mappings of malloc. */
     limit.rlim_cur = limit.rlim_max = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + o->bytes;
@@ -156,8 +187,12 @@ static ddp_result fit(ddp_group *world, void *user) {
     result = ddp_fsdp_create(&fsdp, world, &desc);
     for (int i = 0; i < 2 * (3 * BLOCKS + 1) && result == DDP_OK; i++) {
         int u = i % (3 * BLOCKS + 1) / 3, k = i % (3 * BLOCKS + 1) % 3;
-        if (u == BLOCKS) result = ddp_fsdp_step(fsdp, 0.1f);
-        else result = k == 0 ? ddp_fsdp_unshard(fsdp, u) : k == 1 ? ddp_fsdp_reduce_grads(fsdp, u) : ddp_fsdp_reshard(fsdp, u);
+        if (u == BLOCKS)
+            result = ddp_fsdp_step(fsdp, 0.1f);
+        else
+            result = k == 0   ? ddp_fsdp_unshard(fsdp, u)
+                     : k == 1 ? ddp_fsdp_reduce_grads(fsdp, u)
+                              : ddp_fsdp_reshard(fsdp, u);
     }
     mine->result = result;
     snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
@@ -173,10 +208,14 @@ static void run_room(int world, room o, int fits) {
     for (int r = 0; r < world; r++) {
         const seen *s = &all[r];
         if (s->done && fits && s->result == DDP_OK) continue;
-        if (s->done && !fits && !o.file_bytes && s->result == DDP_ERR_NO_MEMORY && strstr(s->text, "could not be allocated") &&
-            strstr(s->text, "ddp_")) continue;
-        if (s->done && !fits && o.file_bytes && s->result == DDP_ERR_SYSTEM && strstr(s->text, "offload_dir=/tmp")) continue;
-        fprintf(stderr, "FAIL strategy=%d offload=%d in %zu bytes: rank %d: done=%d %s: %s\n", (int)o.strategy, o.offload, o.bytes, r, s->done, ddp_result_name(s->result), s->text);
+        if (s->done && !fits && !o.file_bytes && s->result == DDP_ERR_NO_MEMORY
+            && strstr(s->text, "could not be allocated") && strstr(s->text, "ddp_"))
+            continue;
+        if (s->done && !fits && o.file_bytes && s->result == DDP_ERR_SYSTEM
+            && strstr(s->text, "offload_dir=/tmp"))
+            continue;
+        fprintf(stderr, "FAIL strategy=%d offload=%d in %zu bytes: rank %d: done=%d %s: %s\n",
+                (int)o.strategy, o.offload, o.bytes, r, s->done, ddp_result_name(s->result), s->text);
         failures++;
     }
 }
@@ -199,8 +238,12 @@ int main(int argc, char **argv) {
         }
     }
     if (mode == RANKS_PROCESSES && strcmp(DDP_TEST_FLAVOUR, "asan")) {
-        static const room shards = {DDP_FSDP_FULL_SHARD, 0, (size_t)40 << 20, 0}, whole = {DDP_FSDP_NO_SHARD, 0, (size_t)40 << 20, 0}, file = {DDP_FSDP_FULL_SHARD, 1, (size_t)36 << 20, 0}, memory = {DDP_FSDP_FULL_SHARD, 0, (size_t)36 << 20, 0},
-                          no_values = {DDP_FSDP_FULL_SHARD, 1, (size_t)200 << 20, 5000000}, no_moments = {DDP_FSDP_FULL_SHARD, 1, (size_t)200 << 20, 20000000};
+        static const room shards = {DDP_FSDP_FULL_SHARD, 0, (size_t)40 << 20, 0},
+                          whole = {DDP_FSDP_NO_SHARD, 0, (size_t)40 << 20, 0},
+                          file = {DDP_FSDP_FULL_SHARD, 1, (size_t)36 << 20, 0},
+                          memory = {DDP_FSDP_FULL_SHARD, 0, (size_t)36 << 20, 0},
+                          no_values = {DDP_FSDP_FULL_SHARD, 1, (size_t)200 << 20, 5000000},
+                          no_moments = {DDP_FSDP_FULL_SHARD, 1, (size_t)200 << 20, 20000000};
         run_room(W, shards, 1);
         run_room(W, whole, 0);
         run_room(2, file, 1);

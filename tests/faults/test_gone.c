@@ -105,14 +105,17 @@ static void test_reused_pid(void) {
     faults_begin("a process that died has a pid that another process has now");
     ranks_sleep_us(50000); /* no rank starts in the same clock tick as this process */
     run(reused, (int)getpid() * 2);
-    EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 1), "%s '%s'", outcome(s), s->text);
+    EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 1), "%s '%s'", outcome(s),
+           s->text);
 }
 
 /* Rank 0 misses rank 1 and looks for its process. Meanwhile rank 1 arrives and ends: no rank is lost. */
 static ddp_result overtaken(ddp_group *world) {
     RANKS_OK(world, ddp_barrier(world));
-    if (ddp_rank(world) == 0) armed = 1;
-    else if (!heard(&stage_shared->counter, LOOKS)) return DDP_ERR_TIMEOUT;
+    if (ddp_rank(world) == 0)
+        armed = 1;
+    else if (!heard(&stage_shared->counter, LOOKS))
+        return DDP_ERR_TIMEOUT;
     RANKS_OK(world, ddp_barrier(world));
     return ddp_group_status(world);
 }

@@ -23,7 +23,8 @@ static void test_many_launches(void) {
     for (int i = 0; i < 60; i++) EXPECT(launch_barriers(2 + i % 3) == DDP_OK, "%s", ddp_last_error());
     for (int i = 0; i < 20; i++) {
         int rounds = 3;
-        EXPECT(launch(RANKS_THREADS, 2 + i % 3, 20000, barriers_main, &rounds) == DDP_OK, "%s", ddp_last_error());
+        EXPECT(launch(RANKS_THREADS, 2 + i % 3, 20000, barriers_main, &rounds) == DDP_OK, "%s",
+               ddp_last_error());
     }
 }
 
@@ -55,14 +56,20 @@ static void test_other_children_are_left_alone(void) {
     early = fork();
     if (early == 0) _exit(7);
     late = fork();
-    if (late == 0) { ranks_sleep_us(1000000); _exit(8); }
+    if (late == 0) {
+        ranks_sleep_us(1000000);
+        _exit(8);
+    }
     ranks_sleep_us(20000);
     {
         int rounds = 3;
-        EXPECT(ranks_run(RANKS_PROCESSES, 3, 20000, barriers_main, &rounds) == DDP_OK, "%s", ddp_last_error());
+        EXPECT(ranks_run(RANKS_PROCESSES, 3, 20000, barriers_main, &rounds) == DDP_OK, "%s",
+               ddp_last_error());
     }
-    EXPECT(waitpid(early, &status, 0) == early && WEXITSTATUS(status) == 7, "the caller's child was reaped by another process");
-    EXPECT(waitpid(late, &status, 0) == late && WEXITSTATUS(status) == 8, "the caller's child was reaped or killed by another process");
+    EXPECT(waitpid(early, &status, 0) == early && WEXITSTATUS(status) == 7,
+           "the caller's child was reaped by another process");
+    EXPECT(waitpid(late, &status, 0) == late && WEXITSTATUS(status) == 8,
+           "the caller's child was reaped or killed by another process");
 }
 
 static void test_ignored_sigchld(void) {
@@ -97,12 +104,14 @@ static void test_buffered_output(void) {
         close(saved), close(out[1]);
         EXPECT(result == DDP_OK, "%s", ddp_last_error());
     }
-    while (length < sizeof text - 1 && (got = read(out[0], text + length, sizeof text - 1 - length)) > 0) length += (size_t)got;
+    while (length < sizeof text - 1 && (got = read(out[0], text + length, sizeof text - 1 - length)) > 0)
+        length += (size_t)got;
     text[length] = 0;
     close(out[0]);
     setvbuf(stdout, NULL, _IOLBF, 0);
-    EXPECT(length == 7 + 3 * 7 + 6 && strncmp(text, "before\n", 7) == 0 && strstr(text, "rank 0\n") && strstr(text, "rank 1\n") &&
-               strstr(text, "rank 2\n") && strstr(text, "after\n"), "output is '%s'", text);
+    EXPECT(length == 7 + 3 * 7 + 6 && strncmp(text, "before\n", 7) == 0 && strstr(text, "rank 0\n")
+               && strstr(text, "rank 1\n") && strstr(text, "rank 2\n") && strstr(text, "after\n"),
+           "output is '%s'", text);
 }
 
 //== cores ==================================================================================
@@ -120,7 +129,10 @@ static int core_count(void) {
     return bits;
 }
 
-typedef struct cores { int seen[RANKS_MAX]; char omp[RANKS_MAX][16], blas[RANKS_MAX][16]; } cores;
+typedef struct cores {
+    int seen[RANKS_MAX];
+    char omp[RANKS_MAX][16], blas[RANKS_MAX][16];
+} cores;
 
 static ddp_result cores_main(ddp_group *world, void *user) {
     cores *c = (cores *)user;
@@ -144,13 +156,18 @@ static void test_cores(void) {
     EXPECT(launch(RANKS_PROCESSES, 2, 20000, cores_main, c) == DDP_OK, "%s", ddp_last_error());
     snprintf(want, sizeof want, "%d", share);
     for (int r = 0; r < 2; r++) {
-        EXPECT(c->seen[r] >= 1 && c->seen[r] <= (all + 1) / 2, "rank %d of 2 may use %d of %d cores", r, c->seen[r], all);
-        EXPECT(strcmp(c->omp[r], want) == 0 && strcmp(c->blas[r], want) == 0, "rank %d: OMP_NUM_THREADS %s, OPENBLAS_NUM_THREADS %s, wanted %s", r,
-               c->omp[r], c->blas[r], want);
+        EXPECT(c->seen[r] >= 1 && c->seen[r] <= (all + 1) / 2, "rank %d of 2 may use %d of %d cores", r,
+               c->seen[r], all);
+        EXPECT(strcmp(c->omp[r], want) == 0 && strcmp(c->blas[r], want) == 0,
+               "rank %d: OMP_NUM_THREADS %s, OPENBLAS_NUM_THREADS %s, wanted %s", r, c->omp[r], c->blas[r],
+               want);
     }
-    EXPECT(core_count() == all && !getenv("OMP_NUM_THREADS") && !getenv("RANK"), "the caller's own cores or environment changed");
+    EXPECT(core_count() == all && !getenv("OMP_NUM_THREADS") && !getenv("RANK"),
+           "the caller's own cores or environment changed");
     EXPECT(launch(RANKS_PROCESSES, 2 * all + 1, 20000, cores_main, c) == DDP_OK, "%s", ddp_last_error());
-    for (int r = 0; r < 2 * all + 1; r++) EXPECT(c->seen[r] >= 1 && strcmp(c->omp[r], "1") == 0, "rank %d: %d cores, %s threads", r, c->seen[r], c->omp[r]);
+    for (int r = 0; r < 2 * all + 1; r++)
+        EXPECT(c->seen[r] >= 1 && strcmp(c->omp[r], "1") == 0, "rank %d: %d cores, %s threads", r, c->seen[r],
+               c->omp[r]);
 
     faults_begin("the user's settings are unchanged");
     setenv("OMP_NUM_THREADS", "5", 1);
@@ -162,7 +179,8 @@ static void test_cores(void) {
     desc.world_size = 2;
     desc.no_affinity = 1;
     EXPECT(ddp_launch(&desc, cores_main, c) == DDP_OK, "%s", ddp_last_error());
-    EXPECT(c->seen[0] == all && strcmp(c->omp[0], "unset") == 0, "%d cores, %s threads", c->seen[0], c->omp[0]);
+    EXPECT(c->seen[0] == all && strcmp(c->omp[0], "unset") == 0, "%d cores, %s threads", c->seen[0],
+           c->omp[0]);
 
     faults_begin("world_size 0 is one rank per core");
     memset(&desc, 0, sizeof desc);
@@ -191,18 +209,25 @@ static ddp_result idle_main(ddp_group *world, void *user) {
     }
     if (what == 2) {
         if (ddp_rank(world) == 0)
-            for (int r = 1; r < ddp_world_size(world); r++) RANKS_OK(world, ddp_send(world, &x, 1, DDP_F32, r, 0, NULL));
-        else RANKS_OK(world, ddp_recv(world, &x, 1, DDP_F32, 0, 0, NULL));
+            for (int r = 1; r < ddp_world_size(world); r++)
+                RANKS_OK(world, ddp_send(world, &x, 1, DDP_F32, r, 0, NULL));
+        else
+            RANKS_OK(world, ddp_recv(world, &x, 1, DDP_F32, 0, 0, NULL));
     }
     getrusage(RUSAGE_SELF, &after);
-    used = (double)(after.ru_utime.tv_sec - before.ru_utime.tv_sec + after.ru_stime.tv_sec - before.ru_stime.tv_sec) +
-           1e-6 * (double)(after.ru_utime.tv_usec - before.ru_utime.tv_usec + after.ru_stime.tv_usec - before.ru_stime.tv_usec);
+    used = (double)(after.ru_utime.tv_sec - before.ru_utime.tv_sec + after.ru_stime.tv_sec
+                    - before.ru_stime.tv_sec)
+           + 1e-6
+                 * (double)(after.ru_utime.tv_usec - before.ru_utime.tv_usec + after.ru_stime.tv_usec
+                            - before.ru_stime.tv_usec);
     stage_shared->numbers[ddp_rank(world)] = (int)(used / (ranks_now() - start) * 1e6);
     return DDP_OK;
 }
 
 static void test_idle_ranks_sleep(void) {
-    static const char *const names[] = {"16 ranks, 15 wait 1 s in a barrier", "16 ranks, 15 wait 1 s for asynchronous work", "16 ranks, 15 wait 1 s for a message"};
+    static const char *const names[] = {"16 ranks, 15 wait 1 s in a barrier",
+                                        "16 ranks, 15 wait 1 s for asynchronous work",
+                                        "16 ranks, 15 wait 1 s for a message"};
     for (int what = 0; what < 3; what++) {
         const int *used = stage_shared->numbers + 1;
         /* Other work of the machine can be accounted to single ranks, but waits that spin make all of them
@@ -235,8 +260,17 @@ static ddp_result restart_main(ddp_group *world, void *user) {
 }
 
 static void test_restarts(void) {
-    static const struct { int failures, restarts; ddp_result want; int attempts; } table[] = {
-        {0, 3, DDP_OK, 1}, {1, 1, DDP_OK, 2}, {3, 3, DDP_OK, 4}, {2, 1, DDP_ERR_CORRUPT, 2}, {1, 0, DDP_ERR_PEER_LOST, 1}, {9, 2, DDP_ERR_PEER_LOST, 3},
+    static const struct {
+        int failures, restarts;
+        ddp_result want;
+        int attempts;
+    } table[] = {
+        {0, 3, DDP_OK, 1},
+        {1, 1, DDP_OK, 2},
+        {3, 3, DDP_OK, 4},
+        {2, 1, DDP_ERR_CORRUPT, 2},
+        {1, 0, DDP_ERR_PEER_LOST, 1},
+        {9, 2, DDP_ERR_PEER_LOST, 3},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         ddp_launch_desc desc = DDP_ZERO;
@@ -248,9 +282,10 @@ static void test_restarts(void) {
         desc.max_restarts = table[i].restarts;
         desc.group.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
         result = ddp_launch(&desc, restart_main, &failures);
-        EXPECT(result == table[i].want, "%d failures, %d restarts: %s '%s'", failures, table[i].restarts, ddp_result_name(result), ddp_last_error());
-        EXPECT(stage_shared->counter == table[i].attempts, "%d failures, %d restarts: %d attempts, wanted %d", failures, table[i].restarts,
-               stage_shared->counter, table[i].attempts);
+        EXPECT(result == table[i].want, "%d failures, %d restarts: %s '%s'", failures, table[i].restarts,
+               ddp_result_name(result), ddp_last_error());
+        EXPECT(stage_shared->counter == table[i].attempts, "%d failures, %d restarts: %d attempts, wanted %d",
+               failures, table[i].restarts, stage_shared->counter, table[i].attempts);
         expect_nothing_left(before);
     }
 }
@@ -260,7 +295,8 @@ static ddp_result inside_main(ddp_group *again, void *user) {
     ddp_group *world = *(ddp_group **)user;
     int32_t sum = ddp_rank(world) + 1, w = ddp_world_size(world);
     float *memory;
-    RANKS_CHECK(world, ddp_rank(again) == ddp_rank(world) && ddp_world_size(again) == w, "%d of %d", ddp_rank(again), ddp_world_size(again));
+    RANKS_CHECK(world, ddp_rank(again) == ddp_rank(world) && ddp_world_size(again) == w, "%d of %d",
+                ddp_rank(again), ddp_world_size(again));
     RANKS_OK(world, ddp_group_alloc(again, 64, (void **)&memory));
     RANKS_OK(world, ddp_all_reduce(again, &sum, &sum, 1, DDP_I32, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, sum == w * (w + 1) / 2, "the sum is %d", (int)sum);
@@ -280,8 +316,13 @@ static ddp_result again_main(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
-static void *limited_alloc(size_t size_bytes, void *left) { return (*(int *)left)-- > 0 ? malloc(size_bytes) : NULL; }
-static void limited_free(void *memory, void *left) { (void)left; free(memory); }
+static void *limited_alloc(size_t size_bytes, void *left) {
+    return (*(int *)left)-- > 0 ? malloc(size_bytes) : NULL;
+}
+static void limited_free(void *memory, void *left) {
+    (void)left;
+    free(memory);
+}
 
 /* A create inside a launch for which a rank has no memory ends on the others too, and the world stays
    usable. */
@@ -292,9 +333,12 @@ static ddp_result inside_without_memory_main(ddp_group *world, void *user) {
         ddp_group_desc desc = DDP_ZERO;
         ddp_group *again;
         desc.alloc_fn = limited_alloc, desc.free_fn = limited_free, desc.user = &left;
-        ddp_result result = ddp_group_create(&again, &desc), want = ddp_rank(world) == poor || poor == 0 ? DDP_ERR_NO_MEMORY : DDP_OK;
-        RANKS_CHECK(world, result == want && !again == (want != DDP_OK), "%s '%s'", ddp_result_name(result), ddp_last_error());
-        RANKS_CHECK(world, ddp_rank(world) != poor || says(ddp_last_error(), "could not be allocated"), "'%s'", ddp_last_error());
+        ddp_result result = ddp_group_create(&again, &desc),
+                   want = ddp_rank(world) == poor || poor == 0 ? DDP_ERR_NO_MEMORY : DDP_OK;
+        RANKS_CHECK(world, result == want && !again == (want != DDP_OK), "%s '%s'", ddp_result_name(result),
+                    ddp_last_error());
+        RANKS_CHECK(world, ddp_rank(world) != poor || says(ddp_last_error(), "could not be allocated"),
+                    "'%s'", ddp_last_error());
         RANKS_OK(world, ddp_barrier(world));
         ddp_group_destroy(again);
     }
@@ -306,7 +350,8 @@ static void test_inside(void) {
     faults_begin("a create and a launch inside");
     EXPECT(launch(RANKS_PROCESSES, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
     EXPECT(launch(RANKS_THREADS, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
-    EXPECT(launch(RANKS_PROCESSES, 3, 20000, inside_without_memory_main, NULL) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(launch(RANKS_PROCESSES, 3, 20000, inside_without_memory_main, NULL) == DDP_OK, "%s",
+           ddp_last_error());
 }
 
 /* Survivors that make no call are killed after timeout_ms. */
@@ -325,8 +370,10 @@ static void test_deaf_survivors(void) {
     ddp_result result;
     faults_begin("survivors that never return");
     result = launch(RANKS_PROCESSES, 3, RUN_INTO_MS, deaf_main, NULL);
-    EXPECT(result == DDP_ERR_CORRUPT && says(ddp_last_error(), "rank 1 gives up"), "%s '%s'", ddp_result_name(result), ddp_last_error());
-    EXPECT(launch_seconds > 0.99 * patience && launch_seconds < patience + PROMPT_SECONDS, "took %.2f s", launch_seconds);
+    EXPECT(result == DDP_ERR_CORRUPT && says(ddp_last_error(), "rank 1 gives up"), "%s '%s'",
+           ddp_result_name(result), ddp_last_error());
+    EXPECT(launch_seconds > 0.99 * patience && launch_seconds < patience + PROMPT_SECONDS, "took %.2f s",
+           launch_seconds);
     for (int r = 0; r < 3; r++) EXPECT(gone(stage_shared->rank[r].pid), "rank %d is still there", r);
 }
 
@@ -344,9 +391,11 @@ static void test_error_text(void) {
     ddp_result result;
     faults_begin("the failing rank's line reaches the caller");
     result = launch(RANKS_PROCESSES, 2, 20000, long_text_main, NULL);
-    EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"), "%s '%s'", ddp_result_name(result), ddp_last_error());
+    EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"),
+           "%s '%s'", ddp_result_name(result), ddp_last_error());
     result = launch(RANKS_THREADS, 2, 20000, long_text_main, NULL);
-    EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"), "%s '%s'", ddp_result_name(result), ddp_last_error());
+    EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"),
+           "%s '%s'", ddp_result_name(result), ddp_last_error());
 }
 
 //== signals to the launching process =======================================================
@@ -357,15 +406,21 @@ static ddp_result signalled_main(ddp_group *world, void *user) {
     seen_by(world)->pid = getpid();
     RANKS_OK(world, ddp_barrier(world));
     say(&stage_shared->counter);
-    if (ddp_rank(world) == 0) for (;;) pause();
+    if (ddp_rank(world) == 0)
+        for (;;) pause();
     return ddp_barrier(world);
 }
 
-static void count_signal(int number) { __atomic_add_fetch(&stage_shared->numbers[number], 1, __ATOMIC_SEQ_CST); }
+static void count_signal(int number) {
+    __atomic_add_fetch(&stage_shared->numbers[number], 1, __ATOMIC_SEQ_CST);
+}
 
 /* Every rank has its own handler and leaves when it is called: a clean stop, such as saving a checkpoint. */
 static volatile sig_atomic_t told;
-static void tell(int number) { (void)number; told = 1; }
+static void tell(int number) {
+    (void)number;
+    told = 1;
+}
 static ddp_result handler_main(ddp_group *world, void *user) {
     (void)user;
     signal(SIGINT, tell);
@@ -397,7 +452,8 @@ static void signal_a_launcher(const char *scenario, int number, ddp_rank_fn fn, 
         desc.world_size = W;
         desc.group.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
         result = ddp_launch(&desc, fn, NULL);
-        snprintf(stage_shared->rank[0].text, sizeof stage_shared->rank[0].text, "%s", result == DDP_OK ? "" : ddp_last_error());
+        snprintf(stage_shared->rank[0].text, sizeof stage_shared->rank[0].text, "%s",
+                 result == DDP_OK ? "" : ddp_last_error());
         stage_shared->rank[0].first = result;
         _exit(RETURNED + (result == DDP_OK));
     }
@@ -411,11 +467,13 @@ static void signal_a_launcher(const char *scenario, int number, ddp_rank_fn fn, 
     if (number == SIGKILL) return;
     if (fn == handler_main) {
         EXPECT(stage_shared->finished == W, "%d of %d ranks got the signal", stage_shared->finished, W);
-        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == RETURNED + 1, "status %x: %s '%s'", status, ddp_result_name(stage_shared->rank[0].first),
-               stage_shared->rank[0].text);
+        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == RETURNED + 1, "status %x: %s '%s'", status,
+               ddp_result_name(stage_shared->rank[0].first), stage_shared->rank[0].text);
     } else {
-        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == RETURNED, "launch did not return: status %x", status);
-        EXPECT(stage_shared->rank[0].first == DDP_ERR_PEER_LOST, "launch gave %s '%s'", ddp_result_name(stage_shared->rank[0].first), stage_shared->rank[0].text);
+        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == RETURNED, "launch did not return: status %x",
+               status);
+        EXPECT(stage_shared->rank[0].first == DDP_ERR_PEER_LOST, "launch gave %s '%s'",
+               ddp_result_name(stage_shared->rank[0].first), stage_shared->rank[0].text);
     }
     EXPECT(launch_seconds < 2 * PROMPT_SECONDS, "took %.2f s", launch_seconds);
 }

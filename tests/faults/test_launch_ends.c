@@ -65,8 +65,9 @@ static void test_killed_after_return(void) {
     ddp_result result;
     faults_begin("a rank is killed after its function has returned");
     result = launch(RANKS_PROCESSES, W, 20000, killed_in_flush, NULL);
-    EXPECT(result == DDP_ERR_PEER_LOST && says(ddp_last_error(), "rank 1") &&
-               says(ddp_last_error(), "signal 9"), "%s '%s'", ddp_result_name(result), ddp_last_error());
+    EXPECT(result == DDP_ERR_PEER_LOST && says(ddp_last_error(), "rank 1")
+               && says(ddp_last_error(), "signal 9"),
+           "%s '%s'", ddp_result_name(result), ddp_last_error());
 }
 
 //== the environment ========================================================================

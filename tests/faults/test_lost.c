@@ -12,21 +12,56 @@
 #define BIG ((size_t)1 << 20)
 
 typedef enum ending { END_KILL, END_SEGV, END_EXIT, END_RETURN_OK, END_RETURN_ERROR, ENDINGS } ending;
-static const char *const ending_names[ENDINGS] = {"kill -9", "segfault", "exit(3)", "returns DDP_OK early", "returns an error"};
+static const char *const ending_names[ENDINGS] = {"kill -9", "segfault", "exit(3)", "returns DDP_OK early",
+                                                  "returns an error"};
 /* In the text of every rank. */
 static const char *const ending_words[ENDINGS] = {"signal 9", "signal 11", "3", "", ""};
 
 /* The current call of the others. Each must return an error. */
 typedef enum waiting {
-    WAIT_BARRIER, WAIT_ALL_REDUCE, WAIT_LARGE, WAIT_GROUP_MEMORY, WAIT_ASYNC, WAIT_RECV, WAIT_SEND, WAIT_RECV_ASYNC, WAIT_BATCH, WAIT_ALLOC,
-    WAIT_SPLIT, WAIT_CHILD, WAIT_GATHER, WAIT_A2AV, WAIT_TEST_LOOP, WAIT_IDLE, WAITINGS
+    WAIT_BARRIER,
+    WAIT_ALL_REDUCE,
+    WAIT_LARGE,
+    WAIT_GROUP_MEMORY,
+    WAIT_ASYNC,
+    WAIT_RECV,
+    WAIT_SEND,
+    WAIT_RECV_ASYNC,
+    WAIT_BATCH,
+    WAIT_ALLOC,
+    WAIT_SPLIT,
+    WAIT_CHILD,
+    WAIT_GATHER,
+    WAIT_A2AV,
+    WAIT_TEST_LOOP,
+    WAIT_IDLE,
+    WAITINGS
 } waiting;
-static const char *const waiting_names[WAITINGS] = {"barrier", "all_reduce", "all_reduce of 4 MiB", "all_reduce in group memory", "asynchronous all_reduce",
-    "recv", "send of 4 MiB", "asynchronous recv", "batch", "group_alloc", "group_split", "barrier of a child", "gather",
-    "all_to_all_v", "ddp_test in a loop", "nothing, then a barrier"};
+static const char *const waiting_names[WAITINGS] = {"barrier",
+                                                    "all_reduce",
+                                                    "all_reduce of 4 MiB",
+                                                    "all_reduce in group memory",
+                                                    "asynchronous all_reduce",
+                                                    "recv",
+                                                    "send of 4 MiB",
+                                                    "asynchronous recv",
+                                                    "batch",
+                                                    "group_alloc",
+                                                    "group_split",
+                                                    "barrier of a child",
+                                                    "gather",
+                                                    "all_to_all_v",
+                                                    "ddp_test in a loop",
+                                                    "nothing, then a barrier"};
 
 /* late: the victim ends before any rank waits. */
-typedef struct plan { ranks_mode mode; ending how; waiting what; int victim; int late; } plan;
+typedef struct plan {
+    ranks_mode mode;
+    ending how;
+    waiting what;
+    int victim;
+    int late;
+} plan;
 
 static ddp_result wait_somehow(ddp_group *g, waiting what, int victim, ddp_group *child, float *shared) {
     static __thread float in[W], out[W];
@@ -42,7 +77,8 @@ static ddp_result wait_somehow(ddp_group *g, waiting what, int victim, ddp_group
     case WAIT_ALL_REDUCE: result = ddp_all_reduce(g, in, out, W, DDP_F32, DDP_OP_SUM, NULL); break;
     case WAIT_LARGE: result = ddp_all_reduce(g, big, big, BIG, DDP_F32, DDP_OP_SUM, NULL); break;
     case WAIT_GROUP_MEMORY: result = ddp_all_reduce(g, shared, shared, BIG, DDP_F32, DDP_OP_AVG, NULL); break;
-    case WAIT_ASYNC: case WAIT_TEST_LOOP:
+    case WAIT_ASYNC:
+    case WAIT_TEST_LOOP:
         result = ddp_all_reduce(g, big, big, BIG, DDP_F32, DDP_OP_SUM, &work);
         while (what == WAIT_TEST_LOOP && result == DDP_OK && !done) {
             result = ddp_test(g, &work, &done);
@@ -95,9 +131,14 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         say(&stage_shared->counter);
         switch (p->how) {
         case END_KILL: kill(getpid(), SIGKILL); break;
-        case END_SEGV: signal(SIGSEGV, SIG_DFL); raise(SIGSEGV); break;
+        case END_SEGV:
+            signal(SIGSEGV, SIG_DFL);
+            raise(SIGSEGV);
+            break;
         case END_EXIT: exit(3);
-        case END_RETURN_ERROR: ddp_group_destroy(child); return ddp_fail(DDP_ERR_CORRUPT, "the disk of this rank is on fire");
+        case END_RETURN_ERROR:
+            ddp_group_destroy(child);
+            return ddp_fail(DDP_ERR_CORRUPT, "the disk of this rank is on fire");
         default: ddp_group_destroy(child); return DDP_OK;
         }
         return DDP_OK;
@@ -109,7 +150,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     result = wait_somehow(world, p->what, p->victim, child, (float *)shared);
     result = note(world, p->what == WAIT_CHILD ? child : world, result);
     meet_outside(W - 1);
-    for (double end = ranks_now() + PROMPT_SECONDS; p->how == END_RETURN_ERROR && ddp_group_status(world) == DDP_OK && ranks_now() < end;)
+    for (double end = ranks_now() + PROMPT_SECONDS;
+         p->how == END_RETURN_ERROR && ddp_group_status(world) == DDP_OK && ranks_now() < end;)
         /* It ended the child group first: the launch reports the function that fails first, which must be
            that of this rank. */
         ranks_sleep_us(500);
@@ -126,8 +168,8 @@ static void run(ranks_mode mode, ending how, waiting what, int victim, int late)
     plan p;
     ddp_result result;
     p.mode = mode, p.how = how, p.what = what, p.victim = victim, p.late = late;
-    snprintf(scenario, sizeof scenario, "%s: rank %d %s%s, others in %s", ranks_mode_name(mode), victim, ending_names[how], late ? " before" : "",
-             waiting_names[what]);
+    snprintf(scenario, sizeof scenario, "%s: rank %d %s%s, others in %s", ranks_mode_name(mode), victim,
+             ending_names[how], late ? " before" : "", waiting_names[what]);
     faults_begin(scenario);
     result = launch(mode, W, 20000, rank_main, &p);
     snprintf(pid, sizeof pid, "%d", (int)stage_shared->rank[victim].pid);
@@ -139,19 +181,25 @@ static void run(ranks_mode mode, ending how, waiting what, int victim, int late)
         if (!s->done) continue;
         EXPECT(s->first == DDP_ERR_PEER_LOST, "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
         EXPECT(names_rank(s->text, victim), "rank %d: '%s' does not name rank %d", r, s->text, victim);
-        EXPECT(says(s->text, ending_words[how]), "rank %d: '%s' does not contain '%s'", r, s->text, ending_words[how]);
-        if (mode == RANKS_PROCESSES && how <= END_EXIT) EXPECT(says(s->text, pid), "rank %d: '%s' does not contain pid %s", r, s->text, pid);
-        EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s '%s'", r, ddp_result_name(s->second), s->text2);
-        EXPECT(names_rank(s->text2, victim) && says(s->text2, ending_words[how]), "rank %d: later text '%s' has another cause than '%s'", r,
-               s->text2, s->text);
+        EXPECT(says(s->text, ending_words[how]), "rank %d: '%s' does not contain '%s'", r, s->text,
+               ending_words[how]);
+        if (mode == RANKS_PROCESSES && how <= END_EXIT)
+            EXPECT(says(s->text, pid), "rank %d: '%s' does not contain pid %s", r, s->text, pid);
+        EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s '%s'", r,
+               ddp_result_name(s->second), s->text2);
+        EXPECT(names_rank(s->text2, victim) && says(s->text2, ending_words[how]),
+               "rank %d: later text '%s' has another cause than '%s'", r, s->text2, s->text);
         if (!late && took > slowest) slowest = took;
         if (!late) learned++, learned_late += took > 0.1 * DDP_TEST_SLOWDOWN;
         EXPECT(late || took < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, took);
     }
-    EXPECT(result == (how == END_RETURN_ERROR ? DDP_ERR_CORRUPT : DDP_ERR_PEER_LOST), "launch gave %s '%s'", ddp_result_name(result), ddp_last_error());
+    EXPECT(result == (how == END_RETURN_ERROR ? DDP_ERR_CORRUPT : DDP_ERR_PEER_LOST), "launch gave %s '%s'",
+           ddp_result_name(result), ddp_last_error());
     EXPECT(says(ddp_last_error(), ending_words[how]), "launch returned '%s'", ddp_last_error());
-    if (how == END_RETURN_ERROR) EXPECT(says(ddp_last_error(), "on fire"), "launch returned '%s'", ddp_last_error());
-    else EXPECT(says(ddp_last_error(), "rank 2") || victim != 2, "launch returned '%s'", ddp_last_error());
+    if (how == END_RETURN_ERROR)
+        EXPECT(says(ddp_last_error(), "on fire"), "launch returned '%s'", ddp_last_error());
+    else
+        EXPECT(says(ddp_last_error(), "rank 2") || victim != 2, "launch returned '%s'", ddp_last_error());
     EXPECT(launch_seconds < 3 * PROMPT_SECONDS, "launch took %.1f s", launch_seconds);
 }
 
@@ -180,7 +228,8 @@ static ddp_result storm_main(ddp_group *world, void *user) {
         for (size_t i = 0; i < count; i += count / 100) d[i] = (float)(round % 100);
         result = ddp_all_reduce(world, d, d, count, DDP_F32, DDP_OP_SUM, NULL);
         for (size_t i = 0; i < count && result == DDP_OK; i += count / 100)
-            RANKS_CHECK(world, d[i] == (float)(round % 100 * w), "round %d: %g next to a dying rank", round, (double)d[i]);
+            RANKS_CHECK(world, d[i] == (float)(round % 100 * w), "round %d: %g next to a dying rank", round,
+                        (double)d[i]);
     }
     result = note(world, world, result);
     meet_outside(w - 1);
@@ -199,16 +248,19 @@ static void storm(int number, int w) {
     for (int r = 0; r < w; r++) {
         const seen *s = &stage_shared->rank[r];
         if (r == p.victim) continue;
-        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, p.victim) && says(s->text, "signal 14"), "rank %d got %s '%s'", r,
-               ddp_result_name(s->first), s->text);
+        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, p.victim)
+                   && says(s->text, "signal 14"),
+               "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
         EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s", r, ddp_result_name(s->second));
     }
-    EXPECT(result == DDP_ERR_PEER_LOST && says(ddp_last_error(), "signal 14"), "launch gave %s '%s'", ddp_result_name(result), ddp_last_error());
+    EXPECT(result == DDP_ERR_PEER_LOST && says(ddp_last_error(), "signal 14"), "launch gave %s '%s'",
+           ddp_result_name(result), ddp_last_error());
 }
 
 int main(int argc, char **argv) {
     ranks_mode mode = RANKS_PROCESSES;
-    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: test_lost [processes|threads]\n"), 2;
+    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0)
+        return fprintf(stderr, "usage: test_lost [processes|threads]\n"), 2;
     faults_start(240);
     for (int how = mode == RANKS_THREADS ? END_RETURN_OK : 0; how < ENDINGS; how++)
         for (int what = 0; what < WAITINGS; what++) {
@@ -219,7 +271,8 @@ int main(int argc, char **argv) {
     faults_begin("all of the above");
     printf("%d of %d within %d ms\n", learned - learned_late, learned, 100 * DDP_TEST_SLOWDOWN);
     /* A few on a busy machine, not half of them. */
-    EXPECT(learned_late * 2 <= learned, "%d times of %d it took too long to learn of a loss", learned_late, learned);
+    EXPECT(learned_late * 2 <= learned, "%d times of %d it took too long to learn of a loss", learned_late,
+           learned);
     if (mode == RANKS_PROCESSES) {
         for (int i = 0; i < 24 / DDP_TEST_SLOWDOWN + 4; i++) storm(i, i % 3 == 2 ? 5 : 2);
     }

@@ -9,9 +9,18 @@
 #include <signal.h>
 
 enum { W = 4, VICTIM = 3, BIG = 300000 };
-static const struct { const char *name; int block; ddp_result want; } cases[] = {
-    {"barrier", 64, DDP_ERR_PEER_LOST}, {"barrier", 2, DDP_ERR_PEER_LOST}, {"training", 64, DDP_ERR_PEER_LOST}, {"training", 2, DDP_ERR_PEER_LOST},
-    {"recv", 2, DDP_ERR_PEER_LOST},     {"async", 2, DDP_ERR_PEER_LOST},   {"any", 64, DDP_ERR_PEER_LOST},
+static const struct {
+    const char *name;
+    int block;
+    ddp_result want;
+} cases[] = {
+    {"barrier", 64, DDP_ERR_PEER_LOST},
+    {"barrier", 2, DDP_ERR_PEER_LOST},
+    {"training", 64, DDP_ERR_PEER_LOST},
+    {"training", 2, DDP_ERR_PEER_LOST},
+    {"recv", 2, DDP_ERR_PEER_LOST},
+    {"async", 2, DDP_ERR_PEER_LOST},
+    {"any", 64, DDP_ERR_PEER_LOST},
     {"barrier", 1, DDP_ERR_TIMEOUT}, /* a whole machine is gone: no process there can report it */
 };
 
@@ -44,14 +53,20 @@ static int rank_main(const char *how, ddp_result want) {
     desc.order = strcmp(how, "any") == 0 ? DDP_ORDER_ANY : DDP_ORDER_TREE;
     result = ddp_group_create(&g, &desc);
     if (result == DDP_OK) result = ddp_barrier(g);
-    if (result != DDP_OK) { printf("FAIL before: %s\n", ddp_last_error()); return 1; }
+    if (result != DDP_OK) {
+        printf("FAIL before: %s\n", ddp_last_error());
+        return 1;
+    }
     rank = ddp_rank(g);
     result = wait_somehow(g, how, rank == VICTIM);
     missing = strstr(ddp_last_error(), "missing: rank "); /* and ranks that stand still at this moment */
-    if (result == want && (strstr(ddp_last_error(), ": rank 3") || (missing && strchr(missing, '3')))) printf("content: %s\n", ddp_last_error());
-    else printf("FAIL %s: %s\n", ddp_result_name(result), ddp_last_error());
+    if (result == want && (strstr(ddp_last_error(), ": rank 3") || (missing && strchr(missing, '3'))))
+        printf("content: %s\n", ddp_last_error());
+    else
+        printf("FAIL %s: %s\n", ddp_result_name(result), ddp_last_error());
     result = ddp_barrier(g);
-    if (result != DDP_ERR_POISONED) printf("FAIL afterwards %s: %s\n", ddp_result_name(result), ddp_last_error());
+    if (result != DDP_ERR_POISONED)
+        printf("FAIL afterwards %s: %s\n", ddp_result_name(result), ddp_last_error());
     fflush(stdout);
     ddp_group_destroy(g);
     _exit(0); /* MPI cannot be finalised without the dead rank */
@@ -77,7 +92,8 @@ int main(int argc, char **argv) {
         }
         if (out) pclose(out);
         if (content == W - 1 && !wrong) continue;
-        printf("FAIL %s block=%d: %d of %d ranks are content\n", cases[i].name, cases[i].block, content, W - 1);
+        printf("FAIL %s block=%d: %d of %d ranks are content\n", cases[i].name, cases[i].block, content,
+               W - 1);
         failures++;
     }
     return failures != 0;

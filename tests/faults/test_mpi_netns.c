@@ -17,7 +17,8 @@ enum { W = 4, TIMEOUT_MS = RUN_INTO_MS, BIG = 1 << 18 };
 
 static int agent(int argc, char **argv) { /* agent PID HOST COMMAND ... */
     static char command[16384];
-    for (int i = 4; i < argc; i++) snprintf(command + strlen(command), sizeof command - strlen(command), "%s ", argv[i]);
+    for (int i = 4; i < argc; i++)
+        snprintf(command + strlen(command), sizeof command - strlen(command), "%s ", argv[i]);
     if (enter_machine_of((pid_t)atoi(argv[2])) != 0) return 99;
     execl("/bin/sh", "sh", "-c", command, (char *)NULL);
     return 98;
@@ -25,20 +26,26 @@ static int agent(int argc, char **argv) { /* agent PID HOST COMMAND ... */
 
 static int map_stage(const char *file) {
     int fd = open(file, O_RDWR | O_CLOEXEC);
-    stage_shared = fd < 0 ? NULL : (stage *)mmap(NULL, sizeof *stage_shared, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    stage_shared = fd < 0
+                       ? NULL
+                       : (stage *)mmap(NULL, sizeof *stage_shared, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (fd >= 0) close(fd);
     return fd >= 0 && (void *)stage_shared != MAP_FAILED;
 }
 
 static ddp_result train(ddp_group *world) {
     static float data[BIG];
-    RANKS_CHECK(world, ddp_world_size(world) == W && ddp_local_world_size(world) == 2 && ddp_local_rank(world) == ddp_rank(world) % 2, "local rank %d of %d",
-                ddp_local_rank(world), ddp_local_world_size(world));
+    RANKS_CHECK(world,
+                ddp_world_size(world) == W && ddp_local_world_size(world) == 2
+                    && ddp_local_rank(world) == ddp_rank(world) % 2,
+                "local rank %d of %d", ddp_local_rank(world), ddp_local_world_size(world));
     for (int step = 0;; step++) {
         for (int i = 0; i < BIG; i++) data[i] = (float)(ddp_rank(world) + step);
         ddp_result result = ddp_all_reduce(world, data, data, BIG, DDP_F32, DDP_OP_AVG, NULL);
         if (result != DDP_OK) return result;
-        for (int i = 0; i < BIG; i++) RANKS_CHECK(world, data[i] == 1.5f + (float)step, "step %d element %d is %g", step, i, (double)data[i]);
+        for (int i = 0; i < BIG; i++)
+            RANKS_CHECK(world, data[i] == 1.5f + (float)step, "step %d element %d is %g", step, i,
+                        (double)data[i]);
         if (step == 5) say(&stage_shared->counter);
     }
 }
@@ -75,7 +82,9 @@ static void stop_machines(void) {
         for (int i = 0; pid > 0 && i < 2; i++) {
             char place[64];
             snprintf(place, sizeof place, "/proc/%d/ns/net", (int)machine[i]);
-            if (pid != machine[i] && stat(name, &theirs) == 0 && stat(place, &held) == 0 && theirs.st_ino == held.st_ino) kill(pid, SIGKILL);
+            if (pid != machine[i] && stat(name, &theirs) == 0 && stat(place, &held) == 0
+                && theirs.st_ino == held.st_ino)
+                kill(pid, SIGKILL);
         }
     }
     if (folder) closedir(folder);
@@ -101,9 +110,13 @@ static pid_t start_mpirun(const char *self, const char *file) {
         char command[1400];
         prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
         if (enter(0) != 0) _exit(1);
-        snprintf(command, sizeof command, "exec mpirun --allow-run-as-root -n %d --host 10.77.0.1:2,10.77.0.2:2 --map-by slot --bind-to none "
-                 "--mca plm_rsh_agent '%s agent %d' --mca oob_tcp_if_include cable --mca btl_tcp_if_include cable --mca btl self,vader,tcp --mca pml ob1 "
-                 "'%s' rank '%s'", W, self, (int)machine[1], self, file);
+        snprintf(command, sizeof command,
+                 "exec mpirun --allow-run-as-root -n %d --host 10.77.0.1:2,10.77.0.2:2 --map-by slot "
+                 "--bind-to none "
+                 "--mca plm_rsh_agent '%s agent %d' --mca oob_tcp_if_include cable --mca btl_tcp_if_include "
+                 "cable --mca btl self,vader,tcp --mca pml ob1 "
+                 "'%s' rank '%s'",
+                 W, self, (int)machine[1], self, file);
         execl("/bin/sh", "sh", "-c", command, (char *)NULL);
         _exit(98);
     }
@@ -129,18 +142,21 @@ int main(int argc, char **argv) {
     EXPECT(all_say(&stage_shared->counter, mpirun), "only %d of %d ranks trained", stage_shared->counter, W);
     event_now();
     EXPECT(on(1, "ip link set cable down") == 0, "the cable cannot be cut");
-    EXPECT(all_say(&stage_shared->finished, mpirun), "only %d of %d ranks came back", stage_shared->finished, W);
+    EXPECT(all_say(&stage_shared->finished, mpirun), "only %d of %d ranks came back", stage_shared->finished,
+           W);
     stop_machines();
     waitpid(mpirun, &status, 0);
     unlink(file);
     for (int r = 0; r < W; r++) {
         const seen *s = &stage_shared->rank[r];
         double took = s->first_at - stage_shared->event_at;
-        EXPECT(s->done && (s->first == DDP_ERR_TIMEOUT || s->first == DDP_ERR_PEER_LOST), "rank %d: %s '%s'", r, ddp_result_name(s->first), s->text);
+        EXPECT(s->done && (s->first == DDP_ERR_TIMEOUT || s->first == DDP_ERR_PEER_LOST), "rank %d: %s '%s'",
+               r, ddp_result_name(s->first), s->text);
         /* And ranks that stand still at this moment. */
         const char *missing = strstr(s->text, "missing: rank ");
         int named = missing && strpbrk(missing, r < 2 ? "23" : "01");
-        EXPECT(named || names_rank(s->text, r < 2 ? 2 : 0) || names_rank(s->text, r < 2 ? 3 : 1), "rank %d: '%s' does not name a rank of the other machine", r, s->text);
+        EXPECT(named || names_rank(s->text, r < 2 ? 2 : 0) || names_rank(s->text, r < 2 ? 3 : 1),
+               "rank %d: '%s' does not name a rank of the other machine", r, s->text);
         EXPECT(s->second == DDP_ERR_POISONED, "rank %d: then %s", r, ddp_result_name(s->second));
         printf("rank %d after %.2f s: %s\n", r, took, s->text);
     }

@@ -21,7 +21,8 @@ static void start(const char *init_method, int timeout_ms, body fn) {
         fflush(NULL);
         pid = fork();
         if (pid == 0) {
-            static const char *const names[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"};
+            static const char *const names[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                                                "MASTER_PORT"};
             int values[5] = {rank, 4, rank % 2, 2, port};
             seen *s = &stage_shared->rank[rank];
             ddp_group_desc desc = DDP_ZERO;
@@ -60,8 +61,10 @@ static ddp_result work(ddp_group *world, void *user) {
     float *big = (float *)calloc(1 << 18, sizeof *big);
     (void)user;
     RANKS_CHECK(world, strcmp(inner.backend_name(world), "tcp") == 0, "%s", inner.backend_name(world));
-    RANKS_CHECK(world, ddp_local_rank(world) == me % 2 && ddp_local_world_size(world) == 2, "%d/%d", ddp_local_rank(world), ddp_local_world_size(world));
-    for (int i = 0; i < 100; i++) RANKS_OK(world, ddp_all_reduce(world, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
+    RANKS_CHECK(world, ddp_local_rank(world) == me % 2 && ddp_local_world_size(world) == 2, "%d/%d",
+                ddp_local_rank(world), ddp_local_world_size(world));
+    for (int i = 0; i < 100; i++)
+        RANKS_OK(world, ddp_all_reduce(world, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, sum == 4, "%lld", (long long)sum);
     /* Of one machine: any size goes through shared memory. */
     RANKS_OK(world, ddp_group_split(world, me / 2, me, &here));
@@ -70,7 +73,8 @@ static ddp_result work(ddp_group *world, void *user) {
     RANKS_OK(world, ddp_all_reduce(here, big, big, 1 << 18, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, big[77] == (float)(me / 2 * 4 + 1), "%g", big[77]);
     RANKS_OK(world, ddp_group_split(world, 1 - me % 2, -me, &across)); /* rank 0 of it is on machine 1 */
-    RANKS_CHECK(world, strcmp(inner.backend_name(across), "tcp") == 0 && ddp_local_world_size(across) == 1, "%s", inner.backend_name(across));
+    RANKS_CHECK(world, strcmp(inner.backend_name(across), "tcp") == 0 && ddp_local_world_size(across) == 1,
+                "%s", inner.backend_name(across));
     RANKS_OK(world, ddp_all_reduce(across, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, sum == 2, "%lld", (long long)sum);
     ddp_group_destroy(across);
@@ -88,7 +92,8 @@ static void test_meeting(void) {
         reap();
         for (int r = 0; r < 4; r++) {
             const seen *s = &stage_shared->rank[r];
-            EXPECT(s->done && s->first == DDP_OK, "rank %d: %s '%s'", r, s->done ? ddp_result_name(s->first) : "died", s->text);
+            EXPECT(s->done && s->first == DDP_OK, "rank %d: %s '%s'", r,
+                   s->done ? ddp_result_name(s->first) : "died", s->text);
         }
     }
 }
@@ -115,7 +120,11 @@ static ddp_result late(ddp_group *world, void *user) {
 }
 
 static void test_cut(void) {
-    static const struct { const char *what; body fn; } table[] = {{"the cable is cut in the middle of training", train}, {"the cable is cut while one machine waits", late}};
+    static const struct {
+        const char *what;
+        body fn;
+    } table[] = {{"the cable is cut in the middle of training", train},
+                 {"the cable is cut while one machine waits", late}};
     enum { TIMEOUT_MS = 6000 };
     for (int i = 0; i < 2; i++) {
         faults_begin(table[i].what);
@@ -130,9 +139,11 @@ static void test_cut(void) {
             const seen *s = &stage_shared->rank[r];
             int names = r < 2 ? names_rank(s->text, 2) || names_rank(s->text, 3) : names_rank(s->text, 0);
             double took = s->first_at - stage_shared->event_at;
-            EXPECT(s->done && (s->first == DDP_ERR_PEER_LOST || s->first == DDP_ERR_TIMEOUT), "rank %d: %s '%s'", r, s->done ? ddp_result_name(s->first) : "died", s->text);
+            EXPECT(s->done && (s->first == DDP_ERR_PEER_LOST || s->first == DDP_ERR_TIMEOUT),
+                   "rank %d: %s '%s'", r, s->done ? ddp_result_name(s->first) : "died", s->text);
             EXPECT(names, "rank %d: '%s' does not name a rank of the other machine", r, s->text);
-            EXPECT(took < TIMEOUT_MS * 1e-3 + PROMPT_SECONDS, "rank %d: after %.2f s of %d ms", r, took, TIMEOUT_MS);
+            EXPECT(took < TIMEOUT_MS * 1e-3 + PROMPT_SECONDS, "rank %d: after %.2f s of %d ms", r, took,
+                   TIMEOUT_MS);
             printf("rank %d after %.2f s: %s\n", r, took, s->text);
         }
         EXPECT(on(1, "ip link set cable up") == 0, "the cable cannot be reconnected");

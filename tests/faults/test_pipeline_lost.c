@@ -5,9 +5,16 @@
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "../support/pipeline.h"
 
-enum { W = 4, TIMEOUT_MS = 600000 /* a rank that waited that long would fail the test, or the watchdog would */ };
+enum {
+    W = 4,
+    TIMEOUT_MS = 600000 /* a rank that waited that long would fail the test, or the watchdog would */
+};
 
-typedef struct seen { int done, pid; ddp_result result; char text[512]; } seen;
+typedef struct seen {
+    int done, pid;
+    ddp_result result;
+    char text[512];
+} seen;
 static seen *all;
 
 static ddp_result lose(ddp_group *world, void *user) {
@@ -51,9 +58,12 @@ int main(void) {
             const seen *s = &all[r];
             if (r == fault.stage && !s->done) continue;
             actions += strstr(s->text, "of micro-batch") != NULL;
-            if (r != fault.stage && s->done && (s->result == DDP_ERR_PEER_LOST || s->result == DDP_ERR_POISONED) && strstr(s->text, who) &&
-                strstr(s->text, "ddp_pipeline_step group=")) continue;
-            fprintf(stderr, "FAIL %d: rank %d: done=%d %s: %s\n", k, r, s->done, ddp_result_name(s->result), s->text);
+            if (r != fault.stage && s->done
+                && (s->result == DDP_ERR_PEER_LOST || s->result == DDP_ERR_POISONED) && strstr(s->text, who)
+                && strstr(s->text, "ddp_pipeline_step group="))
+                continue;
+            fprintf(stderr, "FAIL %d: rank %d: done=%d %s: %s\n", k, r, s->done, ddp_result_name(s->result),
+                    s->text);
             failures++;
         }
     }

@@ -12,12 +12,43 @@
 
 /* Calls of a pair: rank odd makes the second one, all others the first. */
 typedef enum call {
-    SUM_F32, SUM_F64, MAX_F32, SUM_11, SUM_BIG, SUM_BIG_F64, SUM_GROUP, REDUCE_0, REDUCE_1, BROADCAST_0, BROADCAST_1, BROADCAST_I32, GATHER, SCATTER, ALL_GATHER,
-    ALL_GATHER_BIG, REDUCE_SCATTER, ALL_TO_ALL, BARRIER, GATHER_V, GATHER_V_OTHER, A2A_V, A2A_V_OTHER, ASYNC_SUM, ASYNC_MAX, SPLIT, ALLOC_64,
-    ALLOC_128, FREE_A, FREE_B, CALLS
+    SUM_F32,
+    SUM_F64,
+    MAX_F32,
+    SUM_11,
+    SUM_BIG,
+    SUM_BIG_F64,
+    SUM_GROUP,
+    REDUCE_0,
+    REDUCE_1,
+    BROADCAST_0,
+    BROADCAST_1,
+    BROADCAST_I32,
+    GATHER,
+    SCATTER,
+    ALL_GATHER,
+    ALL_GATHER_BIG,
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
+    BARRIER,
+    GATHER_V,
+    GATHER_V_OTHER,
+    A2A_V,
+    A2A_V_OTHER,
+    ASYNC_SUM,
+    ASYNC_MAX,
+    SPLIT,
+    ALLOC_64,
+    ALLOC_128,
+    FREE_A,
+    FREE_B,
+    CALLS
 } call;
 
-typedef struct pair { call common, odd; const char *words[4]; } pair; /* words: in the error of every rank */
+typedef struct pair {
+    call common, odd;
+    const char *words[4];
+} pair; /* words: in the error of every rank */
 
 static const pair pairs[] = {
     {SUM_F32, SUM_F64, {"all_reduce", "f32", "f64", NULL}},
@@ -54,7 +85,11 @@ static const pair pairs[] = {
 };
 
 /* late: the odd rank comes last rather than first. */
-typedef struct plan { const pair *p; int odd; int late; } plan;
+typedef struct plan {
+    const pair *p;
+    int odd;
+    int late;
+} plan;
 
 static ddp_result make_call(ddp_group *g, call which, void **blocks) {
     int w = ddp_world_size(g);
@@ -74,8 +109,10 @@ static ddp_result make_call(ddp_group *g, call which, void **blocks) {
     case SUM_BIG: result = ddp_all_reduce(g, in, out, BIG, DDP_F32, DDP_OP_SUM, NULL); break;
     case SUM_BIG_F64: result = ddp_all_reduce(g, in, out, BIG, DDP_F64, DDP_OP_SUM, NULL); break;
     case SUM_GROUP: result = ddp_all_reduce(g, blocks[0], blocks[0], BIG, DDP_F32, DDP_OP_SUM, NULL); break;
-    case REDUCE_0: case REDUCE_1: result = ddp_reduce(g, in, out, 10, DDP_F32, DDP_OP_SUM, which - REDUCE_0, NULL); break;
-    case BROADCAST_0: case BROADCAST_1: result = ddp_broadcast(g, in, 10, DDP_F32, which - BROADCAST_0, NULL); break;
+    case REDUCE_0:
+    case REDUCE_1: result = ddp_reduce(g, in, out, 10, DDP_F32, DDP_OP_SUM, which - REDUCE_0, NULL); break;
+    case BROADCAST_0:
+    case BROADCAST_1: result = ddp_broadcast(g, in, 10, DDP_F32, which - BROADCAST_0, NULL); break;
     case BROADCAST_I32: result = ddp_broadcast(g, in, 10, DDP_I32, 0, NULL); break;
     case GATHER: result = ddp_gather(g, in, out, 10, DDP_F32, 0, NULL); break;
     case SCATTER: result = ddp_scatter(g, out, in, 10, DDP_F32, 0, NULL); break;
@@ -84,23 +121,29 @@ static ddp_result make_call(ddp_group *g, call which, void **blocks) {
     case REDUCE_SCATTER: result = ddp_reduce_scatter(g, out, in, 10, DDP_F32, DDP_OP_SUM, NULL); break;
     case ALL_TO_ALL: result = ddp_all_to_all(g, in, out, 10, DDP_F32, NULL); break;
     case BARRIER: result = ddp_barrier(g); break;
-    case GATHER_V: case GATHER_V_OTHER: {
+    case GATHER_V:
+    case GATHER_V_OTHER: {
         const size_t *c = which == GATHER_V ? counts : other;
         result = ddp_all_gather_v(g, in, c[ddp_rank(g)], out, c, NULL, DDP_F32, NULL);
         break;
     }
     /* The odd rank sends one message more to the last rank than that one expects. */
-    case A2A_V: case A2A_V_OTHER:
-        result = ddp_all_to_all_v(g, in, which == A2A_V ? counts : other, NULL, out, counts, NULL, DDP_F32, NULL);
+    case A2A_V:
+    case A2A_V_OTHER:
+        result = ddp_all_to_all_v(g, in, which == A2A_V ? counts : other, NULL, out, counts, NULL, DDP_F32,
+                                  NULL);
         break;
-    case ASYNC_SUM: case ASYNC_MAX:
+    case ASYNC_SUM:
+    case ASYNC_MAX:
         result = ddp_all_reduce(g, in, out, 10, DDP_F32, which == ASYNC_SUM ? DDP_OP_SUM : DDP_OP_MAX, &work);
         if (result == DDP_OK) ddp_fail(DDP_ERR_INVALID, "stale text");
         if (result == DDP_OK) result = ddp_wait(g, &work);
         break;
     case SPLIT: result = ddp_group_split(g, 0, 0, &made); break;
-    case ALLOC_64: case ALLOC_128: result = ddp_group_alloc(g, which == ALLOC_64 ? 64 : 128, &memory); break;
-    case FREE_A: case FREE_B: result = ddp_group_free(g, blocks[which - FREE_A]); break;
+    case ALLOC_64:
+    case ALLOC_128: result = ddp_group_alloc(g, which == ALLOC_64 ? 64 : 128, &memory); break;
+    case FREE_A:
+    case FREE_B: result = ddp_group_free(g, blocks[which - FREE_A]); break;
     default: break;
     }
     free(in), free(out);
@@ -129,7 +172,8 @@ static void run_mismatches(ranks_mode mode, int w) {
         p.odd = pairs[i].odd == A2A_V_OTHER ? 0 : (int)(i % (size_t)w);
         if (pairs[i].odd == A2A_V_OTHER && w > 2) p.odd = 1;
         p.late = (int)(i / 2 % 2);
-        snprintf(scenario, sizeof scenario, "%s W=%d: mismatch %zu, rank %d differs: %s %s %s", ranks_mode_name(mode), w, i, p.odd, pairs[i].words[0],
+        snprintf(scenario, sizeof scenario, "%s W=%d: mismatch %zu, rank %d differs: %s %s %s",
+                 ranks_mode_name(mode), w, i, p.odd, pairs[i].words[0],
                  pairs[i].words[1] ? pairs[i].words[1] : "", pairs[i].words[2] ? pairs[i].words[2] : "");
         faults_begin(scenario);
         result = launch(mode, w, 20000, mismatch_main, &p);
@@ -138,12 +182,16 @@ static void run_mismatches(ranks_mode mode, int w) {
         EXPECT(result == DDP_ERR_MISMATCH, "launch gave %s '%s'", ddp_result_name(result), ddp_last_error());
         for (int r = 0; r < w; r++) {
             const seen *s = &stage_shared->rank[r];
-            EXPECT(s->done && s->first == DDP_ERR_MISMATCH, "rank %d got %s '%s'", r, s->done ? ddp_result_name(s->first) : "nothing", s->text);
+            EXPECT(s->done && s->first == DDP_ERR_MISMATCH, "rank %d got %s '%s'", r,
+                   s->done ? ddp_result_name(s->first) : "nothing", s->text);
             for (int k = 0; k < 4 && pairs[i].words[k]; k++)
-                EXPECT(says(s->text, pairs[i].words[k]), "rank %d: '%s' does not contain '%s'", r, s->text, pairs[i].words[k]);
-            EXPECT(s->second == (agreed ? DDP_OK : DDP_ERR_POISONED), "rank %d: second call gave %s '%s'", r, ddp_result_name(s->second), s->text2);
+                EXPECT(says(s->text, pairs[i].words[k]), "rank %d: '%s' does not contain '%s'", r, s->text,
+                       pairs[i].words[k]);
+            EXPECT(s->second == (agreed ? DDP_OK : DDP_ERR_POISONED), "rank %d: second call gave %s '%s'", r,
+                   ddp_result_name(s->second), s->text2);
             for (int k = 0; k < 4 && pairs[i].words[k] && !agreed; k++)
-                EXPECT(says(s->text2, pairs[i].words[k]), "rank %d: later '%s' does not contain '%s'", r, s->text2, pairs[i].words[k]);
+                EXPECT(says(s->text2, pairs[i].words[k]), "rank %d: later '%s' does not contain '%s'", r,
+                       s->text2, pairs[i].words[k]);
         }
     }
 }
@@ -151,7 +199,11 @@ static void run_mismatches(ranks_mode mode, int w) {
 //== a missing rank ========================================================================
 
 /* -1 = none. */
-typedef struct absence { const char *what; int missing, second_missing; int stopped; } absence;
+typedef struct absence {
+    const char *what;
+    int missing, second_missing;
+    int stopped;
+} absence;
 enum { ABSENCE_MS = RUN_INTO_MS }; /* also the time in which the ranks must start */
 
 static ddp_result absence_main(ddp_group *world, void *user) {
@@ -173,7 +225,10 @@ static ddp_result absence_main(ddp_group *world, void *user) {
 
 static void run_absences(ranks_mode mode) {
     static const absence table[] = {
-        {"one rank stopped", 1, -1, 1}, {"two ranks stopped", 0, 3, 1}, {"one rank late", 2, -1, 0}, {"two ranks late", 1, 3, 0},
+        {"one rank stopped", 1, -1, 1},
+        {"two ranks stopped", 0, 3, 1},
+        {"one rank late", 2, -1, 0},
+        {"two ranks late", 1, 3, 0},
     };
     enum { W = 4 };
     const double patience = ABSENCE_MS * 1e-3 * DDP_TEST_SLOWDOWN;
@@ -198,16 +253,20 @@ static void run_absences(ranks_mode mode) {
             int missing = r == a->missing || r == a->second_missing;
             double took = s->first_at - begin;
             if (missing && a->stopped) continue; /* it was killed */
-            EXPECT(s->done && s->first == DDP_ERR_TIMEOUT, "rank %d got %s '%s'", r, s->done ? ddp_result_name(s->first) : "nothing", s->text);
-            EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s", r, ddp_result_name(s->second));
-            EXPECT(missing || (took > 0.99 * patience && took < patience + PROMPT_SECONDS), "rank %d waited %.3f s of %.3f s", r, took, patience);
+            EXPECT(s->done && s->first == DDP_ERR_TIMEOUT, "rank %d got %s '%s'", r,
+                   s->done ? ddp_result_name(s->first) : "nothing", s->text);
+            EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s", r,
+                   ddp_result_name(s->second));
+            EXPECT(missing || (took > 0.99 * patience && took < patience + PROMPT_SECONDS),
+                   "rank %d waited %.3f s of %.3f s", r, took, patience);
             /* "arrived: rank 0,2; missing: rank 1,3"; a late rank can arrive meanwhile. */
             for (int k = 0; k < W; k++) {
                 const char *absent = strstr(s->text, "missing: rank "), digit[2] = {(char)('0' + k), 0};
                 int away = k == a->missing || k == a->second_missing;
                 char list[32] = "";
                 if (absent) sscanf(absent + 14, "%31[0-9,]", list); /* the following text lists them */
-                EXPECT((strstr(list, digit) != NULL) == away, "rank %d: '%s' is wrong about rank %d", r, s->text, k);
+                EXPECT((strstr(list, digit) != NULL) == away, "rank %d: '%s' is wrong about rank %d", r,
+                       s->text, k);
             }
         }
         for (int r = 0; r < W; r++) /* a stopped rank does not outlive the launch */
@@ -235,11 +294,15 @@ static ddp_result no_message_main(ddp_group *world, void *user) {
 
 static void run_no_message(ranks_mode mode) {
     const double patience = ABSENCE_MS * 1e-3 * DDP_TEST_SLOWDOWN;
-    faults_begin(mode == RANKS_THREADS ? "threads: a message that never comes" : "processes: a message that never comes");
+    faults_begin(mode == RANKS_THREADS ? "threads: a message that never comes"
+                                       : "processes: a message that never comes");
     launch(mode, 2, ABSENCE_MS, no_message_main, NULL);
-    EXPECT(stage_shared->rank[0].first == DDP_ERR_TIMEOUT, "recv gave %s '%s'", ddp_result_name(stage_shared->rank[0].first), stage_shared->rank[0].text);
-    EXPECT(names_rank(stage_shared->rank[0].text, 1), "'%s' does not name rank 1", stage_shared->rank[0].text);
-    EXPECT(stage_shared->event_at > 0.99 * patience && stage_shared->event_at < patience + PROMPT_SECONDS, "it waited %.3f s", stage_shared->event_at);
+    EXPECT(stage_shared->rank[0].first == DDP_ERR_TIMEOUT, "recv gave %s '%s'",
+           ddp_result_name(stage_shared->rank[0].first), stage_shared->rank[0].text);
+    EXPECT(names_rank(stage_shared->rank[0].text, 1), "'%s' does not name rank 1",
+           stage_shared->rank[0].text);
+    EXPECT(stage_shared->event_at > 0.99 * patience && stage_shared->event_at < patience + PROMPT_SECONDS,
+           "it waited %.3f s", stage_shared->event_at);
 }
 
 /* Two groups of the same ranks, called in different orders: each rank waits in one for the other rank, and
@@ -250,7 +313,8 @@ static ddp_result crossed_main(ddp_group *world, void *user) {
     double x = 1;
     (void)user;
     for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_group_split(world, i + 1, rank, &group[i]));
-    stage_shared->rank[rank].first = ddp_all_reduce(group[rank], &x, &x, 1, rank ? DDP_F64 : DDP_F32, rank ? DDP_OP_MAX : DDP_OP_SUM, NULL);
+    stage_shared->rank[rank].first = ddp_all_reduce(group[rank], &x, &x, 1, rank ? DDP_F64 : DDP_F32,
+                                                    rank ? DDP_OP_MAX : DDP_OP_SUM, NULL);
     snprintf(stage_shared->rank[rank].text, sizeof stage_shared->rank[rank].text, "%s", ddp_last_error());
     say(&stage_shared->counter);
     heard(&stage_shared->counter, 2); /* no rank leaves before the other has its error */
@@ -259,14 +323,20 @@ static ddp_result crossed_main(ddp_group *world, void *user) {
 }
 
 static void run_crossed(ranks_mode mode) {
-    static const char *const words[2] = {"group=world.1 seq=1 f32 count=1: timed out", "group=world.2 seq=1 f64 count=1: timed out"};
-    static const char *const others[2] = {"rank 1 was waiting in ddp_all_reduce f64 count=1 max of group=world.2 (seq=1)", "rank 0 was waiting in ddp_all_reduce f32 count=1 sum of group=world.1 (seq=1)"};
-    faults_begin(mode == RANKS_THREADS ? "threads: two groups in different orders" : "processes: two groups in different orders");
+    static const char *const words[2] = {"group=world.1 seq=1 f32 count=1: timed out",
+                                         "group=world.2 seq=1 f64 count=1: timed out"};
+    static const char *const others[2] = {
+        "rank 1 was waiting in ddp_all_reduce f64 count=1 max of group=world.2 (seq=1)",
+        "rank 0 was waiting in ddp_all_reduce f32 count=1 sum of group=world.1 (seq=1)"};
+    faults_begin(mode == RANKS_THREADS ? "threads: two groups in different orders"
+                                       : "processes: two groups in different orders");
     launch(mode, 2, ABSENCE_MS, crossed_main, NULL); /* both must be in their calls by then */
     for (int r = 0; r < 2; r++) {
         const char *text = stage_shared->rank[r].text;
-        EXPECT(stage_shared->rank[r].first == DDP_ERR_TIMEOUT, "%s '%s'", ddp_result_name(stage_shared->rank[r].first), text);
-        EXPECT(strstr(text, words[r]) && strstr(text, others[r]), "'%s' lacks '%s' or '%s'", text, words[r], others[r]);
+        EXPECT(stage_shared->rank[r].first == DDP_ERR_TIMEOUT, "%s '%s'",
+               ddp_result_name(stage_shared->rank[r].first), text);
+        EXPECT(strstr(text, words[r]) && strstr(text, others[r]), "'%s' lacks '%s' or '%s'", text, words[r],
+               others[r]);
     }
 }
 
@@ -303,20 +373,26 @@ static ddp_result abort_main(ddp_group *world, void *user) {
 }
 
 static void run_aborts(ranks_mode mode) {
-    static const char *const names[] = {"all_reduce", "recv", "asynchronous all_reduce", "ddp_group_status in a loop"};
+    static const char *const names[] = {"all_reduce", "recv", "asynchronous all_reduce",
+                                        "ddp_group_status in a loop"};
     for (int what = 0; what < 4; what++) {
         char scenario[100];
         ddp_result result;
-        snprintf(scenario, sizeof scenario, "%s: abort while others are in %s", ranks_mode_name(mode), names[what]);
+        snprintf(scenario, sizeof scenario, "%s: abort while others are in %s", ranks_mode_name(mode),
+                 names[what]);
         faults_begin(scenario);
         result = launch(mode, 3, 20000, abort_main, &what);
-        EXPECT(result != DDP_OK && says(ddp_last_error(), "abort"), "launch gave %s '%s'", ddp_result_name(result), ddp_last_error());
+        EXPECT(result != DDP_OK && says(ddp_last_error(), "abort"), "launch gave %s '%s'",
+               ddp_result_name(result), ddp_last_error());
         for (int r = 0; r < 3; r++) {
             const seen *s = &stage_shared->rank[r];
-            EXPECT(s->done && s->first != DDP_OK && says(s->text, "abort") && (names_rank(s->text, 1) || r == 1), "rank %d got %s '%s'", r,
-                   ddp_result_name(s->first), s->text);
-            EXPECT(s->second == DDP_ERR_POISONED && says(s->text2, "abort"), "rank %d: second call gave %s '%s'", r, ddp_result_name(s->second), s->text2);
-            EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
+            EXPECT(s->done && s->first != DDP_OK && says(s->text, "abort")
+                       && (names_rank(s->text, 1) || r == 1),
+                   "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
+            EXPECT(s->second == DDP_ERR_POISONED && says(s->text2, "abort"),
+                   "rank %d: second call gave %s '%s'", r, ddp_result_name(s->second), s->text2);
+            EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS,
+                   "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
         }
     }
 }
@@ -331,9 +407,13 @@ static ddp_result invalid_main(ddp_group *world, void *user) {
     (void)user;
     for (int round = 0; round < 20; round++) {
         if (round % w == rank) {
-            RANKS_CHECK(world, ddp_all_reduce(world, NULL, out, 4, DDP_I64, DDP_OP_SUM, NULL) == DDP_ERR_INVALID, "NULL");
+            RANKS_CHECK(world,
+                        ddp_all_reduce(world, NULL, out, 4, DDP_I64, DDP_OP_SUM, NULL) == DDP_ERR_INVALID,
+                        "NULL");
             RANKS_CHECK(world, ddp_broadcast(world, in, 4, DDP_I64, w, NULL) == DDP_ERR_INVALID, "root");
-            RANKS_CHECK(world, ddp_all_reduce(world, in, in + 1, 3, DDP_I64, DDP_OP_SUM, NULL) == DDP_ERR_INVALID, "overlap");
+            RANKS_CHECK(world,
+                        ddp_all_reduce(world, in, in + 1, 3, DDP_I64, DDP_OP_SUM, NULL) == DDP_ERR_INVALID,
+                        "overlap");
             RANKS_OK(world, ddp_group_status(world));
         }
         RANKS_OK(world, ddp_all_reduce(world, in, out, 4, DDP_I64, DDP_OP_SUM, NULL));
@@ -345,7 +425,8 @@ static ddp_result invalid_main(ddp_group *world, void *user) {
 int main(int argc, char **argv) {
     ranks_mode mode = RANKS_PROCESSES;
     ddp_result result;
-    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: test_stuck [processes|threads]\n"), 2;
+    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0)
+        return fprintf(stderr, "usage: test_stuck [processes|threads]\n"), 2;
     faults_start(180);
     if (DDP_TEST_SLOWDOWN == 1) run_mismatches(mode, 2);
     run_mismatches(mode, 3);

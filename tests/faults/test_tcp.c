@@ -40,9 +40,16 @@ static void keep_log(const char *text, void *user) {
 static void fill_in(char *out, size_t size, const char *text, int rank, const job *j) {
     size_t n = 0;
     for (out[0] = 0; *text && n + 12 < size; text++) {
-        if (*text != '%') { out[n++] = *text; out[n] = 0; continue; }
+        if (*text != '%') {
+            out[n++] = *text;
+            out[n] = 0;
+            continue;
+        }
         text++;
-        n += (size_t)snprintf(out + n, size - n, "%d", *text == 'r' ? rank : *text == 'w' ? j->world_size : j->port);
+        n += (size_t)snprintf(out + n, size - n, "%d",
+                              *text == 'r'   ? rank
+                              : *text == 'w' ? j->world_size
+                                             : j->port);
     }
 }
 
@@ -65,7 +72,10 @@ static pid_t start(const job *j, int slot, int rank) {
         if (j->url) {
             fill_in(url, sizeof url, j->url, rank, j);
             desc.init_method = url;
-            if (!j->variables[0]) { desc.rank = rank; desc.world_size = j->world_size; }
+            if (!j->variables[0]) {
+                desc.rank = rank;
+                desc.world_size = j->world_size;
+            }
         }
         desc.timeout_ms = j->timeout_ms * DDP_TEST_SLOWDOWN;
         desc.order = order;
@@ -89,7 +99,9 @@ static pid_t start(const job *j, int slot, int rank) {
     return pid;
 }
 
-static void start_all(const job *j) { for (int r = j->world_size - 1; r >= 0; r--) start(j, r, r); }
+static void start_all(const job *j) {
+    for (int r = j->world_size - 1; r >= 0; r--) start(j, r, r);
+}
 
 static void reap(int first, int count) {
     int status;
@@ -99,17 +111,22 @@ static void reap(int first, int count) {
 /* The expected result of a process, with words that its error must contain. */
 static void expect(int slot, ddp_result want, const char *word, const char *word2) {
     const seen *s = &stage_shared->rank[slot];
-    EXPECT(s->done && s->first == want, "process %d: %s '%s'", slot, s->done ? ddp_result_name(s->first) : "died", s->text);
-    EXPECT(says(s->text, word) && says(s->text, word2), "process %d: '%s' does not contain '%s' and '%s'", slot, s->text, word, word2);
+    EXPECT(s->done && s->first == want, "process %d: %s '%s'", slot,
+           s->done ? ddp_result_name(s->first) : "died", s->text);
+    EXPECT(says(s->text, word) && says(s->text, word2), "process %d: '%s' does not contain '%s' and '%s'",
+           slot, s->text, word, word2);
 }
 
-static void expect_ok(int count) { for (int i = 0; i < count; i++) expect(i, DDP_OK, "", ""); }
+static void expect_ok(int count) {
+    for (int i = 0; i < count; i++) expect(i, DDP_OK, "", "");
+}
 
 static ddp_result work(ddp_group *world, void *user) {
     int64_t mine = ddp_rank(world), sum = 0, w = ddp_world_size(world);
     (void)user;
     RANKS_CHECK(world, strcmp(inner.backend_name(world), "tcp") == 0, "%s", inner.backend_name(world));
-    RANKS_CHECK(world, ddp_local_rank(world) == 0 && ddp_local_world_size(world) == 1, "%d/%d", ddp_local_rank(world), ddp_local_world_size(world));
+    RANKS_CHECK(world, ddp_local_rank(world) == 0 && ddp_local_world_size(world) == 1, "%d/%d",
+                ddp_local_rank(world), ddp_local_world_size(world));
     for (int i = 0; i < 20; i++) {
         RANKS_OK(world, ddp_all_reduce(world, &mine, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
         RANKS_CHECK(world, sum == w * (w - 1) / 2, "sum %lld", (long long)sum);
@@ -168,13 +185,24 @@ static void test_meeting(void) {
         {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 20000, work},
         {{TORCH, "MASTER_ADDR=::1"}, NULL, 2, 0, 20000, work},
         {{TORCH, "MASTER_ADDR=127.0.0.1", "MASTER_PORT=1", "DDP_MASTER_PORT=%p"}, NULL, 2, 0, 20000, work},
-        {{"OMPI_COMM_WORLD_RANK=%r", "OMPI_COMM_WORLD_SIZE=%w", "OMPI_COMM_WORLD_LOCAL_RANK=0", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=%p"},
-         NULL, 2, 0, 20000, work},
+        {{"OMPI_COMM_WORLD_RANK=%r", "OMPI_COMM_WORLD_SIZE=%w", "OMPI_COMM_WORLD_LOCAL_RANK=0",
+          "OMPI_COMM_WORLD_LOCAL_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=%p"},
+         NULL,
+         2,
+         0,
+         20000,
+         work},
         {{NULL}, "tcp://127.0.0.1:%p", 3, 0, 20000, work},
         {{NULL}, "tcp://[::1]:%p", 2, 0, 20000, work},
         {{TORCH}, "tcp://localhost:%p", 2, 0, 20000, work},
-        {{"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=0", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%p", "SLURM_STEP_TASKS_PER_NODE=1(x3)",
-          "SLURM_JOB_NODELIST=127.0.0.[1-3,7]"}, NULL, 3, 0, 20000, work}};
+        {{"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=0", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%p",
+          "SLURM_STEP_TASKS_PER_NODE=1(x3)", "SLURM_JOB_NODELIST=127.0.0.[1-3,7]"},
+         NULL,
+         3,
+         0,
+         20000,
+         work},
+    };
     int ipv6 = ports_have_ipv6();
     for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++) {
         job j = jobs[i];
@@ -210,12 +238,17 @@ static void test_listen(void) {
     char own_text[48];
     snprintf(own_text, sizeof own_text, "MASTER_ADDR=%u.%u.%u.%u", own >> 24, own >> 16 & 255, own >> 8 & 255,
              own & 255);
-    struct { const char *variable; uint32_t open, closed; int reported;
-    } table[] = {{"MASTER_ADDR=127.0.0.1", LOOPBACK, LOOPBACK_2, 0},
-                 {"MASTER_ADDR=127.0.0.2", LOOPBACK_2, LOOPBACK, 0},
-                 {own_text, own, LOOPBACK, 0},
-                 {"MASTER_ADDR=192.0.2.1", LOOPBACK_2, 0, 1} /* an address of no machine */,
-                 {"MASTER_ADDR=no.such.host.invalid", LOOPBACK_2, 0, 1}};
+    struct {
+        const char *variable;
+        uint32_t open, closed;
+        int reported;
+    } table[] = {
+        {"MASTER_ADDR=127.0.0.1", LOOPBACK, LOOPBACK_2, 0},
+        {"MASTER_ADDR=127.0.0.2", LOOPBACK_2, LOOPBACK, 0},
+        {own_text, own, LOOPBACK, 0},
+        {"MASTER_ADDR=192.0.2.1", LOOPBACK_2, 0, 1} /* an address of no machine */,
+        {"MASTER_ADDR=no.such.host.invalid", LOOPBACK_2, 0, 1},
+    };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, table[i].variable}, NULL, 2, 0, 20000, work};
         int fd, other = -1;
@@ -236,8 +269,12 @@ static void test_listen(void) {
 }
 
 static void test_node_lists(void) {
-    static const struct { const char *list, *first; } table[] = {
-        {"node[003-010,12]", "node003"}, {"node7", "node7"}, {"a,b,c", "a"}, {"gpu[1,3-5]-ib,x", "gpu1-ib"}, {"r[1-2]n[08-11],z", "r1n08"}, {"", ""}, {"n[", "n"}, {"n[4", "n4"}};
+    static const struct {
+        const char *list, *first;
+    } table[] = {
+        {"node[003-010,12]", "node003"}, {"node7", "node7"}, {"a,b,c", "a"}, {"gpu[1,3-5]-ib,x", "gpu1-ib"},
+        {"r[1-2]n[08-11],z", "r1n08"},   {"", ""},           {"n[", "n"},    {"n[4", "n4"},
+    };
     faults_begin("SLURM node lists");
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         char out[64];
@@ -249,7 +286,13 @@ static void test_node_lists(void) {
 /* torchrun's agent listens at MASTER_PORT, and other services after it: one that never sends anything, and
    one that sends first. */
 static void test_agent(void) {
-    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RUN_ID=none", "TORCHELASTIC_RESTART_COUNT=0"}, NULL, 3, 0, 40000, work};
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RUN_ID=none",
+              "TORCHELASTIC_RESTART_COUNT=0"},
+             NULL,
+             3,
+             0,
+             40000,
+             work};
     int fds[3];
     pid_t talker;
     faults_begin("the agent serves MASTER_PORT");
@@ -261,7 +304,11 @@ static void test_agent(void) {
         for (;;) {
             struct pollfd wait = {fds[2], POLLIN, 0};
             int fd = poll(&wait, 1, -1) > 0 ? accept(fds[2], NULL, NULL) : -1;
-            if (fd >= 0) (void)!write(fd, "220 mail.example.org ESMTP ready, and a long line so that it is more than a few bytes\r\n", 88);
+            if (fd >= 0)
+                (void)!write(fd,
+                             "220 mail.example.org ESMTP ready, and a long line so that it is more than a "
+                             "few bytes\r\n",
+                             88);
         }
     }
     start_all(&j);
@@ -302,7 +349,11 @@ static void test_file(void) {
 //== not meeting ============================================================================
 
 static void test_bad_input(void) {
-    static const struct { job j; ddp_result want; const char *word, *word2; } table[] = {
+    static const struct {
+        job j;
+        ddp_result want;
+        const char *word, *word2;
+    } table[] = {
         {{{NULL}, "tcp://localhost", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
         {{{NULL}, "tcp://localhost:", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
         {{{NULL}, "tcp://:3", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
@@ -312,8 +363,14 @@ static void test_bad_input(void) {
         {{{"X=1"}, "tcp://a:1", 2, 0, 500, work}, DDP_ERR_INVALID, "world_size", "variables"},
         {{{TORCH}, NULL, 2, 3, 500, work}, DDP_ERR_UNSUPPORTED, "MASTER_ADDR", "machine"},
         {{{TORCH, "MASTER_ADDR=a"}, NULL, 2, 70000, 500, work}, DDP_ERR_INVALID, "70000", "MASTER_PORT"},
-        {{{TORCH, "MASTER_ADDR=no.such.host.invalid"}, NULL, 2, 33, 500, work}, DDP_ERR_TIMEOUT, "no.such.host.invalid", "has no address"},
-        {{{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 1, 500, work}, DDP_ERR_TIMEOUT, "127.0.0.1 port 1", "refused"},
+        {{{TORCH, "MASTER_ADDR=no.such.host.invalid"}, NULL, 2, 33, 500, work},
+         DDP_ERR_TIMEOUT,
+         "no.such.host.invalid",
+         "has no address"},
+        {{{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 1, 500, work},
+         DDP_ERR_TIMEOUT,
+         "127.0.0.1 port 1",
+         "refused"},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         faults_begin(table[i].word);
@@ -336,7 +393,8 @@ static void test_port_in_use(void) {
     /* it has inherited the socket */
     snprintf(heir, sizeof heir, "in use by pid %d (", (int)stage_shared->rank[0].pid);
     expect(0, DDP_ERR_SYSTEM, "DDP_MASTER_PORT", "");
-    EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir), "'%s' does not contain '%s'", stage_shared->rank[0].text, pid);
+    EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir),
+           "'%s' does not contain '%s'", stage_shared->rank[0].text, pid);
     close(fd);
 }
 
@@ -345,10 +403,16 @@ static void test_port_in_use(void) {
 /* Ranks that contradict rank 0. With a secret they are ranks of this job, which ends. Without one they could
    be anyone. */
 static void test_contradictions(void) {
-    static const struct { const char *what; int rank, size; const char *word; ddp_order order; } table[] = {
+    static const struct {
+        const char *what;
+        int rank, size;
+        const char *word;
+        ddp_order order;
+    } table[] = {
         {"two processes with one rank", 1, 3, "have rank 1", DDP_ORDER_TREE},
         {"another order", 2, 3, "rank 2 (pid", DDP_ORDER_ANY},
-        {"another world size", 2, 4, "has world_size=4", DDP_ORDER_DEFAULT}};
+        {"another world size", 2, 4, "has world_size=4", DDP_ORDER_DEFAULT},
+    };
     for (size_t i = 0; i < 2 * sizeof table / sizeof *table; i++) {
         int secured = i % 2, k = (int)i / 2;
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1", secured ? SECRET : NULL}, NULL, 3, 0, 20000, work};
@@ -386,12 +450,14 @@ static void test_bad_hellos(void) {
         uint32_t version;
         int rank, cut, swap;
         const char *word;
-    } table[] = {{"a rank with another version", 990102, 1, 0, 0, "99.1.2"},
-                 {"a rank with a negative number", 0, -1, 0, 0, "have rank -1"},
-                 {"a rank after the last one", 0, 3, 0, 0, "have rank 3"},
-                 {"a rank that claims to be rank 0", 0, 0, 0, 0, "have rank 0"},
-                 {"a hello without its last fields", 0, 1, 24, 0, "does not use the ddp protocol"},
-                 {"a machine with the other byte order", 0, 1, 0, 1, "byte order"}};
+    } table[] = {
+        {"a rank with another version", 990102, 1, 0, 0, "99.1.2"},
+        {"a rank with a negative number", 0, -1, 0, 0, "have rank -1"},
+        {"a rank after the last one", 0, 3, 0, 0, "have rank 3"},
+        {"a rank that claims to be rank 0", 0, 0, 0, 0, "have rank 0"},
+        {"a hello without its last fields", 0, 1, 24, 0, "does not use the ddp protocol"},
+        {"a machine with the other byte order", 0, 1, 0, 1, "byte order"},
+    };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, work};
         char letter[4096], token[64];
@@ -401,8 +467,8 @@ static void test_bad_hellos(void) {
         j.port = some_ports(1);
         start(&j, 0, 0);
         snprintf(token, sizeof token, "torch:%d::", j.port);
-        size =
-            inner.hello(letter, token, table[i].rank, 2, table[i].version ? table[i].version : inner.version);
+        size = inner.hello(letter, token, table[i].rank, 2,
+                           table[i].version ? table[i].version : inner.version);
         if (table[i].cut)
             memset(letter + size - INNER_TEXT + table[i].cut, 0, (size_t)(INNER_TEXT - table[i].cut));
         for (int b = 0; b < 4 && table[i].swap; b++) {
@@ -412,7 +478,8 @@ static void test_bad_hellos(void) {
         }
         fd = visit(j.port);
         (void)!write(fd, letter, size);
-        while (recv(fd, letter, sizeof letter, 0) > 0) {}
+        while (recv(fd, letter, sizeof letter, 0) > 0) {
+        }
         close(fd);
         start(&j, 1, 1);
         reap(0, 2);
@@ -452,7 +519,8 @@ static void test_missing(void) {
 }
 
 static void test_other_jobs(void) {
-    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_RESTART_COUNT=1"}, NULL, 3, 0, 20000, work}, stale = j;
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_RESTART_COUNT=1"}, NULL, 3, 0, 20000, work},
+        stale = j;
     faults_begin("a rank of an earlier job comes by");
     stale.variables[6] = "TORCHELASTIC_RESTART_COUNT=0";
     j.port = stale.port = some_ports(1);
@@ -464,17 +532,24 @@ static void test_other_jobs(void) {
     start(&j, 2, 2);
     reap(0, 3);
     expect_ok(3);
-    EXPECT(says(logs[0], "refused") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log contains '%s'", logs[0]);
+    EXPECT(says(logs[0], "refused") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"),
+           "the log contains '%s'", logs[0]);
 }
 
 //== strangers ==============================================================================
 
 static void test_strangers(void) {
-    static const char *const what[] = {"a stranger sends garbage", "a stranger sends half a hello and stays", "a port scanner", "a flood of silent visitors"};
+    static const char *const what[] = {"a stranger sends garbage", "a stranger sends half a hello and stays",
+                                       "a port scanner", "a flood of silent visitors"};
     static unsigned char garbage[4096];
     for (size_t i = 0; i < sizeof garbage; i++) garbage[i] = (unsigned char)ranks_mix(i);
     for (int kind = 0; kind < 4; kind++) {
-        job j = {{TORCH, "MASTER_ADDR=127.0.0.1", kind == 0 || kind == 3 ? SECRET : NULL}, NULL, 3, 0, 40000, work};
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1", kind == 0 || kind == 3 ? SECRET : NULL},
+                 NULL,
+                 3,
+                 0,
+                 40000,
+                 work};
         int count = kind == 3 ? 400 : kind == 2 ? 50 : 5, fds[400];
         char letter[4096];
         faults_begin(what[kind]);
@@ -493,7 +568,8 @@ static void test_strangers(void) {
         expect_ok(3);
         /* 1: the job began before their time was up. */
         EXPECT(says(logs[0], kind == 1 ? "" : "refused 127.0.0.1 port"), "the log contains '%s'", logs[0]);
-        EXPECT(kind != 3 || says(logs[0], "other connections are waiting"), "no connection was closed: '%s'", logs[0]);
+        EXPECT(kind != 3 || says(logs[0], "other connections are waiting"), "no connection was closed: '%s'",
+               logs[0]);
         for (int i = 0; i < count && kind != 2; i++) close(fds[i]);
     }
 }
@@ -546,8 +622,9 @@ static size_t read_bytes(int fd, void *out, size_t size) {
     size_t got = 0;
     while (got < size) {
         struct pollfd wait = {fd, POLLIN, 0};
-        ssize_t n =
-            poll(&wait, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? recv(fd, (char *)out + got, size - got, 0) : -1;
+        ssize_t n = poll(&wait, 1, 20000 * DDP_TEST_SLOWDOWN) == 1
+                        ? recv(fd, (char *)out + got, size - got, 0)
+                        : -1;
         if (n <= 0) break;
         got += (size_t)n;
     }
@@ -618,11 +695,14 @@ static void test_secret(void) {
 
 /* A process without the right secret is rejected; the ranks that have it form the world. */
 static void test_wrong_secret(void) {
-    static const struct { const char *what, *rank0, *other, *word;
-    } table[] = {{"another secret", SECRET, "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f1",
-                  "and rank 0 have different secrets"},
-                 {"a rank without a secret", SECRET, NULL, "rank 0 has a secret and rank 1 ("},
-                 {"rank 0 without a secret", NULL, SECRET, "has a secret and rank 0 has none"}};
+    static const struct {
+        const char *what, *rank0, *other, *word;
+    } table[] = {
+        {"another secret", SECRET, "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f1",
+         "and rank 0 have different secrets"},
+        {"a rank without a secret", SECRET, NULL, "rank 0 has a secret and rank 1 ("},
+        {"rank 0 without a secret", NULL, SECRET, "has a secret and rank 0 has none"},
+    };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, work};
         faults_begin(table[i].what);
@@ -729,15 +809,18 @@ static void test_replay(void) {
 }
 
 static void test_secret_files(void) {
-    static const struct { const char *what, *word;
-    } table[] = {{"none", "No such file"},
-                 {"a symbolic link", "is a symbolic link"},
-                 {"a FIFO", "is not a regular file"},
-                 {"a folder", "is not a regular file"},
-                 {"others may read it", "chmod 600"},
-                 {"it is empty", "is empty"},
-                 {"it is large", "too large"},
-                 {"it is another user's", "belongs to another user"}};
+    static const struct {
+        const char *what, *word;
+    } table[] = {
+        {"none", "No such file"},
+        {"a symbolic link", "is a symbolic link"},
+        {"a FIFO", "is not a regular file"},
+        {"a folder", "is not a regular file"},
+        {"others may read it", "chmod 600"},
+        {"it is empty", "is empty"},
+        {"it is large", "too large"},
+        {"it is another user's", "belongs to another user"},
+    };
     static char large[5000];
     memset(large, 'x', sizeof large - 1);
     for (int i = 0; i < 8; i++) {
@@ -782,9 +865,9 @@ typedef struct bad_frame {
     const char *what;
     uint32_t kind;
     int32_t result;
-    uint64_t size;            /* as the head has it */
-    size_t following;         /* bytes that are sent */
-    const char *text;         /* of news */
+    uint64_t size;    /* as the head has it */
+    size_t following; /* bytes that are sent */
+    const char *text; /* of news */
     ddp_result want;
     const char *word, *not_word;
 } bad_frame;
@@ -806,7 +889,8 @@ static const bad_frame bad_frames[] = {
      "invalid frame", ""},
     {"news of 4 bytes", INNER_NEWS, -8, 4, 4, NULL, DDP_ERR_MISMATCH, "invalid frame", ""},
     {"news with control characters", INNER_NEWS, -8, INNER_TEXT, INNER_TEXT, "cause\x1b[2J\nof \xff",
-     DDP_ERR_UNSUPPORTED, "cause\\x1b[2J\\x0aof \\xff", "\x1b"}};
+     DDP_ERR_UNSUPPORTED, "cause\\x1b[2J\\x0aof \\xff", "\x1b"},
+};
 
 static void expect_frame(int slot, const bad_frame *bad) {
     expect(slot, bad->want, bad->word, "");
@@ -936,8 +1020,10 @@ static void test_killed(void) {
             reap(r, 1);
             if (r == victim) continue;
             expect(r, DDP_ERR_PEER_LOST, word, "closed the connection");
-            EXPECT(s->second == DDP_ERR_POISONED && says(s->text2, word), "rank %d: then %s '%s'", r, ddp_result_name(s->second), s->text2);
-            EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
+            EXPECT(s->second == DDP_ERR_POISONED && says(s->text2, word), "rank %d: then %s '%s'", r,
+                   ddp_result_name(s->second), s->text2);
+            EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS,
+                   "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
         }
     }
 }
@@ -946,7 +1032,8 @@ static void test_killed(void) {
 static ddp_result differ(ddp_group *world, void *user) {
     float x[8] = {0};
     (void)user;
-    return ddp_rank(world) == 1 ? ddp_all_reduce(world, x, x, 8, DDP_F32, DDP_OP_SUM, NULL) : ddp_all_reduce(world, x, x, 7, DDP_F32, DDP_OP_SUM, NULL);
+    return ddp_rank(world) == 1 ? ddp_all_reduce(world, x, x, 8, DDP_F32, DDP_OP_SUM, NULL)
+                                : ddp_all_reduce(world, x, x, 7, DDP_F32, DDP_OP_SUM, NULL);
 }
 
 static ddp_result leave(ddp_group *world, void *user) {
@@ -956,7 +1043,10 @@ static ddp_result leave(ddp_group *world, void *user) {
 
 static ddp_result call_off(ddp_group *world, void *user) {
     (void)user;
-    if (ddp_rank(world) != 1) { say(&stage_shared->counter); return ddp_barrier(world); }
+    if (ddp_rank(world) != 1) {
+        say(&stage_shared->counter);
+        return ddp_barrier(world);
+    }
     heard(&stage_shared->counter, 2);
     RANKS_OK(world, ddp_group_abort(world));
     return ddp_group_status(world);
@@ -972,14 +1062,28 @@ static ddp_result sleepy(ddp_group *world, void *user) {
 }
 
 static void test_calls(void) {
-    static const struct { const char *what; body fn; ddp_result want; const char *word, *word2; int lazy, still; } table[] = {
-        {"another count", differ, DDP_ERR_MISMATCH, "ranks made different calls", "rank 1 ddp_all_reduce f32 count=8 sum", 0, 0},
+    static const struct {
+        const char *what;
+        body fn;
+        ddp_result want;
+        const char *word, *word2;
+        int lazy, still;
+    } table[] = {
+        {"another count", differ, DDP_ERR_MISMATCH, "ranks made different calls",
+         "rank 1 ddp_all_reduce f32 count=8 sum", 0, 0},
         {"a rank leaves", leave, DDP_ERR_PEER_LOST, "rank 1 (pid ", "has destroyed this group", 1, 0},
         {"a rank aborts", call_off, DDP_ERR_POISONED, "rank 1 (pid ", "called ddp_group_abort", 0, 0},
         {"a rank makes no call", sleepy, DDP_ERR_TIMEOUT, "arrived: rank 0,2; missing: rank 1", "", 0, 0},
-        {"a rank makes no call, and rank 0 stands still for a while", sleepy, DDP_ERR_TIMEOUT, "arrived: rank 0,2; missing: rank 1", "", 0, 1}};
+        {"a rank makes no call, and rank 0 stands still for a while", sleepy, DDP_ERR_TIMEOUT,
+         "arrived: rank 0,2; missing: rank 1", "", 0, 1},
+    };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
-        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, table[i].want == DDP_ERR_TIMEOUT ? RUN_INTO_MS : 20000, table[i].fn};
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"},
+                 NULL,
+                 3,
+                 0,
+                 table[i].want == DDP_ERR_TIMEOUT ? RUN_INTO_MS : 20000,
+                 table[i].fn};
         faults_begin(table[i].what);
         j.port = some_ports(1);
         start_all(&j);
@@ -1003,7 +1107,11 @@ static void test_stopped(void) {
         EXPECT(heard(&stage_shared->counter, 3), "only %d of 3 ranks came", stage_shared->counter);
         kill(stage_shared->rank[victim].pid, SIGSTOP);
         for (int r = 0; r < 3; r++)
-            if (r != victim) { reap(r, 1); expect(r, DDP_ERR_TIMEOUT, victim ? "missing: rank 1" : "rank 0 (pid", victim ? "arrived: rank 0,2" : "does not answer"); }
+            if (r != victim) {
+                reap(r, 1);
+                expect(r, DDP_ERR_TIMEOUT, victim ? "missing: rank 1" : "rank 0 (pid",
+                       victim ? "arrived: rank 0,2" : "does not answer");
+            }
         kill(stage_shared->rank[victim].pid, SIGKILL);
         kill(stage_shared->rank[victim].pid, SIGCONT);
         reap(victim, 1);
@@ -1028,10 +1136,14 @@ static ddp_result many(ddp_group *world, void *user) {
             ranks_fill(have, &data, ddp_rank(world), 0, COUNT);
             ranks_reduce(want, &data, (ddp_op)op, w, (uint64_t)w, 0, COUNT);
             RANKS_OK(world, ddp_all_reduce(world, have, have, COUNT, data.dtype, (ddp_op)op, NULL));
-            RANKS_CHECK(world, ranks_compare(have, want, COUNT, data.dtype, 0, NULL) < 0, "%s op %d", ddp_dtype_name(data.dtype), op);
+            RANKS_CHECK(world, ranks_compare(have, want, COUNT, data.dtype, 0, NULL) < 0, "%s op %d",
+                        ddp_dtype_name(data.dtype), op);
         }
     for (int i = 0; i < w; i++) counts[i] = 1;
-    RANKS_CHECK(world, ddp_all_gather_v(world, &w, 1, calloc((size_t)w, 4), counts, NULL, DDP_I32, NULL) == DDP_ERR_UNSUPPORTED, "%s", ddp_last_error());
+    RANKS_CHECK(world,
+                ddp_all_gather_v(world, &w, 1, calloc((size_t)w, 4), counts, NULL, DDP_I32, NULL)
+                    == DDP_ERR_UNSUPPORTED,
+                "%s", ddp_last_error());
     return ddp_barrier(world);
 }
 

@@ -82,8 +82,10 @@ static void start_nccl(void) {
     must(cudaMalloc((void **)&data, sizeof one), "cudaMalloc");
     must(cudaMemcpy(data, &one, sizeof one, cudaMemcpyHostToDevice), "cudaMemcpy");
     check(ncclGetUniqueId(&id) == ncclSuccess, "ncclGetUniqueId failed");
-    check(ncclCommInitRank(&comm, 1, id, 0) == ncclSuccess, "ncclCommInitRank failed; NCCL_DEBUG=INFO shows why");
-    check(ncclAllReduce(data, data, 1, ncclFloat, ncclSum, comm, NULL) == ncclSuccess, "ncclAllReduce failed");
+    check(ncclCommInitRank(&comm, 1, id, 0) == ncclSuccess,
+          "ncclCommInitRank failed; NCCL_DEBUG=INFO shows why");
+    check(ncclAllReduce(data, data, 1, ncclFloat, ncclSum, comm, NULL) == ncclSuccess,
+          "ncclAllReduce failed");
     must(cudaDeviceSynchronize(), "ncclAllReduce");
     must(cudaMemcpy(&one, data, sizeof one, cudaMemcpyDeviceToHost), "cudaMemcpy");
     check(one == 1, "ncclAllReduce over one rank changed the value");
@@ -106,8 +108,9 @@ int main(void) {
     must(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
     must(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
     must(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
-    printf("device: %s, sm_%d%d, %d multiprocessors, %.1f GiB, %d visible\n", properties.name, properties.major,
-           properties.minor, properties.multiProcessorCount, (double)properties.totalGlobalMem / (1 << 30), count);
+    printf("device: %s, sm_%d%d, %d multiprocessors, %.1f GiB, %d visible\n", properties.name,
+           properties.major, properties.minor, properties.multiProcessorCount,
+           (double)properties.totalGlobalMem / (1 << 30), count);
     printf("CUDA: driver %d.%d, ", driver / 1000, driver % 1000 / 10);
     printf("runtime %d.%d\n", runtime / 1000, runtime % 1000 / 10);
     fflush(stdout);

@@ -15,10 +15,20 @@
 
 //== steady steps ===========================================================================
 
-enum { STEADY_UNITS = 3, STEADY_PARAMS = 2 * STEADY_UNITS, STEADY_STEPS = 6, STEADY_MICRO = 2, STEADY_MOST = 13 * 64 };
+enum {
+    STEADY_UNITS = 3,
+    STEADY_PARAMS = 2 * STEADY_UNITS,
+    STEADY_STEPS = 6,
+    STEADY_MICRO = 2,
+    STEADY_MOST = 13 * 64
+};
 
 /* Results of one variant of stepping, and its device memory. */
-typedef struct steady { float norm[STEADY_STEPS]; double value[STEADY_PARAMS][STEADY_MOST]; size_t device_bytes; } steady;
+typedef struct steady {
+    float norm[STEADY_STEPS];
+    double value[STEADY_PARAMS][STEADY_MOST];
+    size_t device_bytes;
+} steady;
 
 /* The norm is queried in the step; the device decides; the optimizer runs on the host. */
 enum { WAITS, DECIDES, OFFLOADED, STEADY_WAYS };
@@ -26,10 +36,12 @@ enum { WAITS, DECIDES, OFFLOADED, STEADY_WAYS };
 static int steady_rows(int i) { return i % 2 ? 64 : 13; }
 static int steady_columns(int i) { return i % 2 ? 1 : 64; }
 
-static ddp_result steady_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result steady_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                              void *user) {
     int columns = steady_columns(param->index);
     (void)user;
-    for (int64_t i = 0; i < row_count * columns; i++) ((float *)out)[i] = (float)noise((uint64_t)(param->index * 1000 + first_row * columns + i));
+    for (int64_t i = 0; i < row_count * columns; i++)
+        ((float *)out)[i] = (float)noise((uint64_t)(param->index * 1000 + first_row * columns + i));
     return DDP_OK;
 }
 
@@ -43,21 +55,28 @@ static const fake_block *steady_block(int device, const std::string &name) {
 
 /* With offload, gradients go to the host in pieces on one stream, values to the device on another. still:
    nothing else is copied; the shards of a single rank are the gathered values. */
-static ddp_result steady_copies(ddp_group *world, int device, const std::string &record, int way, int still, const char *what) {
+static ddp_result steady_copies(ddp_group *world, int device, const std::string &record, int way, int still,
+                                const char *what) {
     std::string downs, ups;
     int down = 0, up = 0;
     for (size_t at = 0; (at = record.find("cudaMemcpyAsync(", at)) != std::string::npos;) {
-        size_t comma = record.find(", ", at += 16), second = record.find(", ", comma + 2), end = record.find(")\n", at);
-        const fake_block *dst = steady_block(device, record.substr(at, comma - at)), *src = steady_block(device, record.substr(comma + 2, second - comma - 2));
+        size_t comma = record.find(", ", at += 16), second = record.find(", ", comma + 2),
+               end = record.find(")\n", at);
+        const fake_block *dst = steady_block(device, record.substr(at, comma - at)),
+                         *src = steady_block(device, record.substr(comma + 2, second - comma - 2));
         std::string stream = record.substr(record.rfind(' ', end), end - record.rfind(' ', end));
         RANKS_CHECK(world, dst && src, "%s: a copy of unknown memory in\n%s", what, record.c_str());
-        if (dst->is_device && src->is_device) RANKS_CHECK(world, !still, "%s: one rank copies in\n%s", what, record.c_str());
-        else dst->is_device ? (up++, ups = stream) : (down++, downs = stream);
-        if (!dst->is_device) RANKS_CHECK(world, downs == stream, "%s: gradients come down on several streams", what);
+        if (dst->is_device && src->is_device)
+            RANKS_CHECK(world, !still, "%s: one rank copies in\n%s", what, record.c_str());
+        else
+            dst->is_device ? (up++, ups = stream) : (down++, downs = stream);
+        if (!dst->is_device)
+            RANKS_CHECK(world, downs == stream, "%s: gradients come down on several streams", what);
         if (!src->is_device) RANKS_CHECK(world, ups == stream, "%s: values go up on several streams", what);
     }
-    RANKS_CHECK(world, way == OFFLOADED ? down > 2 * STEADY_PARAMS && up == down && ups != downs : down + up == 0, "%s: %d copies down on %s, %d up on %s", what,
-                down, downs.c_str(), up, ups.c_str());
+    RANKS_CHECK(world,
+                way == OFFLOADED ? down > 2 * STEADY_PARAMS && up == down && ups != downs : down + up == 0,
+                "%s: %d copies down on %s, %d up on %s", what, down, downs.c_str(), up, ups.c_str());
     return DDP_OK;
 }
 
@@ -73,18 +92,24 @@ static size_t steady_bytes(int device) {
 /* Waits and allocations of this rank's host since fake_record_from_here. Staged groups wait: data passes
    through the host. */
 static ddp_result steady_calls(ddp_group *world, int early, int way, int still, int most, const char *what) {
-    static const char *const words[] = {"Synchronize", "cudaMalloc", "cudaFree", "cudaHost", "cudaEventCreate", "cudaStreamCreate", "cudaEventDestroy",
-                                        "(host", ", host", "FAILS"};
+    static const char *const words[] = {
+        "Synchronize",      "cudaMalloc",       "cudaFree", "cudaHost", "cudaEventCreate",
+        "cudaStreamCreate", "cudaEventDestroy", "(host",    ", host",   "FAILS"};
     const char *engine = getenv("DDP_TEST_ENGINE");
     int device;
     if (!engine || strcmp(engine, "nccl")) return DDP_OK;
-    RANKS_CHECK(world, way == OFFLOADED || fake_mine->early == early, "%s: the host queried %d times whether the device has finished", what, fake_mine->early - early);
+    RANKS_CHECK(world, way == OFFLOADED || fake_mine->early == early,
+                "%s: the host queried %d times whether the device has finished", what,
+                fake_mine->early - early);
     fake_get_device(&device);
     std::string record = fake_record(device);
     int kernels = 0;
     for (size_t at = 0; (at = record.find("kernel(", at)) != std::string::npos; at++) kernels++;
-    RANKS_CHECK(world, kernels > 0 && kernels <= most, "%s: %d kernels, at most %d are needed", what, kernels, most);
-    for (const char *word : words) RANKS_CHECK(world, record.find(word) == std::string::npos, "%s: %s appears in\n%s", what, word, record.c_str());
+    RANKS_CHECK(world, kernels > 0 && kernels <= most, "%s: %d kernels, at most %d are needed", what, kernels,
+                most);
+    for (const char *word : words)
+        RANKS_CHECK(world, record.find(word) == std::string::npos, "%s: %s appears in\n%s", what, word,
+                    record.c_str());
     pthread_mutex_lock(&fake.lock);
     ddp_result result = steady_copies(world, device, record, way, still, what);
     pthread_mutex_unlock(&fake.lock);
@@ -92,7 +117,8 @@ static ddp_result steady_calls(ddp_group *world, int early, int way, int still, 
 }
 #endif
 
-static ddp_result steady_step(ddp_group *world, device_rank *d, ddp_fsdp *fsdp, ddp_fsdp_param *params, const float *numbers, int step, float *norm) {
+static ddp_result steady_step(ddp_group *world, device_rank *d, ddp_fsdp *fsdp, ddp_fsdp_param *params,
+                              const float *numbers, int step, float *norm) {
     const ddp_device *device = ddp_device_cuda();
     for (int m = 0; m < STEADY_MICRO; m++)
         for (int pass = 0; pass < 2 * STEADY_UNITS; pass++) {
@@ -102,7 +128,8 @@ static ddp_result steady_step(ddp_group *world, device_rank *d, ddp_fsdp *fsdp, 
                 const ddp_param *p = &params[i].param;
                 size_t count = (size_t)ddp_tensor_count(&p->value);
                 ddp_cuda_use_stream(d->stream);
-                device->cast(p->grad.data, p->grad.dtype, numbers + (step * 5 + m * 3 + ddp_rank(world)) * 7, DDP_F32, count);
+                device->cast(p->grad.data, p->grad.dtype, numbers + (step * 5 + m * 3 + ddp_rank(world)) * 7,
+                             DDP_F32, count);
                 device->add(p->grad.data, p->grad.data, p->value.data, count, p->value.dtype);
             }
             if (back) RANKS_OK(world, ddp_fsdp_reduce_grads(fsdp, u));
@@ -144,7 +171,8 @@ static ddp_fsdp_desc steady_desc(ddp_fsdp_param *params, ddp_fsdp_unit_desc *uni
 }
 
 /* If the host does not query the norm, the calls of steps 1 and 2 are checked. */
-static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way, const float *numbers, steady *out) {
+static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way, const float *numbers,
+                             steady *out) {
     const ddp_device *device = ddp_device_cuda();
     ddp_fsdp_param params[STEADY_PARAMS];
     ddp_fsdp_unit_desc units[STEADY_UNITS];
@@ -156,7 +184,10 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
 #endif
     float norm;
     RANKS_OK(world, ddp_fsdp_create(&fsdp, d->group, &desc));
-    RANKS_CHECK(world, ddp_fsdp_get_norm(fsdp, &norm) == DDP_ERR_INVALID && strstr(ddp_last_error(), "ddp_fsdp_clip_grad_norm first"), "%s", ddp_last_error());
+    RANKS_CHECK(world,
+                ddp_fsdp_get_norm(fsdp, &norm) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "ddp_fsdp_clip_grad_norm first"),
+                "%s", ddp_last_error());
     for (int s = 0; s < STEADY_STEPS; s++) {
         if (s == 1) RANKS_OK(world, ddp_fsdp_get_memory(fsdp, &before));
 #if defined(DDP_TEST_ON_CPU)
@@ -168,21 +199,24 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
         RANKS_OK(world, steady_step(world, d, fsdp, params, numbers, s, way == WAITS ? &norm : NULL));
 #if defined(DDP_TEST_ON_CPU)
         /* Of rows on the host, added by NCCL. */
-        int norms = way == OFFLOADED && desc.optimizer.kind >= DDP_OPTIMIZER_LAMB && ddp_world_size(world) > 1;
+        int norms = way == OFFLOADED && desc.optimizer.kind >= DDP_OPTIMIZER_LAMB
+                    && ddp_world_size(world) > 1;
         /* The others keep micro-batches of full gradients. */
         int still = ddp_world_size(world) == 1 && desc.strategy <= DDP_FSDP_SHARD_GRAD;
         /* For each of 6 parameters and 2 micro-batches: 2 that make gradients here; for each parameter:
            micro-batches added, divided, squares, AdamW. For each unit: a cast of the gradients of each
            micro-batch, one of the new values. And the norm. */
         int most = still && turn == 0 ? 2 * (6 * 2 * 2 + 6 * 4 + 3 * 2 + 3 + 1) : INT32_MAX;
-        if (s == 2 && way != WAITS && !norms) RANKS_OK(world, steady_calls(world, early, way, still, most, strategies[desc.strategy]));
+        if (s == 2 && way != WAITS && !norms)
+            RANKS_OK(world, steady_calls(world, early, way, still, most, strategies[desc.strategy]));
 #endif
         /* Step 2 follows step 1 at once. */
         if (way != WAITS) RANKS_OK(world, s == 1 ? DDP_OK : ddp_fsdp_get_norm(fsdp, &norm));
         out->norm[s] = norm;
     }
     RANKS_OK(world, ddp_fsdp_get_memory(fsdp, &after));
-    RANKS_CHECK(world, memcmp(&before, &after, sizeof before) == 0, "%s: memory was taken in a later step", strategies[desc.strategy]);
+    RANKS_CHECK(world, memcmp(&before, &after, sizeof before) == 0, "%s: memory was taken in a later step",
+                strategies[desc.strategy]);
     for (int i = 0; i < STEADY_PARAMS; i++) {
         ddp_tensor rows;
         float near[STEADY_MOST];
@@ -190,8 +224,10 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
         RANKS_OK(world, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, NULL));
         own = ddp_tensor_count(&rows);
         RANKS_CHECK(world, own >= 0 && own <= STEADY_MOST, "parameter %d: %d elements", i, (int)own);
-        if (rows.data && way == OFFLOADED) memcpy(near, rows.data, (size_t)own * sizeof near[0]);
-        else if (rows.data) device->copy(near, rows.data, (size_t)own * sizeof near[0]);
+        if (rows.data && way == OFFLOADED)
+            memcpy(near, rows.data, (size_t)own * sizeof near[0]);
+        else if (rows.data)
+            device->copy(near, rows.data, (size_t)own * sizeof near[0]);
         for (int k = 0; k < (int)own; k++) out->value[i][k] = (double)near[k];
     }
     RANKS_OK(world, ddp_cuda_check());
@@ -215,21 +251,30 @@ static ddp_result steady_main(ddp_group *world, void *user) {
     ddp_device_cuda()->copy(memory, numbers, sizeof numbers);
     for (int turn = 0; turn < 8; turn++) {
         memset(ended, 0, sizeof ended);
-        for (int way = WAITS; way < STEADY_WAYS; way++) RANKS_OK(world, steady_run(world, &d, turn, way, (const float *)memory, &ended[way]));
-        RANKS_CHECK(world, ended[WAITS].norm[0] > 0.25f, "turn %d: norm %g clips nothing", turn, (double)ended[WAITS].norm[0]);
+        for (int way = WAITS; way < STEADY_WAYS; way++)
+            RANKS_OK(world, steady_run(world, &d, turn, way, (const float *)memory, &ended[way]));
+        RANKS_CHECK(world, ended[WAITS].norm[0] > 0.25f, "turn %d: norm %g clips nothing", turn,
+                    (double)ended[WAITS].norm[0]);
         for (int way = DECIDES; way < STEADY_WAYS; way++) {
             for (int s = 0; s < STEADY_STEPS; s++)
-                RANKS_CHECK(world, s == 1 || memcmp(&ended[WAITS].norm[s], &ended[way].norm[s], sizeof(float)) == 0, "turn %d, way %d, step %d: norm %.9g, want %.9g",
-                            turn, way, s, (double)ended[way].norm[s], (double)ended[WAITS].norm[s]);
-            RANKS_CHECK(world, memcmp(ended[WAITS].value, ended[way].value, sizeof ended[way].value) == 0, "turn %d, way %d: other values", turn, way);
+                RANKS_CHECK(world,
+                            s == 1 || memcmp(&ended[WAITS].norm[s], &ended[way].norm[s], sizeof(float)) == 0,
+                            "turn %d, way %d, step %d: norm %.9g, want %.9g", turn, way, s,
+                            (double)ended[way].norm[s], (double)ended[WAITS].norm[s]);
+            RANKS_CHECK(world, memcmp(ended[WAITS].value, ended[way].value, sizeof ended[way].value) == 0,
+                        "turn %d, way %d: other values", turn, way);
         }
         /* Elements of state on this rank: two moments and a master copy if the optimizer is AdamW. */
         size_t mine = 0;
         /* The last rank has fewest. */
-        for (int i = 0, shares = turn % 4 == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(world); i < STEADY_PARAMS; i++)
-            mine += (size_t)((steady_rows(i) - (shares - 1) * ((steady_rows(i) + shares - 1) / shares)) * steady_columns(i));
-        RANKS_CHECK(world, ended[OFFLOADED].device_bytes + (turn ? 0 : 12 * mine) <= ended[DECIDES].device_bytes, "turn %d: offloaded, %zu bytes of the device, otherwise %zu",
-                    turn, ended[OFFLOADED].device_bytes, ended[DECIDES].device_bytes);
+        for (int i = 0, shares = turn % 4 == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(world); i < STEADY_PARAMS;
+             i++)
+            mine += (size_t)((steady_rows(i) - (shares - 1) * ((steady_rows(i) + shares - 1) / shares))
+                             * steady_columns(i));
+        RANKS_CHECK(world,
+                    ended[OFFLOADED].device_bytes + (turn ? 0 : 12 * mine) <= ended[DECIDES].device_bytes,
+                    "turn %d: offloaded, %zu bytes of the device, otherwise %zu", turn,
+                    ended[OFFLOADED].device_bytes, ended[DECIDES].device_bytes);
     }
     ddp_device_cuda()->free(d.group, memory);
     return device_rank_close(&d);
@@ -262,11 +307,15 @@ static ddp_result steady_faults(ddp_group *world, void *user) {
         if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.01f);
         ddp_fsdp_destroy(fsdp);
         fired = fake_fault_fired(1);
-        if (result == DDP_OK) result = ddp_cuda_check();
-        else (void)ddp_cuda_check();
-        int gives = strstr(fake.fault.text.c_str(), "cudaFree") || strstr(fake.fault.text.c_str(), "Destroy") || strstr(fake.fault.text.c_str(), "IsCapturing") ||
-                    strstr(fake.fault.text.c_str(), "cudaSetDevice");
-        RANKS_CHECK(world, !fired || result != DDP_OK || gives, "call %d fails unseen: %s", n, fake.fault.text.c_str());
+        if (result == DDP_OK)
+            result = ddp_cuda_check();
+        else
+            (void)ddp_cuda_check();
+        int gives = strstr(fake.fault.text.c_str(), "cudaFree") || strstr(fake.fault.text.c_str(), "Destroy")
+                    || strstr(fake.fault.text.c_str(), "IsCapturing")
+                    || strstr(fake.fault.text.c_str(), "cudaSetDevice");
+        RANKS_CHECK(world, !fired || result != DDP_OK || gives, "call %d fails unseen: %s", n,
+                    fake.fault.text.c_str());
         shows += fired && result != DDP_OK;
         ddp_device_cuda()->free(d.group, memory);
         RANKS_OK(world, device_rank_close(&d));
@@ -308,7 +357,8 @@ static ddp_result steady_lost(ddp_group *world, void *user) {
     for (int turn = 0; turn < 2 && ddp_rank(world) == 0; turn++) {
         if (turn == 0) RANKS_OK(world, ddp_fsdp_clip_grad_norm(fsdp, 1, NULL));
         ddp_result result = ddp_fsdp_get_norm(fsdp, &norm);
-        RANKS_CHECK(world, result == DDP_ERR_TIMEOUT && norm == -7, "turn %d: %s, norm %g", turn, ddp_result_name(result), (double)norm);
+        RANKS_CHECK(world, result == DDP_ERR_TIMEOUT && norm == -7, "turn %d: %s, norm %g", turn,
+                    ddp_result_name(result), (double)norm);
     }
     RANKS_OK(world, ddp_barrier(world));
     ddp_fsdp_destroy(fsdp);
@@ -330,11 +380,13 @@ int main(int argc, char **argv) {
         failed = 1;
     }
 #if defined(DDP_TEST_ON_CPU)
-    if ((!worlds || worlds & 2) && ranks_run(RANKS_THREADS, 1, 60000 * DDP_TEST_SLOWDOWN, steady_faults, NULL) != DDP_OK) {
+    if ((!worlds || worlds & 2)
+        && ranks_run(RANKS_THREADS, 1, 60000 * DDP_TEST_SLOWDOWN, steady_faults, NULL) != DDP_OK) {
         fprintf(stderr, "FAIL one failing call: %s\n", ddp_last_error());
         failed = 1;
     }
-    if ((!worlds || worlds & 12) && ranks_run(RANKS_THREADS, 2, 60000 * DDP_TEST_SLOWDOWN, steady_lost, NULL) != DDP_OK) {
+    if ((!worlds || worlds & 12)
+        && ranks_run(RANKS_THREADS, 2, 60000 * DDP_TEST_SLOWDOWN, steady_lost, NULL) != DDP_OK) {
         fprintf(stderr, "FAIL a rank that does not come: %s\n", ddp_last_error());
         failed = 1;
     }

@@ -22,9 +22,15 @@ typedef std::vector<float> floats;
 #else
 #define NEAR_F32 1e-4 /* and fast exponentials */
 #endif
-#define GPT_TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
+#define GPT_TRY(call)                      \
+    do {                                   \
+        ddp_result tried = (call);         \
+        if (tried != DDP_OK) return tried; \
+    } while (0)
 
-static float number(uint64_t seed, uint64_t i) { return (float)((double)(ranks_mix(seed * 1000003 + i) >> 40) / 8388608.0 - 1); }
+static float number(uint64_t seed, uint64_t i) {
+    return (float)((double)(ranks_mix(seed * 1000003 + i) >> 40) / 8388608.0 - 1);
+}
 static floats numbers(uint64_t seed, size_t count, float size) {
     floats x(count);
     for (size_t i = 0; i < count; i++) x[i] = size * number(seed, i);
@@ -37,7 +43,9 @@ struct far_memory {
     ddp_dtype dtype;
     std::vector<void *> kept;
     far_memory(device_rank *rank, ddp_dtype type) : d(rank), dtype(type) {}
-    ~far_memory() { for (void *memory : kept) ddp_device_cuda()->free(NULL, memory); }
+    ~far_memory() {
+        for (void *memory : kept) ddp_device_cuda()->free(NULL, memory);
+    }
     size_t size() const { return dtype == DDP_F32 ? 4 : 2; }
     void *take(size_t bytes) {
         void *memory = NULL;
@@ -48,7 +56,8 @@ struct far_memory {
     void put(void *to, const floats &x) {
         std::vector<gpt_bf16> half(x.size());
         for (size_t i = 0; i < x.size(); i++) half[i] = gpt_cuda_from_float<gpt_bf16>(x[i]);
-        ddp_device_cuda()->copy(to, dtype == DDP_F32 ? (const void *)x.data() : half.data(), x.size() * size());
+        ddp_device_cuda()->copy(to, dtype == DDP_F32 ? (const void *)x.data() : half.data(),
+                                x.size() * size());
     }
     void *up(const floats &x) {
         void *to = take_rows(x.size());
@@ -72,16 +81,25 @@ struct far_memory {
         ddp_device_cuda()->copy(x.data(), from, count * 4);
         return x;
     }
-    void round(floats &x) const { for (float &v : x) if (dtype != DDP_F32) v = gpt_cuda_to_float(gpt_cuda_from_float<gpt_bf16>(v)); }
-    floats some(uint64_t seed, size_t count, float scale = 1) const { floats x = numbers(seed, count, scale); round(x); return x; }
+    void round(floats &x) const {
+        for (float &v : x)
+            if (dtype != DDP_F32) v = gpt_cuda_to_float(gpt_cuda_from_float<gpt_bf16>(v));
+    }
+    floats some(uint64_t seed, size_t count, float scale = 1) const {
+        floats x = numbers(seed, count, scale);
+        round(x);
+        return x;
+    }
 };
 
 static std::string named(const char *what, int unit) { return what + std::to_string(unit); }
 
 /* All of have within tolerance of want, relative to want's largest. */
-static ddp_result near(const far_memory &f, const char *what, const floats &have, const floats &want, double tolerance) {
+static ddp_result near(const far_memory &f, const char *what, const floats &have, const floats &want,
+                       double tolerance) {
     double largest = 1e-6;
-    RANKS_CHECK(f.d->cpu, have.size() == want.size(), "%s: %zu elements for %zu", what, have.size(), want.size());
+    RANKS_CHECK(f.d->cpu, have.size() == want.size(), "%s: %zu elements for %zu", what, have.size(),
+                want.size());
     for (float x : want) largest = fabs(x) > largest ? fabs(x) : largest;
     for (size_t i = 0; i < want.size(); i++)
         RANKS_CHECK(f.d->cpu, fabs((double)have[i] - want[i]) <= tolerance * largest,
@@ -91,9 +109,11 @@ static ddp_result near(const far_memory &f, const char *what, const floats &have
 }
 
 static ddp_result same(const far_memory &f, const char *what, const floats &have, const floats &want) {
-    RANKS_CHECK(f.d->cpu, have.size() == want.size(), "%s: %zu elements for %zu", what, have.size(), want.size());
+    RANKS_CHECK(f.d->cpu, have.size() == want.size(), "%s: %zu elements for %zu", what, have.size(),
+                want.size());
     for (size_t i = 0; i < want.size(); i++)
-        RANKS_CHECK(f.d->cpu, memcmp(&have[i], &want[i], 4) == 0, "%s, %s: element %zu of %zu is %.9g and should be %.9g to the bit", what,
+        RANKS_CHECK(f.d->cpu, memcmp(&have[i], &want[i], 4) == 0,
+                    "%s, %s: element %zu of %zu is %.9g and should be %.9g to the bit", what,
                     ddp_dtype_name(f.dtype), i, want.size(), have[i], want[i]);
     return DDP_OK;
 }
@@ -125,12 +145,13 @@ static ddp_result norms(device_rank *d, ddp_dtype dtype, int C, int rows, int re
     far_memory f(d, dtype);
     gpt_cuda m;
     size_t n = (size_t)rows * (size_t)C;
-    floats x = f.some(1, n), r = f.some(2, n), b = f.some(3, (size_t)C), w = f.some(4, (size_t)C), s = f.some(5, (size_t)C), dy = f.some(6,
-            n), add = f.some(7, n);
+    floats x = f.some(1, n), r = f.some(2, n), b = f.some(3, (size_t)C), w = f.some(4, (size_t)C),
+           s = f.some(5, (size_t)C), dy = f.some(6, n), add = f.some(7, n);
     floats sum = x, out(n), mean((size_t)rows), rstd((size_t)rows), dx(n), dw((size_t)C), ds((size_t)C);
     std::vector<double> weights((size_t)C), shifts((size_t)C);
     GPT_TRY(shape(f, &m, C, 64, rows, 1));
-    if (residual) for (size_t i = 0; i < n; i++) sum[i] = x[i] + r[i] + b[i % (size_t)C];
+    if (residual)
+        for (size_t i = 0; i < n; i++) sum[i] = x[i] + r[i] + b[i % (size_t)C];
     f.round(sum);
     for (int i = 0; i < rows; i++) {
         const float *v = &sum[(size_t)i * (size_t)C], *g = &dy[(size_t)i * (size_t)C];
@@ -151,15 +172,18 @@ static ddp_result norms(device_rank *d, ddp_dtype dtype, int C, int rows, int re
         }
     }
     for (size_t j = 0; j < (size_t)C; j++) dw[j] = (float)weights[j], ds[j] = (float)shifts[j];
-    void *far_x = f.up(x), *far_out = f.take_rows(n), *far_w = f.up(w), *far_dx = f.up(add), *far_dw = f.take_rows((size_t)C), *far_ds = f.take_rows((size_t)C);
+    void *far_x = f.up(x), *far_out = f.take_rows(n), *far_w = f.up(w), *far_dx = f.up(add),
+         *far_dw = f.take_rows((size_t)C), *far_ds = f.take_rows((size_t)C);
     float *far_mean = (float *)f.take((size_t)rows * 4), *far_rstd = (float *)f.take((size_t)rows * 4);
-    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__norm, far_out, far_mean, far_rstd, far_x, far_x, residual ? f.up(b) : NULL, residual ? f.up(r) : NULL, far_w,
-                                  f.up(s), rows));
+    RANKS_OK(d->cpu,
+             GPT_CUDA__AS(&m, gpt_cuda__norm, far_out, far_mean, far_rstd, far_x, far_x,
+                          residual ? f.up(b) : NULL, residual ? f.up(r) : NULL, far_w, f.up(s), rows));
     GPT_TRY(near(f, "layer norm", f.down(far_out, n), out, unit_round(f)));
     GPT_TRY(near(f, "its mean", f.down_f32(far_mean, (size_t)rows), mean, 1e-5));
     GPT_TRY(near(f, "its rstd", f.down_f32(far_rstd, (size_t)rows), rstd, 1e-5));
     GPT_TRY(near(f, "its sum", f.down(far_x, n), sum, unit_round(f)));
-    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__norm_backward, far_dx, residual ? far_dx : NULL, far_dw, far_ds, f.up(dy), far_x, far_mean, far_rstd, far_w));
+    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__norm_backward, far_dx, residual ? far_dx : NULL, far_dw,
+                                  far_ds, f.up(dy), far_x, far_mean, far_rstd, far_w));
     GPT_TRY(near(f, "layer norm backward", f.down(far_dx, n), dx, 2 * unit_round(f)));
     GPT_TRY(near(f, "its weight gradient", f.down(far_dw, (size_t)C), dw, 2 * unit_round(f)));
     return near(f, "its bias gradient", f.down(far_ds, (size_t)C), ds, 2 * unit_round(f));
@@ -177,10 +201,12 @@ static ddp_result rows_and_columns(device_rank *d, ddp_dtype dtype, int rows, in
     far_memory f(d, dtype);
     gpt_cuda m;
     size_t n = (size_t)rows * (size_t)columns, N = (size_t)columns;
-    floats x = f.some(1, n, 3), r = f.some(2, n), b = f.some(3, N), sum(n), biased(n), g(n), dg(n), columns_of(N), vector((size_t)rows);
+    floats x = f.some(1, n, 3), r = f.some(2, n), b = f.some(3, N), sum(n), biased(n), g(n), dg(n),
+           columns_of(N), vector((size_t)rows);
     std::vector<double> total(N);
     GPT_TRY(shape(f, &m, columns, rows, rows, 1));
-    for (size_t i = 0; i < n; i++) sum[i] = x[i] + b[i % N] + r[i], biased[i] = x[i] + b[i % N], total[i % N] += x[i];
+    for (size_t i = 0; i < n; i++)
+        sum[i] = x[i] + b[i % N] + r[i], biased[i] = x[i] + b[i % N], total[i % N] += x[i];
     f.round(biased);
     for (size_t i = 0; i < n; i++) {
         double slope;
@@ -199,10 +225,14 @@ static ddp_result rows_and_columns(device_rank *d, ddp_dtype dtype, int rows, in
     GPT_TRY(near(f, "bias and residual", f.down(out, n), sum, unit_round(f)));
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__column_sum, sums, far_x, columns, rows, columns));
     GPT_TRY(near(f, "sums of columns", f.down(sums, N), columns_of, unit_round(f)));
-    if (dtype == DDP_F32) RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<float>, (unsigned)(rows + 7) / 8, 256, 0, d->stream, far_vector,
-                                                           (const float *)far_x, (const float *)far_b, rows, columns));
-    else RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<gpt_bf16>, (unsigned)(rows + 7) / 8, 256, 0, d->stream, far_vector,
-                                          (const gpt_bf16 *)far_x, (const gpt_bf16 *)far_b, rows, columns));
+    if (dtype == DDP_F32)
+        RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<float>, (unsigned)(rows + 7) / 8, 256,
+                                         0, d->stream, far_vector, (const float *)far_x, (const float *)far_b,
+                                         rows, columns));
+    else
+        RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<gpt_bf16>, (unsigned)(rows + 7) / 8,
+                                         256, 0, d->stream, far_vector, (const gpt_bf16 *)far_x,
+                                         (const gpt_bf16 *)far_b, rows, columns));
     GPT_TRY(near(f, "a matrix times a vector", f.down_f32(far_vector, (size_t)rows), vector, 1e-5));
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__gelu, out, far_x, far_b, rows, columns));
     GPT_TRY(near(f, "gelu", f.down(out, n), g, unit_round(f)));
@@ -217,23 +247,30 @@ static ddp_result embedding(device_rank *d, ddp_dtype dtype, int C, int V, int B
     int n = B * T;
     size_t width = (size_t)C, rows = (size_t)n * width;
     std::vector<int32_t> batch(gpt_cuda_batch_ints(n));
-    floats wte = f.some(1, (size_t)V * width), wpe = f.some(2, (size_t)(T + 1) * width), dy = f.some(3, rows), out(rows);
+    floats wte = f.some(1, (size_t)V * width), wpe = f.some(2, (size_t)(T + 1) * width), dy = f.some(3, rows),
+           out(rows);
     std::vector<double> dte((size_t)V * width), dpe((size_t)(T + 1) * width);
     GPT_TRY(shape(f, &m, C, V, B, T));
-    for (int i = 0; i < n; i++) batch[(size_t)i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 2 ? V : (V + 3) / 4)), batch[(size_t)(n + i)] = 0;
+    for (int i = 0; i < n; i++)
+        batch[(size_t)i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 2 ? V : (V + 3) / 4)),
+        batch[(size_t)(n + i)] = 0;
     RANKS_CHECK(d->cpu, gpt_cuda_batch_sort(batch.data(), n, V) == 0, "a good batch is refused");
     for (size_t i = 0; i < rows; i++) {
-        size_t row = i / width, at = (size_t)batch[row] * width + i % width, position = row % (size_t)T * width + i % width;
+        size_t row = i / width, at = (size_t)batch[row] * width + i % width,
+               position = row % (size_t)T * width + i % width;
         out[i] = wte[at] + wpe[position];
         dte[at] += dy[i], dpe[position] += dy[i];
     }
     const int32_t *far_batch = (const int32_t *)f.bytes(batch.data(), batch.size() * 4);
-    void *far_out = f.take_rows(rows), *far_dte = f.up(numbers(9, dte.size(), 1)), *far_dpe = f.up(numbers(9, dpe.size(), 1));
+    void *far_out = f.take_rows(rows), *far_dte = f.up(numbers(9, dte.size(), 1)),
+         *far_dpe = f.up(numbers(9, dpe.size(), 1));
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__embed, far_out, f.up(wte), f.up(wpe), far_batch));
     GPT_TRY(near(f, "embedding", f.down(far_out, rows), out, unit_round(f)));
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__embed_backward, far_dte, far_dpe, far_batch, f.up(dy)));
-    GPT_TRY(near(f, "token gradient", f.down(far_dte, dte.size()), floats(dte.begin(), dte.end()), unit_round(f)));
-    return near(f, "position gradient", f.down(far_dpe, dpe.size()), floats(dpe.begin(), dpe.end()), unit_round(f));
+    GPT_TRY(near(f, "token gradient", f.down(far_dte, dte.size()), floats(dte.begin(), dte.end()),
+                 unit_round(f)));
+    return near(f, "position gradient", f.down(far_dpe, dpe.size()), floats(dpe.begin(), dpe.end()),
+                unit_round(f));
 }
 
 static ddp_result classifier(device_rank *d, ddp_dtype dtype, int V, int rows) {
@@ -251,20 +288,23 @@ static ddp_result classifier(device_rank *d, ddp_dtype dtype, int V, int rows) {
         for (size_t j = 0; j < (size_t)V; j++) total += exp(x[i * padded + j] - top);
         losses[i] = (float)(top + log(total) - x[i * padded + (size_t)targets[i]]);
         for (size_t j = 0; j < (size_t)V; j++)
-            gradient[i * padded + j] = (float)((exp(x[i * padded + j] - top) / total - (j == (size_t)targets[i])) / rows);
+            gradient[i * padded + j] =
+                (float)((exp(x[i * padded + j] - top) / total - (j == (size_t)targets[i])) / rows);
         /* Memory that was never written. */
         for (size_t j = (size_t)V; j < padded; j++) x[i * padded + j] = NAN;
     }
     void *far = f.up(x);
     float *far_losses = (float *)f.take((size_t)rows * 4);
     double *far_sum = (double *)f.take(8), have;
-    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__classify, far, far_losses, (const int32_t *)f.bytes(targets.data(), targets.size() * 4)));
+    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__classify, far, far_losses,
+                                  (const int32_t *)f.bytes(targets.data(), targets.size() * 4)));
     GPT_TRY(near(f, "losses", f.down_f32(far_losses, (size_t)rows), losses, NEAR_F32 / 5));
     GPT_TRY(near(f, "gradient of the logits", f.down(far, x.size()), gradient, unit_round(f)));
     RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__sum_kernel, 1, 256, 0, d->stream, far_sum, far_losses, rows));
     ddp_device_cuda()->copy(&have, far_sum, 8);
     for (float loss : f.down_f32(far_losses, (size_t)rows)) sum += loss;
-    RANKS_CHECK(d->cpu, fabs(have - sum) <= 1e-12 * fabs(sum), "the sum of the losses is %.17g and should be %.17g", have, sum);
+    RANKS_CHECK(d->cpu, fabs(have - sum) <= 1e-12 * fabs(sum),
+                "the sum of the losses is %.17g and should be %.17g", have, sum);
     return DDP_OK;
 }
 
@@ -297,7 +337,10 @@ static gpt_cuda_desc plain(device_rank *d, ddp_dtype dtype) {
 }
 
 static ddp_result checks(device_rank *d) {
-    struct { const char *says; gpt_cuda_desc desc; } bad[16];
+    struct {
+        const char *says;
+        gpt_cuda_desc desc;
+    } bad[16];
     gpt_cuda_desc good = plain(d, DDP_BF16);
     gpt_cuda *m;
     int n = 0;
@@ -314,20 +357,33 @@ static ddp_result checks(device_rank *d) {
     bad[n].says = "do not divide 2 heads", bad[n++].desc.tensor_ranks = 3;
     bad[n].says = "numbered from 0", bad[n].desc.tensor_ranks = 2, bad[n++].desc.tensor_rank = 2;
     bad[n].says = "not captured", bad[n].desc.tensor_ranks = 2, bad[n++].desc.graphs = 1;
-    bad[n].says = "over 2 tensor ranks", bad[n].desc.config.channels = 8, bad[n].desc.config.heads = 2, bad[n++].desc.tensor_ranks = 2;
+    bad[n].says = "over 2 tensor ranks", bad[n].desc.config.channels = 8, bad[n].desc.config.heads = 2,
+    bad[n++].desc.tensor_ranks = 2;
     bad[n].says = "more than 67108864 tokens", bad[n].desc.batch = 1 << 25, bad[n++].desc.length = 3;
-    RANKS_CHECK(d->cpu, gpt_cuda_check(&good) == NULL, "a good description is refused: %s", gpt_cuda_check(&good));
+    RANKS_CHECK(d->cpu, gpt_cuda_check(&good) == NULL, "a good description is refused: %s",
+                gpt_cuda_check(&good));
     for (int i = 0; i < n; i++) {
         const char *wrong = gpt_cuda_check(&bad[i].desc);
-        RANKS_CHECK(d->cpu, wrong && strstr(wrong, bad[i].says), "'%s' should contain '%s'", wrong ? wrong : "nothing", bad[i].says);
-        RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &bad[i].desc) == DDP_ERR_INVALID && !m && strstr(ddp_last_error(), bad[i].says), "create returned %s",
-                    ddp_last_error());
+        RANKS_CHECK(d->cpu, wrong && strstr(wrong, bad[i].says), "'%s' should contain '%s'",
+                    wrong ? wrong : "nothing", bad[i].says);
+        RANKS_CHECK(d->cpu,
+                    gpt_cuda_create(&m, &bad[i].desc) == DDP_ERR_INVALID && !m
+                        && strstr(ddp_last_error(), bad[i].says),
+                    "create returned %s", ddp_last_error());
     }
     good.graphs = 1, good.stream = 0;
-    RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "stream of their own"), "create returned %s", ddp_last_error());
+    RANKS_CHECK(d->cpu,
+                gpt_cuda_create(&m, &good) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "stream of their own"),
+                "create returned %s", ddp_last_error());
     good.graphs = 0, good.tensor_ranks = 2;
-    RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "without a group"), "create returned %s", ddp_last_error());
-    RANKS_CHECK(d->cpu, gpt_cuda_create(NULL, &good) == DDP_ERR_INVALID && gpt_cuda_create(&m, NULL) == DDP_ERR_INVALID, "NULL is taken");
+    RANKS_CHECK(d->cpu,
+                gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "without a group"),
+                "create returned %s", ddp_last_error());
+    RANKS_CHECK(d->cpu,
+                gpt_cuda_create(NULL, &good) == DDP_ERR_INVALID
+                    && gpt_cuda_create(&m, NULL) == DDP_ERR_INVALID,
+                "NULL is taken");
     gpt_cuda_destroy(NULL);
     return DDP_OK;
 }
@@ -342,22 +398,28 @@ static ddp_result boxes(device_rank *d) {
     for (desc.tensor_ranks = 1; desc.tensor_ranks <= 4; desc.tensor_ranks *= 2)
         for (int index = 0; gpt_param_info(&desc.config, index, &p) == 0; index++) {
             std::vector<int> seen((size_t)p.count);
-            int cut = p.unit > 0 && p.unit < 3 && desc.tensor_ranks > 1 && (strstr(p.name, "qkv") || strstr(p.name, "fc") || strstr(p.name, "proj.weight"));
+            int cut = p.unit > 0 && p.unit < 3 && desc.tensor_ranks > 1
+                      && (strstr(p.name, "qkv") || strstr(p.name, "fc") || strstr(p.name, "proj.weight"));
             for (desc.tensor_rank = 0; desc.tensor_rank < desc.tensor_ranks; desc.tensor_rank++) {
                 int count = gpt_cuda_param_boxes(&desc, index, box);
-                RANKS_CHECK(d->cpu, count == (cut && strstr(p.name, "qkv") ? 3 : 1), "%s has %d boxes", p.name, count);
+                RANKS_CHECK(d->cpu, count == (cut && strstr(p.name, "qkv") ? 3 : 1), "%s has %d boxes",
+                            p.name, count);
                 for (int k = 0; k < count; k++)
                     for (int64_t i = 0; i < box[k].rows * box[k].columns; i++)
-                        seen[(size_t)((box[k].row + i / box[k].columns) * p.shape[1] + box[k].column + i % box[k].columns)]++;
+                        seen[(size_t)((box[k].row + i / box[k].columns) * p.shape[1] + box[k].column
+                                      + i % box[k].columns)]++;
             }
             desc.tensor_rank = 0;
-            for (int times : seen) RANKS_CHECK(d->cpu, times == (cut ? 1 : desc.tensor_ranks), "%s: an element is in %d boxes of %d ranks", p.name, times,
-                                               desc.tensor_ranks);
+            for (int times : seen)
+                RANKS_CHECK(d->cpu, times == (cut ? 1 : desc.tensor_ranks),
+                            "%s: an element is in %d boxes of %d ranks", p.name, times, desc.tensor_ranks);
         }
-    RANKS_CHECK(d->cpu, gpt_cuda_param_boxes(&desc, gpt_param_count(&desc.config), box) == 0, "a parameter too many");
+    RANKS_CHECK(d->cpu, gpt_cuda_param_boxes(&desc, gpt_param_count(&desc.config), box) == 0,
+                "a parameter too many");
     desc.tensor_ranks = 2;
     flops = gpt_cuda_flops(&desc);
-    RANKS_CHECK(d->cpu, flops == 20.0 * (6.0 * 51 * 64 + 2 * (6.0 * 12 * 64 * 64 + 6.0 * 64 * 10) / 2), "%g flops", flops);
+    RANKS_CHECK(d->cpu, flops == 20.0 * (6.0 * 51 * 64 + 2 * (6.0 * 12 * 64 * 64 + 6.0 * 64 * 10) / 2),
+                "%g flops", flops);
     return DDP_OK;
 }
 
@@ -367,17 +429,25 @@ static ddp_result sorting(device_rank *d) {
             std::vector<int32_t> b(gpt_cuda_batch_ints(n), -7);
             int count = 0, at = 0;
             for (int i = 0; i < 2 * n; i++) b[(size_t)i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)V);
-            RANKS_CHECK(d->cpu, b.size() % 4 == 0 && gpt_cuda_batch_sort(b.data(), n, V) == 0, "a good batch is refused");
+            RANKS_CHECK(d->cpu, b.size() % 4 == 0 && gpt_cuda_batch_sort(b.data(), n, V) == 0,
+                        "a good batch is refused");
             for (int t = 0; t < V; t++) {
                 int first = at;
                 for (int i = 0; i < n; i++)
-                    if (b[(size_t)i] == t) RANKS_CHECK(d->cpu, b[(size_t)(2 * n + at++)] == i, "V %d n %d: position %d of token %d", V, n, i, t);
-                if (at > first) RANKS_CHECK(d->cpu, b[(size_t)(3 * n + count++)] == first && b[(size_t)(3 * n + count)] >= at - (at == n),
-                                            "V %d n %d: begin of token %d", V, n, t);
+                    if (b[(size_t)i] == t)
+                        RANKS_CHECK(d->cpu, b[(size_t)(2 * n + at++)] == i,
+                                    "V %d n %d: position %d of token %d", V, n, i, t);
+                if (at > first)
+                    RANKS_CHECK(d->cpu,
+                                b[(size_t)(3 * n + count++)] == first
+                                    && b[(size_t)(3 * n + count)] >= at - (at == n),
+                                "V %d n %d: begin of token %d", V, n, t);
             }
-            RANKS_CHECK(d->cpu, b[(size_t)(3 * n + count)] == n && b[(size_t)(4 * n + 1)] == count, "V %d n %d: %d tokens", V, n, count);
+            RANKS_CHECK(d->cpu, b[(size_t)(3 * n + count)] == n && b[(size_t)(4 * n + 1)] == count,
+                        "V %d n %d: %d tokens", V, n, count);
             b[(size_t)(n - 1)] = V;
-            RANKS_CHECK(d->cpu, gpt_cuda_batch_sort(b.data(), n, V) == -1, "a token outside of the vocabulary is taken");
+            RANKS_CHECK(d->cpu, gpt_cuda_batch_sort(b.data(), n, V) == -1,
+                        "a token outside of the vocabulary is taken");
             b[(size_t)(n - 1)] = 0, b[(size_t)n] = -1;
             RANKS_CHECK(d->cpu, gpt_cuda_batch_sort(b.data(), n, V) == -1, "a target below 0 is taken");
         }
@@ -393,12 +463,17 @@ struct pair {
     gpt_cuda *m;
     gpt_model cpu;
     int apart;
-    std::vector<std::vector<void *> > values, grads; /* per unit */
-    std::vector<std::vector<int32_t> > batches;      /* on the host */
+    std::vector<std::vector<void *>> values, grads; /* per unit */
+    std::vector<std::vector<int32_t>> batches;      /* on the host */
     std::vector<int32_t *> far_batches;
     double *sum; /* on the device */
-    pair(device_rank *d, const gpt_cuda_desc &it) : f(d, it.dtype), desc(it), m(NULL), apart(0), sum(NULL) { memset(&cpu, 0, sizeof cpu); }
-    ~pair() { gpt_cuda_destroy(m); gpt_model_destroy(&cpu); }
+    pair(device_rank *d, const gpt_cuda_desc &it) : f(d, it.dtype), desc(it), m(NULL), apart(0), sum(NULL) {
+        memset(&cpu, 0, sizeof cpu);
+    }
+    ~pair() {
+        gpt_cuda_destroy(m);
+        gpt_model_destroy(&cpu);
+    }
     int units() const { return desc.config.layers + 2; }
 };
 
@@ -411,7 +486,8 @@ static floats own(const pair &p, int index, const float *whole) {
     gpt_param_info(&p.desc.config, index, &info);
     for (int k = 0; k < count; k++)
         for (int64_t i = 0; i < box[k].rows; i++)
-            for (int64_t j = 0; j < box[k].columns; j++) part.push_back(whole[(box[k].row + i) * info.shape[1] + box[k].column + j]);
+            for (int64_t j = 0; j < box[k].columns; j++)
+                part.push_back(whole[(box[k].row + i) * info.shape[1] + box[k].column + j]);
     return part;
 }
 
@@ -431,7 +507,10 @@ static ddp_result table(pair *p, int index, const floats &x, std::vector<void *>
     for (int k = 0; k < 3; k++) {
         size_t n = k < count ? (size_t)(box[k].rows * box[k].columns) : 0;
         if (k == 0 && !p->apart) n = x.size();
-        if (k > 0 && (!p->apart || !n)) { to->push_back(NULL); continue; }
+        if (k > 0 && (!p->apart || !n)) {
+            to->push_back(NULL);
+            continue;
+        }
         to->push_back(p->f.up(floats(x.begin() + (ptrdiff_t)at, x.begin() + (ptrdiff_t)(at + n))));
         RANKS_CHECK(p->f.d->cpu, to->back(), "no memory");
         at += n;
@@ -442,7 +521,10 @@ static ddp_result table(pair *p, int index, const floats &x, std::vector<void *>
 static ddp_result pair_open(pair *p, int micro_batches) {
     gpt_param info;
     int n = p->desc.batch * p->desc.length;
-    RANKS_CHECK(p->f.d->cpu, gpt_model_create(&p->cpu, &p->desc.config, p->desc.batch, GPT_OWN_VALUES | GPT_OWN_GRADS) == 0, "no memory");
+    RANKS_CHECK(p->f.d->cpu,
+                gpt_model_create(&p->cpu, &p->desc.config, p->desc.batch, GPT_OWN_VALUES | GPT_OWN_GRADS)
+                    == 0,
+                "no memory");
     gpt_model_init(&p->cpu, 5);
     p->values.resize((size_t)p->units());
     p->grads.resize((size_t)p->units());
@@ -451,15 +533,19 @@ static ddp_result pair_open(pair *p, int micro_batches) {
         /* Larger than at the start of training, so that all of it counts. */
         for (int64_t j = 0; j < info.count && info.tied_to < 0; j++) {
             value[j] = info.ndim == 2 ? 4 * value[j] : value[j] + 0.3f * number((uint64_t)i, (uint64_t)j);
-            if (p->desc.dtype != DDP_F32) value[j] = gpt_cuda_to_float(gpt_cuda_from_float<gpt_bf16>(value[j]));
+            if (p->desc.dtype != DDP_F32)
+                value[j] = gpt_cuda_to_float(gpt_cuda_from_float<gpt_bf16>(value[j]));
         }
         GPT_TRY(table(p, i, own(*p, i, value), &p->values[(size_t)info.unit]));
         GPT_TRY(table(p, i, floats(own(*p, i, value).size(), NAN), &p->grads[(size_t)info.unit]));
     }
     for (int b = 0; b < micro_batches; b++) {
         std::vector<int32_t> batch(gpt_cuda_batch_ints(n));
-        for (int i = 0; i < 2 * n; i++) batch[(size_t)i] = (int32_t)(ranks_mix((uint64_t)(1000 * b + i)) % (uint64_t)p->desc.config.vocab);
-        RANKS_CHECK(p->f.d->cpu, gpt_cuda_batch_sort(batch.data(), n, p->desc.config.vocab) == 0, "a good batch is refused");
+        for (int i = 0; i < 2 * n; i++)
+            batch[(size_t)i] = (int32_t)(ranks_mix((uint64_t)(1000 * b + i))
+                                         % (uint64_t)p->desc.config.vocab);
+        RANKS_CHECK(p->f.d->cpu, gpt_cuda_batch_sort(batch.data(), n, p->desc.config.vocab) == 0,
+                    "a good batch is refused");
         p->far_batches.push_back((int32_t *)p->f.bytes(batch.data(), batch.size() * 4));
         p->batches.push_back(batch);
     }
@@ -474,7 +560,9 @@ static floats gradient(const pair &p, int index) {
     gpt_cuda_box box[3];
     floats all;
     gpt_param_info(&p.desc.config, index, &info);
-    int first = info.unit == 0 ? 0 : info.unit <= p.desc.config.layers ? gpt_block_first_param(info.unit - 1) : gpt_param_count(&p.desc.config) - 3;
+    int first = info.unit == 0                      ? 0
+                : info.unit <= p.desc.config.layers ? gpt_block_first_param(info.unit - 1)
+                                                    : gpt_param_count(&p.desc.config) - 3;
     int count = gpt_cuda_param_boxes(&p.desc, index, box);
     size_t total = 0;
     for (int k = 0; k < count; k++) total += (size_t)(box[k].rows * box[k].columns);
@@ -498,13 +586,15 @@ static floats gradients(const pair &p) {
 
 static ddp_result forward(pair *p, int slot, int batch) {
     for (int unit = 0; unit < p->units(); unit++)
-        RANKS_OK(p->f.d->cpu, gpt_cuda_unit_forward(p->m, unit, slot, p->values[(size_t)unit].data(), p->far_batches[(size_t)batch], NULL, NULL));
+        RANKS_OK(p->f.d->cpu, gpt_cuda_unit_forward(p->m, unit, slot, p->values[(size_t)unit].data(),
+                                                    p->far_batches[(size_t)batch], NULL, NULL));
     return DDP_OK;
 }
 
 static ddp_result backward(pair *p, int slot, int batch) {
     for (int unit = p->units(); unit-- > 0;)
-        RANKS_OK(p->f.d->cpu, gpt_cuda_unit_backward(p->m, unit, slot, p->values[(size_t)unit].data(), p->grads[(size_t)unit].data(),
+        RANKS_OK(p->f.d->cpu, gpt_cuda_unit_backward(p->m, unit, slot, p->values[(size_t)unit].data(),
+                                                     p->grads[(size_t)unit].data(),
                                                      p->far_batches[(size_t)batch], NULL, NULL, NULL));
     return DDP_OK;
 }
@@ -519,7 +609,8 @@ static ddp_result loss(pair *p, int slot, double *mean) {
 static ddp_result compare_gradients(pair *p, int unit, double tolerance) {
     gpt_param info;
     for (int i = 0; gpt_param_info(&p->desc.config, i, &info) == 0; i++)
-        if (info.unit == unit || unit < 0) GPT_TRY(near(p->f, info.name, gradient(*p, i), own(*p, i, p->cpu.grads[i]), tolerance));
+        if (info.unit == unit || unit < 0)
+            GPT_TRY(near(p->f, info.name, gradient(*p, i), own(*p, i, p->cpu.grads[i]), tolerance));
     return DDP_OK;
 }
 
@@ -536,30 +627,37 @@ static ddp_result units(device_rank *d, const gpt_cuda_desc &desc, int apart) {
     pass = gpt_model_pass(&p.cpu, desc.batch, desc.length);
     for (int unit = 0; unit <= head; unit++) {
         double sum = gpt_model_unit_forward(&p.cpu, &pass, unit, tokens, targets);
-        RANKS_OK(d->cpu, gpt_cuda_unit_forward(p.m, unit, 0, p.values[(size_t)unit].data(), p.far_batches[0], NULL, NULL));
+        RANKS_OK(d->cpu, gpt_cuda_unit_forward(p.m, unit, 0, p.values[(size_t)unit].data(), p.far_batches[0],
+                                               NULL, NULL));
         if (unit == head) {
             GPT_TRY(loss(&p, 0, &mean));
             sum /= desc.batch * desc.length;
-            RANKS_CHECK(d->cpu, fabs(mean - sum) <= tolerance * 0.1 * sum, "the loss is %.9g and should be %.9g", mean, sum);
+            RANKS_CHECK(d->cpu, fabs(mean - sum) <= tolerance * 0.1 * sum,
+                        "the loss is %.9g and should be %.9g", mean, sum);
             break;
         }
         float *out = gpt__model_stream(&p.cpu, unit);
         floats want(out, out + n);
-        GPT_TRY(near(p.f, named("forward of unit ", unit).c_str(), p.f.down(gpt_cuda_stream_of(p.m, unit + 1, 0), n), want, tolerance));
+        GPT_TRY(near(p.f, named("forward of unit ", unit).c_str(),
+                     p.f.down(gpt_cuda_stream_of(p.m, unit + 1, 0), n), want, tolerance));
         p.f.round(want);
         memcpy(out, want.data(), n * 4);
         p.f.put(gpt_cuda_stream_of(p.m, unit + 1, 0), want);
     }
     float *far_logits = (float *)p.f.take(logits * 4);
     RANKS_OK(d->cpu, gpt_cuda_logits(p.m, 0, p.values[(size_t)head].data(), 3, far_logits));
-    GPT_TRY(near(p.f, "logits", p.f.down_f32(far_logits, logits), floats(p.cpu.head.logits + 3 * logits, p.cpu.head.logits + 4 * logits), tolerance));
+    GPT_TRY(near(p.f, "logits", p.f.down_f32(far_logits, logits),
+                 floats(p.cpu.head.logits + 3 * logits, p.cpu.head.logits + 4 * logits), tolerance));
     for (int unit = head; unit >= 0; unit--) {
         gpt_model_unit_backward(&p.cpu, &pass, unit, tokens, targets);
-        RANKS_OK(d->cpu, gpt_cuda_unit_backward(p.m, unit, 0, p.values[(size_t)unit].data(), p.grads[(size_t)unit].data(), p.far_batches[0], NULL, NULL, NULL));
+        RANKS_OK(d->cpu,
+                 gpt_cuda_unit_backward(p.m, unit, 0, p.values[(size_t)unit].data(),
+                                        p.grads[(size_t)unit].data(), p.far_batches[0], NULL, NULL, NULL));
         GPT_TRY(compare_gradients(&p, unit, tolerance));
         if (unit == 0) break;
         floats want(p.cpu.d_stream, p.cpu.d_stream + n);
-        GPT_TRY(near(p.f, named("backward of unit ", unit).c_str(), p.f.down(gpt_cuda_d_stream_of(p.m), n), want, tolerance));
+        GPT_TRY(near(p.f, named("backward of unit ", unit).c_str(), p.f.down(gpt_cuda_d_stream_of(p.m), n),
+                     want, tolerance));
         p.f.round(want);
         memcpy(p.cpu.d_stream, want.data(), n * 4);
         p.f.put(gpt_cuda_d_stream_of(p.m), want);
@@ -574,10 +672,12 @@ static ddp_result whole(device_rank *d, const gpt_cuda_desc &desc, double tolera
     GPT_TRY(pair_open(&p, 2));
     for (int b = 0; b < 2; b++) {
         const int *tokens = p.batches[(size_t)b].data();
-        double have, want = gpt_model_forward_backward(&p.cpu, tokens, tokens + desc.batch * desc.length, desc.batch, desc.length, NULL, NULL);
+        double have, want = gpt_model_forward_backward(&p.cpu, tokens, tokens + desc.batch * desc.length,
+                                                       desc.batch, desc.length, NULL, NULL);
         GPT_TRY(forward(&p, 0, b));
         GPT_TRY(loss(&p, 0, &have));
-        RANKS_CHECK(d->cpu, fabs(have - want) <= 0.1 * tolerance * want, "the loss is %.9g and should be %.9g", have, want);
+        RANKS_CHECK(d->cpu, fabs(have - want) <= 0.1 * tolerance * want,
+                    "the loss is %.9g and should be %.9g", have, want);
         GPT_TRY(backward(&p, 0, b));
         GPT_TRY(compare_gradients(&p, -1, tolerance));
         floats g = gradients(p);
@@ -596,11 +696,16 @@ static ddp_result recorded(device_rank *d, int later, size_t want) {
     for (size_t at = 0; (at = calls.find("cudaLaunchKernel(", at)) != std::string::npos; at++) launches++;
     for (size_t at = 0; (at = calls.find("cudaGraphLaunch(", at)) != std::string::npos; at++) graphs++;
     if (later)
-        for (const char *what : {"cudaMalloc", "cudaFree", "GetHeuristic", "cublasLtCreate", "cudaGraphInstantiate"})
-            RANKS_CHECK(d->cpu, calls.find(what) == std::string::npos, "a later step calls %s:\n%s", what, calls.c_str());
-    if (want) RANKS_CHECK(d->cpu, graphs == want && launches == 2 && calls.find("cublasLtMatmul(") == std::string::npos, "%zu graphs, %zu kernels:\n%s",
-                          graphs, launches, calls.c_str());
-    else RANKS_CHECK(d->cpu, graphs == 0 && launches > 50, "%zu graphs, %zu kernels", graphs, launches);
+        for (const char *what :
+             {"cudaMalloc", "cudaFree", "GetHeuristic", "cublasLtCreate", "cudaGraphInstantiate"})
+            RANKS_CHECK(d->cpu, calls.find(what) == std::string::npos, "a later step calls %s:\n%s", what,
+                        calls.c_str());
+    if (want)
+        RANKS_CHECK(d->cpu,
+                    graphs == want && launches == 2 && calls.find("cublasLtMatmul(") == std::string::npos,
+                    "%zu graphs, %zu kernels:\n%s", graphs, launches, calls.c_str());
+    else
+        RANKS_CHECK(d->cpu, graphs == 0 && launches > 50, "%zu graphs, %zu kernels", graphs, launches);
 #else
     (void)d, (void)later, (void)want;
 #endif
@@ -632,7 +737,8 @@ static ddp_result pipelined(device_rank *d, gpt_cuda_desc desc, int times, const
     return recorded(d, times > 1, desc.graphs ? 16 : 0);
 }
 
-static void *const *const *tables(const std::vector<std::vector<void *> > &of, std::vector<void *const *> *list) {
+static void *const *const *tables(const std::vector<std::vector<void *>> &of,
+                                  std::vector<void *const *> *list) {
     list->clear();
     for (const std::vector<void *> &unit : of) list->push_back(unit.data());
     return list->data();
@@ -640,7 +746,8 @@ static void *const *const *tables(const std::vector<std::vector<void *> > &of, s
 
 static ddp_result micro_batch(pair *p, gpt_cuda *m, int slot, int batch) {
     std::vector<void *const *> values, grads;
-    return gpt_cuda_micro_batch(m, slot, tables(p->values, &values), tables(p->grads, &grads), p->far_batches[(size_t)batch]);
+    return gpt_cuda_micro_batch(m, slot, tables(p->values, &values), tables(p->grads, &grads),
+                                p->far_batches[(size_t)batch]);
 }
 
 /* Whole micro-batches as one call, of two batches in two slots, each with its graph: the bits of want,
@@ -670,7 +777,8 @@ static ddp_result micro_batches(device_rank *d, gpt_cuda_desc desc, const floats
             GPT_TRY(forward(&p, 1, 1));
             RANKS_OK(d->cpu, micro_batch(&p, p.m, 0, 0));
             GPT_TRY(backward(&p, 1, 1));
-            GPT_TRY(same(p.f, "units around a micro-batch", gradients(p), floats(want.end() - (ptrdiff_t)g.size(), want.end())));
+            GPT_TRY(same(p.f, "units around a micro-batch", gradients(p),
+                         floats(want.end() - (ptrdiff_t)g.size(), want.end())));
         }
     }
     return DDP_OK;
@@ -690,7 +798,8 @@ static ddp_result many_pointers(device_rank *d, gpt_cuda_desc desc) {
     for (int time = 0; time < 3; time++)
         for (int i = 0; i < GPT_CUDA__GRAPHS + 2; i++)
             for (int twice = 0; twice < 2; twice++) {
-                RANKS_OK(d->cpu, gpt_cuda_unit_backward(p.m, head, 0, p.values[(size_t)head].data(), p.grads[(size_t)head].data(), p.far_batches[0], NULL,
+                RANKS_OK(d->cpu, gpt_cuda_unit_backward(p.m, head, 0, p.values[(size_t)head].data(),
+                                                        p.grads[(size_t)head].data(), p.far_batches[0], NULL,
                                                         NULL, d_in[i]));
                 floats have = p.f.down(d_in[i], n);
                 if (first.empty()) first = have;
@@ -715,7 +824,8 @@ static ddp_result variants(device_rank *d, ddp_dtype dtype) {
 #if defined(DDP_TEST_ON_CPU)
     int fused = fake_lt_fused;
     GPT_TRY(whole(d, desc, tolerance, &bits));
-    RANKS_CHECK(d->cpu, fake_lt_fused - fused == 2 * 2 * (dtype == DDP_F32 ? 6 : 8), "%d products with an epilogue", fake_lt_fused - fused);
+    RANKS_CHECK(d->cpu, fake_lt_fused - fused == 2 * 2 * (dtype == DDP_F32 ? 6 : 8),
+                "%d products with an epilogue", fake_lt_fused - fused);
 #else
     GPT_TRY(whole(d, desc, tolerance, &bits));
 #endif
@@ -742,25 +852,33 @@ static ddp_result training(device_rank *d) {
     GPT_TRY(pair_open(&p, 10));
     for (int i = 0; gpt_param_info(&desc.config, i, &info) == 0; i++) {
         value[(size_t)i].assign(p.cpu.values[i], p.cpu.values[i] + info.count);
-        for (auto &side : state) for (auto &moment : side) moment.push_back(floats((size_t)info.count));
+        for (auto &side : state)
+            for (auto &moment : side) moment.push_back(floats((size_t)info.count));
     }
     for (int step = 1; step <= 10; step++) {
         const int *tokens = p.batches[(size_t)step - 1].data();
-        double have, want = gpt_model_forward_backward(&p.cpu, tokens, tokens + desc.batch * desc.length, desc.batch, desc.length, NULL, NULL);
+        double have, want = gpt_model_forward_backward(&p.cpu, tokens, tokens + desc.batch * desc.length,
+                                                       desc.batch, desc.length, NULL, NULL);
         GPT_TRY(forward(&p, 0, step - 1));
         GPT_TRY(loss(&p, 0, &have));
         GPT_TRY(backward(&p, 0, step - 1));
-        RANKS_CHECK(d->cpu, fabs(have - want) <= 1e-4, "step %d: the loss is %.9g and should be %.9g", step, have, want);
+        RANKS_CHECK(d->cpu, fabs(have - want) <= 1e-4, "step %d: the loss is %.9g and should be %.9g", step,
+                    have, want);
         floats tied = gradient(p, head);
         for (int i = 0; i < params; i++) {
             gpt_param_info(&desc.config, i, &info);
             if (info.tied_to >= 0) continue;
             floats g = gradient(p, i);
             size_t n = (size_t)info.count, k = (size_t)i;
-            for (size_t j = 0; j < n && i == 0; j++) g[j] += tied[j], p.cpu.grads[0][j] += p.cpu.grads[head][j];
-            gpt_adamw(p.cpu.values[i], p.cpu.grads[i], state[0][0][k].data(), state[0][1][k].data(), n, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1);
-            gpt_adamw(value[k].data(), g.data(), state[1][0][k].data(), state[1][1][k].data(), n, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1);
-            int first = info.unit == 0 ? 0 : info.unit <= desc.config.layers ? gpt_block_first_param(info.unit - 1) : params - 3;
+            for (size_t j = 0; j < n && i == 0; j++)
+                g[j] += tied[j], p.cpu.grads[0][j] += p.cpu.grads[head][j];
+            gpt_adamw(p.cpu.values[i], p.cpu.grads[i], state[0][0][k].data(), state[0][1][k].data(), n, 1e-3f,
+                      0.9f, 0.95f, 1e-8f, 0.1f, step, 1);
+            gpt_adamw(value[k].data(), g.data(), state[1][0][k].data(), state[1][1][k].data(), n, 1e-3f, 0.9f,
+                      0.95f, 1e-8f, 0.1f, step, 1);
+            int first = info.unit == 0                    ? 0
+                        : info.unit <= desc.config.layers ? gpt_block_first_param(info.unit - 1)
+                                                          : params - 3;
             p.f.put(p.values[(size_t)info.unit][(size_t)(3 * (i - first))], value[k]);
             if (i == 0) p.f.put(p.values.back()[6], value[k]);
         }
@@ -780,10 +898,11 @@ static ddp_result misuse(device_rank *d) {
     const int32_t *batch = p.far_batches[0];
     void *in = gpt_cuda_stream_of(p.m, 1, 0);
     odd[3] = (char *)odd[3] + 2, none[9] = NULL;
-#define BAD(call, text)                                                                                                              \
-    do {                                                                                                                             \
-        ddp_result refused = (call);                                                                                                 \
-        RANKS_CHECK(d->cpu, refused == DDP_ERR_INVALID && strstr(ddp_last_error(), text), "%d, %s", (int)refused, ddp_last_error()); \
+#define BAD(call, text)                                                                             \
+    do {                                                                                            \
+        ddp_result refused = (call);                                                                \
+        RANKS_CHECK(d->cpu, refused == DDP_ERR_INVALID && strstr(ddp_last_error(), text), "%d, %s", \
+                    (int)refused, ddp_last_error());                                                \
     } while (0)
     BAD(gpt_cuda_unit_forward(NULL, 1, 0, values, batch, NULL, NULL), "model is NULL");
     BAD(gpt_cuda_unit_forward(p.m, 0, 0, values, batch, NULL, NULL), "has 1 to 2");
@@ -799,7 +918,9 @@ static ddp_result misuse(device_rank *d) {
     BAD(gpt_cuda_loss(p.m, 0, p.sum), "unit 3 is not this rank's");
     BAD(micro_batch(&p, NULL, 0, 0), "model is NULL");
     BAD(micro_batch(&p, p.m, 0, 0), "goes through all, 0 to 3");
-    RANKS_CHECK(d->cpu, !gpt_cuda_stream_of(p.m, 0, 0) && gpt_cuda_stream_of(p.m, 3, 0) && !gpt_cuda_stream_of(p.m, 4, 0) && !gpt_cuda_stream_of(p.m, 1, 1),
+    RANKS_CHECK(d->cpu,
+                !gpt_cuda_stream_of(p.m, 0, 0) && gpt_cuda_stream_of(p.m, 3, 0)
+                    && !gpt_cuda_stream_of(p.m, 4, 0) && !gpt_cuda_stream_of(p.m, 1, 1),
                 "streams");
     desc.first_unit = 3, desc.end_unit = 4;
     pair q(d, desc);
@@ -812,8 +933,10 @@ static ddp_result misuse(device_rank *d) {
     pair r(d, desc);
     GPT_TRY(pair_open(&r, 1));
     std::vector<void *const *> list;
-    BAD(gpt_cuda_micro_batch(r.m, 0, NULL, tables(r.grads, &list), r.far_batches[0]), "values or grads is NULL");
-    BAD(gpt_cuda_micro_batch(r.m, 0, tables(r.values, &list), NULL, r.far_batches[0]), "values or grads is NULL");
+    BAD(gpt_cuda_micro_batch(r.m, 0, NULL, tables(r.grads, &list), r.far_batches[0]),
+        "values or grads is NULL");
+    BAD(gpt_cuda_micro_batch(r.m, 0, tables(r.values, &list), NULL, r.far_batches[0]),
+        "values or grads is NULL");
     BAD(gpt_cuda_micro_batch(r.m, 0, tables(r.values, &list), list.data(), NULL), "needs batch");
     BAD(micro_batch(&r, r.m, 1, 0), "slot 1 of 1");
     for (int time = 0; time < 3; time++) {
@@ -834,7 +957,8 @@ static ddp_result stages(device_rank *d, int recompute) {
     pair all(d, desc);
     GPT_TRY(pair_open(&all, 1));
     size_t n = (size_t)(desc.batch * desc.length * desc.config.channels);
-    void *between[2] = {all.f.take_rows(n), all.f.take_rows(n)}, *d_between[2] = {all.f.take_rows(n), all.f.take_rows(n)};
+    void *between[2] = {all.f.take_rows(n), all.f.take_rows(n)},
+         *d_between[2] = {all.f.take_rows(n), all.f.take_rows(n)};
     GPT_TRY(forward(&all, 0, 0));
     GPT_TRY(backward(&all, 0, 0));
     floats want = gradients(all), have;
@@ -845,14 +969,18 @@ static ddp_result stages(device_rank *d, int recompute) {
     desc.first_unit = 2, desc.end_unit = 4;
     RANKS_OK(d->cpu, gpt_cuda_create(&stage[1], &desc));
     for (std::vector<void *> &list : all.grads)
-        for (void *at : list) if (at) ddp_device_cuda()->fill_zero(at, 16);
+        for (void *at : list)
+            if (at) ddp_device_cuda()->fill_zero(at, 16);
     ddp_result result = DDP_OK;
     for (int unit = 0; unit < 4 && result == DDP_OK; unit++)
-        result = gpt_cuda_unit_forward(stage[unit / 2], unit, 1, all.values[(size_t)unit].data(), all.far_batches[0], unit == 2 ? between[0] : NULL,
+        result = gpt_cuda_unit_forward(stage[unit / 2], unit, 1, all.values[(size_t)unit].data(),
+                                       all.far_batches[0], unit == 2 ? between[0] : NULL,
                                        unit == 1 ? between[0] : NULL);
     for (int unit = 3; unit >= 0 && result == DDP_OK; unit--)
-        result = gpt_cuda_unit_backward(stage[unit / 2], unit, 1, all.values[(size_t)unit].data(), all.grads[(size_t)unit].data(), all.far_batches[0],
-                                        unit == 2 ? between[0] : NULL, unit == 1 ? d_between[0] : NULL, unit == 2 ? d_between[0] : NULL);
+        result = gpt_cuda_unit_backward(stage[unit / 2], unit, 1, all.values[(size_t)unit].data(),
+                                        all.grads[(size_t)unit].data(), all.far_batches[0],
+                                        unit == 2 ? between[0] : NULL, unit == 1 ? d_between[0] : NULL,
+                                        unit == 2 ? d_between[0] : NULL);
     have = gradients(all);
     gpt_cuda_destroy(stage[0]);
     gpt_cuda_destroy(stage[1]);
@@ -860,7 +988,10 @@ static ddp_result stages(device_rank *d, int recompute) {
     return same(all.f, "two stages", have, want);
 }
 
-struct noted { double flops; int count; };
+struct noted {
+    double flops;
+    int count;
+};
 static void note(void *user, const char *kernel, double flops, double bytes) {
     noted *n = (noted *)user;
     n->count += bytes > 0 && kernel[0];
@@ -875,11 +1006,12 @@ static ddp_result notes(device_rank *d) {
     pair p(d, desc);
     GPT_TRY(pair_open(&p, 1));
     gpt_cuda_attention it = gpt_cuda__attention_of(&p.m->desc);
-    double products = 6.0 * 20 * (51 * 64 + 2 * 12 * 64 * 64), attention = 2 * (gpt_cuda_attention_flops(&it, 0) + gpt_cuda_attention_flops(&it, 1));
+    double products = 6.0 * 20 * (51 * 64 + 2 * 12 * 64 * 64),
+           attention = 2 * (gpt_cuda_attention_flops(&it, 0) + gpt_cuda_attention_flops(&it, 1));
     GPT_TRY(forward(&p, 0, 0));
     GPT_TRY(backward(&p, 0, 0));
-    RANKS_CHECK(d->cpu, all.flops == products + attention && all.count >= 40, "%g flops in %d notes; products %g, attention %g", all.flops, all.count,
-                products, attention);
+    RANKS_CHECK(d->cpu, all.flops == products + attention && all.count >= 40,
+                "%g flops in %d notes; products %g, attention %g", all.flops, all.count, products, attention);
     return DDP_OK;
 }
 
@@ -894,8 +1026,11 @@ static ddp_result memory(device_rank *d) {
         if (i / 8 == 2) desc.first_unit = 2;
         fake_record_from_here();
         RANKS_OK(d->cpu, gpt_cuda_create(&m, &desc));
-        std::string calls = fake_record(0), want = "cudaMalloc(" + std::to_string(gpt_cuda_bytes(&desc)) + ")";
-        RANKS_CHECK(d->cpu, calls.find(want) != std::string::npos && calls.find("cudaMalloc(") == calls.rfind("cudaMalloc("),
+        std::string calls = fake_record(0),
+                    want = "cudaMalloc(" + std::to_string(gpt_cuda_bytes(&desc)) + ")";
+        RANKS_CHECK(d->cpu,
+                    calls.find(want) != std::string::npos
+                        && calls.find("cudaMalloc(") == calls.rfind("cudaMalloc("),
                     "%s is not the one allocation:\n%s", want.c_str(), calls.c_str());
         gpt_cuda_destroy(m);
     }
@@ -923,18 +1058,22 @@ static ddp_result step(pair *p, gpt_cuda *m, int in_one) {
         GPT_TRY(micro_batch(p, m, 0, 0));
         return gpt_cuda_loss(m, 0, p->sum);
     }
-    for (size_t unit = 0; unit < p->values.size(); unit++) GPT_TRY(gpt_cuda_unit_forward(m, (int)unit, 0, p->values[unit].data(), p->far_batches[0], NULL,
-                                                                                         NULL));
+    for (size_t unit = 0; unit < p->values.size(); unit++)
+        GPT_TRY(
+            gpt_cuda_unit_forward(m, (int)unit, 0, p->values[unit].data(), p->far_batches[0], NULL, NULL));
     for (size_t unit = p->values.size(); unit-- > 0;)
-        GPT_TRY(gpt_cuda_unit_backward(m, (int)unit, 0, p->values[unit].data(), p->grads[unit].data(), p->far_batches[0], NULL, NULL, NULL));
+        GPT_TRY(gpt_cuda_unit_backward(m, (int)unit, 0, p->values[unit].data(), p->grads[unit].data(),
+                                       p->far_batches[0], NULL, NULL, NULL));
     return gpt_cuda_loss(m, 0, p->sum);
 }
 
 /* Every call of CUDA and cuBLASLt fails once: an error that names it, no leak, and the model stays usable. */
 static ddp_result faults(device_rank *d, int in_one) {
-    static const char *const functions[] = {"cudaMalloc", "cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul", "cudaLaunchKernel",
-                                            "cudaMemsetAsync", "cudaMemcpyAsync", "cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate",
-                                            "cudaGraphLaunch"};
+    static const char *const functions[] = {
+        "cudaMalloc",           "cublasLtCreate",         "cublasLtMatmulAlgoGetHeuristic",
+        "cublasLtMatmul",       "cudaLaunchKernel",       "cudaMemsetAsync",
+        "cudaMemcpyAsync",      "cudaStreamBeginCapture", "cudaStreamEndCapture",
+        "cudaGraphInstantiate", "cudaGraphLaunch"};
     gpt_cuda_desc desc = plain(d, DDP_BF16);
     desc.graphs = desc.recompute = 1;
     pair good(d, desc);
@@ -942,8 +1081,7 @@ static ddp_result faults(device_rank *d, int in_one) {
     GPT_TRY(forward(&good, 0, 0));
     GPT_TRY(backward(&good, 0, 0));
     floats want = gradients(good);
-    for (const char *function : functions)
-        /* from the 50th on inside a capture */
+    for (const char *function : functions) /* from the 50th on inside a capture */
         for (int nth = 1; nth < 100; nth *= in_one || DDP_TEST_SLOWDOWN > 1 ? 8 : 2) {
             gpt_cuda *m = NULL;
             ddp_result result;
@@ -951,9 +1089,11 @@ static ddp_result faults(device_rank *d, int in_one) {
             result = gpt_cuda_create(&m, &desc);
             for (int time = 0; time < 3 && result == DDP_OK; time++) result = step(&good, m, in_one);
             int fired = fake_fault_fired(1);
-            RANKS_CHECK(d->cpu, fired ? result == DDP_ERR_ENGINE || result == DDP_ERR_NO_MEMORY : result == DDP_OK, "%s %d: %d, %s", function, nth,
-                        (int)result, ddp_last_error());
-            RANKS_CHECK(d->cpu, !fired || strstr(ddp_last_error(), function), "%s %d is called '%s'", function, nth, ddp_last_error());
+            RANKS_CHECK(d->cpu,
+                        fired ? result == DDP_ERR_ENGINE || result == DDP_ERR_NO_MEMORY : result == DDP_OK,
+                        "%s %d: %d, %s", function, nth, (int)result, ddp_last_error());
+            RANKS_CHECK(d->cpu, !fired || strstr(ddp_last_error(), function), "%s %d is called '%s'",
+                        function, nth, ddp_last_error());
             RANKS_CHECK(d->cpu, fired || nth > 1, "%s is never called", function);
             if (fired && m) {
                 for (int time = 0; time < 3; time++) {
@@ -989,7 +1129,10 @@ static ddp_result test(ddp_group *world, void *user) {
     device_rank d;
     GPT_TRY(device_rank_open(&d, world, 1 << 16));
     for (ddp_dtype dtype : {DDP_F32, DDP_BF16}) {
-        if (ddp_world_size(world) > 1) { GPT_TRY(cut(&d, dtype)); continue; }
+        if (ddp_world_size(world) > 1) {
+            GPT_TRY(cut(&d, dtype));
+            continue;
+        }
         GPT_TRY(kernels(&d, dtype));
         for (int apart = 0; apart < 2; apart++) GPT_TRY(units(&d, plain(&d, dtype), apart));
         GPT_TRY(variants(&d, dtype));

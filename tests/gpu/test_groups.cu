@@ -9,7 +9,9 @@
 #define SCRATCH (LARGEST > 100000 ? LARGEST : 100000)
 
 /* A device buffer and the host's view of it. */
-typedef struct pair { unsigned char *near, *far; } pair;
+typedef struct pair {
+    unsigned char *near, *far;
+} pair;
 
 static ddp_result pair_make(device_rank *d, pair *p, size_t size_bytes) {
     void *memory = NULL;
@@ -18,7 +20,10 @@ static ddp_result pair_make(device_rank *d, pair *p, size_t size_bytes) {
     p->far = (unsigned char *)memory;
     return DDP_OK;
 }
-static void pair_free(pair *p) { free(p->near); ddp_device_cuda()->free(NULL, p->far); }
+static void pair_free(pair *p) {
+    free(p->near);
+    ddp_device_cuda()->free(NULL, p->far);
+}
 
 /* The contents of message number. */
 static void message(unsigned char *out, size_t size_bytes, uint64_t number) {
@@ -39,11 +44,16 @@ static ddp_result message_down(device_rank *d, pair *p, size_t size_bytes, uint6
     ddp_result result = device_down(d, p->near, p->far, size_bytes);
     message(want, size_bytes, number);
     if (result == DDP_OK && memcmp(want, p->near, size_bytes) != 0)
-        result = ranks_failed(d->cpu, __FILE__, __LINE__, ranks_current, "message %llu of %zu bytes is wrong", (unsigned long long)number, size_bytes);
+        result = ranks_failed(d->cpu, __FILE__, __LINE__, ranks_current, "message %llu of %zu bytes is wrong",
+                              (unsigned long long)number, size_bytes);
     free(want);
     return result;
 }
-#define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
+#define TRY(call)                                    \
+    do {                                             \
+        ddp_result try_result = (call);              \
+        if (try_result != DDP_OK) return try_result; \
+    } while (0)
 
 //== messages ===============================================================================
 
@@ -75,10 +85,14 @@ static ddp_result all_pairs(device_rank *d) {
    order than sent. */
 static ddp_result many_beside_collectives(device_rank *d) {
     enum { COUNT = 40, SIZE = 3001 };
-    int rank = ddp_rank(d->group), w = ddp_world_size(d->group), next = (rank + 1) % w, previous = (rank + w - 1) % w;
+    int rank = ddp_rank(d->group), w = ddp_world_size(d->group), next = (rank + 1) % w,
+        previous = (rank + w - 1) % w;
     pair out[COUNT], in[COUNT], sum[4];
     ddp_work sent[COUNT], received[COUNT], reduced[4];
-    for (int i = 0; i < COUNT; i++) { TRY(pair_make(d, &out[i], SIZE)); TRY(pair_make(d, &in[i], SIZE)); }
+    for (int i = 0; i < COUNT; i++) {
+        TRY(pair_make(d, &out[i], SIZE));
+        TRY(pair_make(d, &in[i], SIZE));
+    }
     for (int i = 0; i < 4; i++) TRY(pair_make(d, &sum[i], 40000));
     for (int i = 0; i < COUNT; i++) {
         TRY(message_up(d, &out[i], SIZE, (uint64_t)(rank * 1000 + i)));
@@ -86,9 +100,11 @@ static ddp_result many_beside_collectives(device_rank *d) {
         /* All with one tag: the order counts. */
         RANKS_OK(d->cpu, ddp_recv(d->group, in[i].far, SIZE, DDP_U8, previous, 5, &received[i]));
         if (i % 10) continue;
-        for (int k = 0; k < 10000; k++) ((float *)(void *)sum[i / 10].near)[k] = (float)(rank + 1) * (float)(k % 7);
+        for (int k = 0; k < 10000; k++)
+            ((float *)(void *)sum[i / 10].near)[k] = (float)(rank + 1) * (float)(k % 7);
         TRY(device_up(d, sum[i / 10].far, sum[i / 10].near, 40000));
-        RANKS_OK(d->cpu, ddp_all_reduce(d->group, sum[i / 10].far, sum[i / 10].far, 10000, DDP_F32, DDP_OP_SUM, &reduced[i / 10]));
+        RANKS_OK(d->cpu, ddp_all_reduce(d->group, sum[i / 10].far, sum[i / 10].far, 10000, DDP_F32,
+                                        DDP_OP_SUM, &reduced[i / 10]));
     }
     for (int i = 0; i < COUNT; i++) {
         int k = (i * 7 + rank) % COUNT, done = 0;
@@ -101,10 +117,15 @@ static ddp_result many_beside_collectives(device_rank *d) {
         RANKS_OK(d->cpu, ddp_wait(d->group, &reduced[i]));
         TRY(device_down(d, sum[i].near, sum[i].far, 40000));
         for (int k = 0; k < 10000; k++)
-            RANKS_CHECK(d->cpu, ((float *)(void *)sum[i].near)[k] == (float)(w * (w + 1) / 2) * (float)(k % 7), "all-reduce %d, element %d", i, k);
+            RANKS_CHECK(d->cpu,
+                        ((float *)(void *)sum[i].near)[k] == (float)(w * (w + 1) / 2) * (float)(k % 7),
+                        "all-reduce %d, element %d", i, k);
         pair_free(&sum[i]);
     }
-    for (int i = 0; i < COUNT; i++) { pair_free(&out[i]); pair_free(&in[i]); }
+    for (int i = 0; i < COUNT; i++) {
+        pair_free(&out[i]);
+        pair_free(&in[i]);
+    }
     return DDP_OK;
 }
 
@@ -112,7 +133,11 @@ static ddp_result many_beside_collectives(device_rank *d) {
 static ddp_result batches(device_rank *d) {
     int rank = ddp_rank(d->group), w = ddp_world_size(d->group);
     pair out[DDP_MAX_LOCAL_RANKS], in[DDP_MAX_LOCAL_RANKS];
-    for (int r = 0; r < w; r++) { TRY(pair_make(d, &out[r], 70000)); TRY(pair_make(d, &in[r], 70000)); TRY(message_up(d, &out[r], 70000, (uint64_t)(rank * 64 + r))); }
+    for (int r = 0; r < w; r++) {
+        TRY(pair_make(d, &out[r], 70000));
+        TRY(pair_make(d, &in[r], 70000));
+        TRY(message_up(d, &out[r], 70000, (uint64_t)(rank * 64 + r)));
+    }
     RANKS_OK(d->cpu, ddp_p2p_begin(d->group));
     for (int r = 0; r < w; r++)
         if (r != rank) RANKS_OK(d->cpu, ddp_send(d->group, out[r].far, 70000, DDP_U8, r, 0, NULL));
@@ -138,7 +163,8 @@ static ddp_result one_sum(device_rank *d, ddp_group *group, float mine, float wa
     TRY(device_up(d, p.far, p.near, 4 * 777));
     RANKS_OK(d->cpu, ddp_all_reduce(group, p.far, p.far, 777, DDP_F32, DDP_OP_SUM, NULL));
     TRY(device_down(d, p.near, p.far, 4 * 777));
-    for (int i = 0; i < 777; i++) RANKS_CHECK(d->cpu, x[i] == wanted, "element %d is %g, wanted %g", i, (double)x[i], (double)wanted);
+    for (int i = 0; i < 777; i++)
+        RANKS_CHECK(d->cpu, x[i] == wanted, "element %d is %g, wanted %g", i, (double)x[i], (double)wanted);
     pair_free(&p);
     return DDP_OK;
 }
@@ -195,7 +221,8 @@ static ddp_result divisors(device_rank *d) {
             call.send = call.recv = want;
             RANKS_OK(d->cpu, ddp_group_call(d->cpu, &call, NULL));
             TRY(device_down(d, p.near, p.far, count * size));
-            RANKS_CHECK(d->cpu, ranks_compare(p.near, want, count, dtypes[t], 0, NULL) < 0, "%s divisor=%d", ddp_dtype_name(dtypes[t]), (int)divisor);
+            RANKS_CHECK(d->cpu, ranks_compare(p.near, want, count, dtypes[t], 0, NULL) < 0, "%s divisor=%d",
+                        ddp_dtype_name(dtypes[t]), (int)divisor);
             pair_free(&p);
             free(want);
         }
@@ -209,13 +236,18 @@ static ddp_result group_memory(device_rank *d) {
         RANKS_OK(d->cpu, ddp_group_alloc(d->group, 1000, &memory[i]));
         memset(zeros, 1, sizeof zeros);
         ddp_device_cuda()->copy(zeros, memory[i], 1000);
-        for (int k = 0; k < 1000; k++) RANKS_CHECK(d->cpu, zeros[k] == 0, "byte %d of new memory is %d", k, zeros[k]);
+        for (int k = 0; k < 1000; k++)
+            RANKS_CHECK(d->cpu, zeros[k] == 0, "byte %d of new memory is %d", k, zeros[k]);
         ddp_device_cuda()->copy(memory[i], "dirty", 5);
     }
     RANKS_OK(d->cpu, ddp_group_free(d->group, memory[1])); /* destroying the group frees the others */
     RANKS_CHECK(d->cpu, ddp_group_free(d->group, memory[1]) == DDP_ERR_INVALID, "memory was freed twice");
-    RANKS_CHECK(d->cpu, ddp_group_alloc(d->group, (size_t)1 << 50, &much) == DDP_ERR_NO_MEMORY && !much, "a petabyte: %s", ddp_last_error());
-    RANKS_CHECK(d->cpu, strstr(ddp_last_error(), "ddp_group_alloc") != NULL && strstr(ddp_last_error(), "cudaMalloc") != NULL, "%s", ddp_last_error());
+    RANKS_CHECK(d->cpu, ddp_group_alloc(d->group, (size_t)1 << 50, &much) == DDP_ERR_NO_MEMORY && !much,
+                "a petabyte: %s", ddp_last_error());
+    RANKS_CHECK(d->cpu,
+                strstr(ddp_last_error(), "ddp_group_alloc") != NULL
+                    && strstr(ddp_last_error(), "cudaMalloc") != NULL,
+                "%s", ddp_last_error());
     return one_sum(d, d->group, 1, (float)ddp_world_size(d->group));
 }
 
@@ -223,18 +255,24 @@ static ddp_result group_memory(device_rank *d) {
 
 /* Every rank gets wanted and a line that contains text; later calls are poisoned with the same text. On a
    separate group. */
-static ddp_result failed_everywhere(device_rank *d, ddp_group *group, ddp_result result, ddp_result wanted, const char *text) {
+static ddp_result failed_everywhere(device_rank *d, ddp_group *group, ddp_result result, ddp_result wanted,
+                                    const char *text) {
     char line[512];
     void *memory;
     snprintf(line, sizeof line, "%s", ddp_last_error());
     RANKS_CHECK(d->cpu, result == wanted && strstr(line, text), "%s: %s", ddp_result_name(result), line);
     result = ddp_barrier(group);
-    RANKS_CHECK(d->cpu, result == DDP_ERR_POISONED && strstr(ddp_last_error(), text), "the next call: %s: %s", ddp_result_name(result), ddp_last_error());
-    RANKS_CHECK(d->cpu, ddp_group_status(group) == wanted && strstr(ddp_last_error(), text), "status: %s", ddp_last_error());
-    RANKS_CHECK(d->cpu, ddp_group_alloc(group, 8, &memory) != DDP_OK && strstr(ddp_last_error(), text), "alloc: %s", ddp_last_error());
+    RANKS_CHECK(d->cpu, result == DDP_ERR_POISONED && strstr(ddp_last_error(), text), "the next call: %s: %s",
+                ddp_result_name(result), ddp_last_error());
+    RANKS_CHECK(d->cpu, ddp_group_status(group) == wanted && strstr(ddp_last_error(), text), "status: %s",
+                ddp_last_error());
+    RANKS_CHECK(d->cpu, ddp_group_alloc(group, 8, &memory) != DDP_OK && strstr(ddp_last_error(), text),
+                "alloc: %s", ddp_last_error());
     if (ddp_world_size(group) > 1) {
-        result = ddp_recv(group, d->scratch, 1, DDP_U8, (ddp_rank(group) + 1) % ddp_world_size(group), 0, NULL);
-        RANKS_CHECK(d->cpu, result == DDP_ERR_POISONED && strstr(ddp_last_error(), text), "recv: %s: %s", ddp_result_name(result), ddp_last_error());
+        result = ddp_recv(group, d->scratch, 1, DDP_U8, (ddp_rank(group) + 1) % ddp_world_size(group), 0,
+                          NULL);
+        RANKS_CHECK(d->cpu, result == DDP_ERR_POISONED && strstr(ddp_last_error(), text), "recv: %s: %s",
+                    ddp_result_name(result), ddp_last_error());
     }
     return DDP_OK;
 }
@@ -250,22 +288,31 @@ static ddp_result mismatches(device_rank *d) {
         RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
         if (what == 0) {
             result = ddp_all_reduce(group, x, x, rank == last ? 11 : 10, DDP_F32, DDP_OP_SUM, NULL);
-            snprintf(text, sizeof text, "rank %d/%d ddp_all_reduce group=gpu seq=1 f32 count=%d: ", rank, last + 1, rank == last ? 11 : 10);
+            snprintf(text, sizeof text, "rank %d/%d ddp_all_reduce group=gpu seq=1 f32 count=%d: ", rank,
+                     last + 1, rank == last ? 11 : 10);
             RANKS_CHECK(d->cpu, strncmp(ddp_last_error(), text, strlen(text)) == 0, "%s", ddp_last_error());
-            snprintf(text, sizeof text, ": ranks differ: rank 0 count=10, rank %d count=11; give every rank the same", last);
+            snprintf(text, sizeof text,
+                     ": ranks differ: rank 0 count=10, rank %d count=11; give every rank the same", last);
         } else if (what == 1) {
             result = rank == last ? ddp_broadcast(group, x, 4, DDP_I8, 0, NULL) : ddp_barrier(group);
-            snprintf(text, sizeof text, "ranks differ: rank 0 ddp_barrier, rank %d ddp_broadcast i8 count=4 root=0", last);
+            snprintf(text, sizeof text,
+                     "ranks differ: rank 0 ddp_barrier, rank %d ddp_broadcast i8 count=4 root=0", last);
         } else if (what == 2) {
             for (int r = 0; r <= last; r++) counts[r] = rank == last && r == 0 ? 3 : 2;
             result = ddp_all_to_all_v(group, x, counts, NULL, x + 50000, counts, NULL, DDP_F32, NULL);
-            snprintf(text, sizeof text, "counts disagree: rank 0 sends 2 elements to rank %d, which expects 3", last);
+            snprintf(text, sizeof text,
+                     "counts disagree: rank 0 sends 2 elements to rank %d, which expects 3", last);
         } else {
-            for (int r = 0; r <= last; r++) counts[r] = rank == last && r != last ? (r == 0 ? 3 : r == 1 ? 1 : 2) : 2;
+            for (int r = 0; r <= last; r++)
+                counts[r] = rank == last && r != last ? (r == 0 ? 3 : r == 1 ? 1 : 2) : 2;
             /* Two ranks cannot disagree with equal totals. */
-            if (last < 2) { ddp_group_destroy(group); continue; }
+            if (last < 2) {
+                ddp_group_destroy(group);
+                continue;
+            }
             result = ddp_all_gather_v(group, x, 2, x + 50000, counts, NULL, DDP_F32, NULL);
-            snprintf(text, sizeof text, "counts disagree: recv_counts[0] is 2 on rank 0 and 3 on rank %d", last);
+            snprintf(text, sizeof text, "counts disagree: recv_counts[0] is 2 on rank 0 and 3 on rank %d",
+                     last);
         }
         TRY(failed_everywhere(d, group, result, DDP_ERR_MISMATCH, text));
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
@@ -293,10 +340,13 @@ static ddp_result aborts_and_losses(device_rank *d) {
     if (rank == last) {
         ddp_group_destroy(group);
     } else {
-        ddp_result result = ddp_all_reduce(group, d->scratch + 4096, d->scratch + 4096, 1000, DDP_F32, DDP_OP_SUM, NULL);
-        RANKS_CHECK(d->cpu, result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(result), ddp_last_error());
+        ddp_result result = ddp_all_reduce(group, d->scratch + 4096, d->scratch + 4096, 1000, DDP_F32,
+                                           DDP_OP_SUM, NULL);
+        RANKS_CHECK(d->cpu, result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), text), "%s: %s",
+                    ddp_result_name(result), ddp_last_error());
         result = ddp_wait(group, &work);
-        RANKS_CHECK(d->cpu, result != DDP_OK && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(d->cpu, result != DDP_OK && strstr(ddp_last_error(), text), "%s: %s",
+                    ddp_result_name(result), ddp_last_error());
     }
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     if (rank != last) ddp_group_destroy(group);
@@ -348,7 +398,8 @@ static ddp_result failing_device(device_rank *d) {
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     if (rank == last) result = ddp_wait(group, &work);
     if (rank == 0) result = ddp_send(group, d->scratch, 100, DDP_F32, last, 0, NULL);
-    if (rank == 0 || rank == last) TRY(failed_everywhere(d, group, result, DDP_ERR_ENGINE, "staging through the host: cudaSetDevice: "));
+    if (rank == 0 || rank == last)
+        TRY(failed_everywhere(d, group, result, DDP_ERR_ENGINE, "staging through the host: cudaSetDevice: "));
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     ddp_group_destroy(group);
 #else
@@ -369,9 +420,14 @@ static ddp_result failing_memory(device_rank *d) {
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         if (last) {
             fake_fail("cudaSetDevice", number, 1, cudaErrorInvalidDevice, 0);
-            result = pinned ? device->alloc_pinned(d->group, 64, &memory) : device->alloc(d->group, 64, &memory);
-            RANKS_CHECK(d->cpu, result == DDP_ERR_ENGINE && !memory, "pinned %d: %s", pinned, ddp_result_name(result));
-            RANKS_CHECK(d->cpu, strstr(ddp_last_error(), pinned ? "alloc_pinned: cudaSetDevice: " : "alloc: cudaSetDevice: "), "%s", ddp_last_error());
+            result = pinned ? device->alloc_pinned(d->group, 64, &memory)
+                            : device->alloc(d->group, 64, &memory);
+            RANKS_CHECK(d->cpu, result == DDP_ERR_ENGINE && !memory, "pinned %d: %s", pinned,
+                        ddp_result_name(result));
+            RANKS_CHECK(
+                d->cpu,
+                strstr(ddp_last_error(), pinned ? "alloc_pinned: cudaSetDevice: " : "alloc: cudaSetDevice: "),
+                "%s", ddp_last_error());
             RANKS_CHECK(d->cpu, fake_fault_fired(1), "the device has not been changed");
         }
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
@@ -417,14 +473,18 @@ static ddp_result batches_go_up(device_rank *d) {
     for (; count < 20; count += 4) {
         RANKS_OK(d->cpu, ddp_loader_next(loader, &batch));
         memcpy(order + count, batch.indices, sizeof *order * 4);
-        RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->memcpy_async(p.far + 1000 * count, batch.fields[0].data, 4000, cudaMemcpyHostToDevice, d->stream) == cudaSuccess,
+        RANKS_CHECK(d->cpu,
+                    DDP__CUDA_RUNTIME->memcpy_async(p.far + 1000 * count, batch.fields[0].data, 4000,
+                                                    cudaMemcpyHostToDevice, d->stream)
+                        == cudaSuccess,
                     "copying a batch up");
     }
     TRY(device_down(d, p.near, p.far, 20000));
     for (int i = 0; i < 20; i++) {
         unsigned char want[1000];
         message(want, sizeof want, (uint64_t)order[i]);
-        RANKS_CHECK(d->cpu, memcmp(want, p.near + 1000 * i, sizeof want) == 0, "sample %d is wrong", (int)order[i]);
+        RANKS_CHECK(d->cpu, memcmp(want, p.near + 1000 * i, sizeof want) == 0, "sample %d is wrong",
+                    (int)order[i]);
     }
     ddp_loader_destroy(loader);
     pair_free(&p);
@@ -463,7 +523,8 @@ static long long taken(void) {
 #else
     size_t available = 0, total = 0;
     cudaMemPool_t pool;
-    if (cudaDeviceSynchronize() == cudaSuccess && cudaDeviceGetDefaultMemPool(&pool, 0) == cudaSuccess) cudaMemPoolTrimTo(pool, 0);
+    if (cudaDeviceSynchronize() == cudaSuccess && cudaDeviceGetDefaultMemPool(&pool, 0) == cudaSuccess)
+        cudaMemPoolTrimTo(pool, 0);
     return cudaMemGetInfo(&available, &total) == cudaSuccess ? (long long)(total - available) : -1;
 #endif
 }
@@ -480,7 +541,10 @@ int main(int argc, char **argv) {
         before = taken();
         if (ranks_run(mode, 2, 60000 * DDP_TEST_SLOWDOWN, rank_main, &mode) != DDP_OK) failures++;
         after = taken();
-        if (after > before) { printf("FAIL: %lld bytes of device memory leaked\n", after - before); failures++; }
+        if (after > before) {
+            printf("FAIL: %lld bytes of device memory leaked\n", after - before);
+            failures++;
+        }
     }
     if (!failures) printf("ok: %s\n", ranks_mode_name(mode));
     return failures != 0;

@@ -14,7 +14,10 @@ static void check_stream(void) {
     float *host = (float *)malloc(COUNT * sizeof *host), *data;
     void *memory = NULL;
     size_t wrong = 0;
-    if (!host || cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) { check_that(0, "no stream"); return; }
+    if (!host || cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
+        check_that(0, "no stream");
+        return;
+    }
     check_that(ddp_cuda_use_stream(stream) == 0, "the stream does not start as 0");
     check_that(gpu->alloc(NULL, COUNT * sizeof *host, &memory) == DDP_OK, "%s", ddp_last_error());
     data = (float *)memory;
@@ -27,14 +30,17 @@ static void check_stream(void) {
     for (int i = 0; i < COUNT; i++) wrong += host[i] != (float)(i % 1000) * 0.25f;
     check_that(wrong == 0, "%zu of %d elements are wrong", wrong, (int)COUNT);
     gpu->free(NULL, memory);
-    check_that(ddp_cuda_use_stream(0) == stream && cudaStreamDestroy(stream) == cudaSuccess, "the stream cannot be destroyed");
+    check_that(ddp_cuda_use_stream(0) == stream && cudaStreamDestroy(stream) == cudaSuccess,
+               "the stream cannot be destroyed");
     free(host);
 }
 
 /* A call that CUDA refuses returns the error, without an effect on the next one. */
 static void check_refusal(void) {
     void *memory = NULL;
-    check_that(gpu->alloc(NULL, SIZE_MAX / 4, &memory) == DDP_ERR_NO_MEMORY && !memory && strstr(ddp_last_error(), "out of memory"), "%s", ddp_last_error());
+    check_that(gpu->alloc(NULL, SIZE_MAX / 4, &memory) == DDP_ERR_NO_MEMORY && !memory
+                   && strstr(ddp_last_error(), "out of memory"),
+               "%s", ddp_last_error());
     check_that(cudaGetLastError() == cudaSuccess, "the error is still set");
 }
 
@@ -42,7 +48,8 @@ static size_t free_bytes(void) {
     size_t available = 0, total = 0;
     cudaMemPool_t pool;
     int device = 0;
-    if (cudaDeviceSynchronize() == cudaSuccess && cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetDefaultMemPool(&pool, device) == cudaSuccess)
+    if (cudaDeviceSynchronize() == cudaSuccess && cudaGetDevice(&device) == cudaSuccess
+        && cudaDeviceGetDefaultMemPool(&pool, device) == cudaSuccess)
         cudaMemPoolTrimTo(pool, 0);
     return cudaMemGetInfo(&available, &total) == cudaSuccess ? available : 0;
 }
@@ -52,7 +59,10 @@ int main(void) {
     cudaDeviceProp properties;
     int device, failed = 0;
     size_t before, after;
-    if (ddp_cuda_pick(NULL, &desc, &device) != DDP_OK) { printf("%s\n", ddp_last_error()); return 77; }
+    if (ddp_cuda_pick(NULL, &desc, &device) != DDP_OK) {
+        printf("%s\n", ddp_last_error());
+        return 77;
+    }
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return 1;
     printf("device %d: %s, sm_%d%d\n", device, properties.name, properties.major, properties.minor);
     gpu = ddp_device_cuda();

@@ -8,10 +8,18 @@
 
 enum { KEPT = 16, WIDTH = 37 };
 static const int64_t ROWS = 24; /* 1, 2, 3 and 4 ranks divide them evenly */
-#define LAYER_TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
+#define LAYER_TRY(call)                    \
+    do {                                   \
+        ddp_result tried = (call);         \
+        if (tried != DDP_OK) return tried; \
+    } while (0)
 
 /* A buffer on the CPU and its counterpart on the device. */
-typedef struct twin { unsigned char *near; void *far; size_t count; } twin;
+typedef struct twin {
+    unsigned char *near;
+    void *far;
+    size_t count;
+} twin;
 
 typedef struct place {
     device_rank *d;
@@ -34,8 +42,10 @@ static ddp_result take(place *p, twin *t, int64_t count) {
     RANKS_OK(p->d->cpu, ddp_device_cuda()->alloc(NULL, t->count * p->size, &t->far));
     for (size_t i = 0; i < t->count; i++) {
         double x = number(p->seed * 1000003 + (uint64_t)p->rank * 4099 + i);
-        if (p->size == 4) ((float *)t->near)[i] = (float)x;
-        else ((double *)t->near)[i] = x;
+        if (p->size == 4)
+            ((float *)t->near)[i] = (float)x;
+        else
+            ((double *)t->near)[i] = x;
     }
     p->seed++;
     p->kept[p->kept_count++] = *t;
@@ -50,20 +60,27 @@ static void drop(place *p) {
     }
 }
 
-static double value(const place *p, const void *data, size_t i) { return p->size == 4 ? (double)((const float *)data)[i] : ((const double *)data)[i]; }
+static double value(const place *p, const void *data, size_t i) {
+    return p->size == 4 ? (double)((const float *)data)[i] : ((const double *)data)[i];
+}
 
 /* exactly: bit for bit. */
 static ddp_result same(place *p, const twin *t, const char *what, int exactly) {
     unsigned char *back = (unsigned char *)malloc(t->count * p->size + 1);
     double most = 0.01, near = p->size == 4 ? 1e-5 : 1e-12;
     ddp_result result = device_down(p->d, back, t->far, t->count * p->size);
-    for (size_t i = 0; i < t->count; i++) most = fabs(value(p, t->near, i)) > most ? fabs(value(p, t->near, i)) : most;
-    for (size_t i = 0; i < t->count * p->size; i++) p->digest = (p->digest ^ back[i]) * UINT64_C(1099511628211);
+    for (size_t i = 0; i < t->count; i++)
+        most = fabs(value(p, t->near, i)) > most ? fabs(value(p, t->near, i)) : most;
+    for (size_t i = 0; i < t->count * p->size; i++)
+        p->digest = (p->digest ^ back[i]) * UINT64_C(1099511628211);
     for (size_t i = 0; i < t->count && result == DDP_OK; i++) {
         double have = value(p, back, i), want = value(p, t->near, i);
-        if (exactly ? memcmp(back + i * p->size, t->near + i * p->size, p->size) == 0 : fabs(have - want) <= near * most) continue;
+        if (exactly ? memcmp(back + i * p->size, t->near + i * p->size, p->size) == 0
+                    : fabs(have - want) <= near * most)
+            continue;
         free(back);
-        RANKS_CHECK(p->d->cpu, 0, "%s: element %zu of %zu is %.17g, on the CPU %.17g", what, i, t->count, have, want);
+        RANKS_CHECK(p->d->cpu, 0, "%s: element %zu of %zu is %.17g, on the CPU %.17g", what, i, t->count,
+                    have, want);
     }
     free(back);
     return result;
@@ -84,9 +101,16 @@ static ddp_result linear(place *p, const ddp_tp_linear_desc *desc) {
     int64_t x_count = (column ? own_rows(p) : ROWS) * (desc->scatter_input ? desc->in_features : in);
     int64_t y_count = (column ? ROWS : own_rows(p)) * (desc->gather_output ? desc->out_features : out);
     twin w, b = {NULL, NULL, 0}, x, y, dy, dx, dw, db = {NULL, NULL, 0};
-    LAYER_TRY(take(p, &w, in * out)); LAYER_TRY(take(p, &x, x_count)); LAYER_TRY(take(p, &y, y_count)); LAYER_TRY(take(p, &dy, y_count));
-    LAYER_TRY(take(p, &dx, x_count)); LAYER_TRY(take(p, &dw, in * out));
-    if (!desc->no_bias) { LAYER_TRY(take(p, &b, out)); LAYER_TRY(take(p, &db, out)); }
+    LAYER_TRY(take(p, &w, in * out));
+    LAYER_TRY(take(p, &x, x_count));
+    LAYER_TRY(take(p, &y, y_count));
+    LAYER_TRY(take(p, &dy, y_count));
+    LAYER_TRY(take(p, &dx, x_count));
+    LAYER_TRY(take(p, &dw, in * out));
+    if (!desc->no_bias) {
+        LAYER_TRY(take(p, &b, out));
+        LAYER_TRY(take(p, &db, out));
+    }
     OK(ddp_tp_linear_forward(near, w.near, b.near, x.near, ROWS, y.near));
     OK(ddp_tp_linear_forward(far, w.far, b.far, x.far, ROWS, y.far));
     OK(ddp_tp_linear_backward(near, w.near, x.near, dy.near, ROWS, dx.near, dw.near, db.near));
@@ -135,11 +159,15 @@ static ddp_result mlp(place *p, ddp_tp_activation activation, int asynchronous) 
         LAYER_TRY(take(p, &w[i], count));
         LAYER_TRY(take(p, &g[i], count));
     }
-    LAYER_TRY(take(p, &x, own_rows(p) * desc.channels)); LAYER_TRY(take(p, &y, own_rows(p) * desc.channels));
-    LAYER_TRY(take(p, &dy, own_rows(p) * desc.channels)); LAYER_TRY(take(p, &dx, own_rows(p) * desc.channels));
+    LAYER_TRY(take(p, &x, own_rows(p) * desc.channels));
+    LAYER_TRY(take(p, &y, own_rows(p) * desc.channels));
+    LAYER_TRY(take(p, &dy, own_rows(p) * desc.channels));
+    LAYER_TRY(take(p, &dx, own_rows(p) * desc.channels));
     LAYER_TRY(take(p, &saved, (int64_t)ddp_tp_mlp_saved_count(near, ROWS)));
-    const void *near_w[4] = {w[0].near, w[1].near, w[2].near, w[3].near}, *far_w[4] = {w[0].far, w[1].far, w[2].far, w[3].far};
-    void *near_g[4] = {g[0].near, g[1].near, g[2].near, g[3].near}, *far_g[4] = {g[0].far, g[1].far, g[2].far, g[3].far};
+    const void *near_w[4] = {w[0].near, w[1].near, w[2].near, w[3].near},
+               *far_w[4] = {w[0].far, w[1].far, w[2].far, w[3].far};
+    void *near_g[4] = {g[0].near, g[1].near, g[2].near, g[3].near},
+         *far_g[4] = {g[0].far, g[1].far, g[2].far, g[3].far};
     OK(ddp_tp_mlp_forward(near, near_w, x.near, ROWS, saved.near, y.near));
     OK(ddp_tp_mlp_backward(near, near_w, x.near, saved.near, dy.near, ROWS, dx.near, near_g));
     /* again: nothing is allocated, and the host never waits */
@@ -157,8 +185,10 @@ static ddp_result mlp(place *p, ddp_tp_activation activation, int asynchronous) 
         int device = 0;
         DDP__CUDA_RUNTIME->get_device(&device);
         std::string calls = fake_record(device);
-        for (const char *what : {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaStreamSynchronize", "cudaEventSynchronize", "GetHeuristic", "cublasLtCreate"})
-            RANKS_CHECK(p->d->cpu, calls.find(what) == std::string::npos, "a second step calls %s:\n%s", what, calls.c_str());
+        for (const char *what : {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaStreamSynchronize",
+                                 "cudaEventSynchronize", "GetHeuristic", "cublasLtCreate"})
+            RANKS_CHECK(p->d->cpu, calls.find(what) == std::string::npos, "a second step calls %s:\n%s", what,
+                        calls.c_str());
         RANKS_CHECK(p->d->cpu, calls.find("kernel(") != std::string::npos, "no kernels in the record");
     }
 #endif
@@ -184,8 +214,10 @@ static ddp_result embedding(place *p) {
     OK(ddp_tp_embedding_create(&near, p->near, &desc));
     OK(ddp_tp_embedding_create(&far, p->far, &desc));
     OK(ddp_tp_embedding_box(near, &box));
-    LAYER_TRY(take(p, &w, box.shape[0] * 7)); LAYER_TRY(take(p, &dw, box.shape[0] * 7));
-    LAYER_TRY(take(p, &y, own_rows(p) * 7)); LAYER_TRY(take(p, &dy, own_rows(p) * 7));
+    LAYER_TRY(take(p, &w, box.shape[0] * 7));
+    LAYER_TRY(take(p, &dw, box.shape[0] * 7));
+    LAYER_TRY(take(p, &y, own_rows(p) * 7));
+    LAYER_TRY(take(p, &dy, own_rows(p) * 7));
     OK(ddp_tp_embedding_forward(near, w.near, tokens, ROWS, y.near));
     OK(ddp_tp_embedding_forward(far, w.far, tokens, ROWS, y.far));
     OK(ddp_tp_embedding_backward(near, tokens, dy.near, ROWS, dw.near));
@@ -201,17 +233,24 @@ static ddp_result embedding(place *p) {
 /* in_place: the gradient overwrites the logits */
 static ddp_result cross_entropy(place *p, int64_t vocab, int64_t padded, int in_place) {
     ddp_tp_loss_desc desc = DDP_ZERO;
-    int64_t columns = padded ? padded : vocab, piece = (columns + p->ranks - 1) / p->ranks, first = piece * p->rank < columns ? piece * p->rank : columns;
+    int64_t columns = padded ? padded : vocab, piece = (columns + p->ranks - 1) / p->ranks,
+            first = piece * p->rank < columns ? piece * p->rank : columns;
     int64_t count = columns - first < piece ? columns - first : piece;
     int32_t targets[24];
     double near_mean = -1, far_mean = -1;
     twin logits, losses, d;
     desc.vocab = vocab, desc.padded_vocab = padded, desc.z_loss = in_place ? 1e-2 : 0;
-    for (int i = 0; i < ROWS; i++) targets[i] = i % 5 == 2 ? -100 : (int32_t)(ranks_mix((uint64_t)(i + 77)) % (uint64_t)vocab);
-    LAYER_TRY(take(p, &logits, ROWS * count)); LAYER_TRY(take(p, &losses, ROWS)); LAYER_TRY(take(p, &d, ROWS * count));
-    OK(ddp_tp_cross_entropy(p->near, &desc, logits.near, targets, ROWS, losses.near, &near_mean, in_place ? logits.near : d.near));
-    OK(ddp_tp_cross_entropy(p->far, &desc, logits.far, targets, ROWS, losses.far, &far_mean, in_place ? logits.far : d.far));
-    RANKS_CHECK(p->d->cpu, fabs(near_mean - far_mean) <= (p->size == 4 ? 1e-5 : 1e-12) * fabs(near_mean), "mean %.17g, on the CPU %.17g", far_mean, near_mean);
+    for (int i = 0; i < ROWS; i++)
+        targets[i] = i % 5 == 2 ? -100 : (int32_t)(ranks_mix((uint64_t)(i + 77)) % (uint64_t)vocab);
+    LAYER_TRY(take(p, &logits, ROWS * count));
+    LAYER_TRY(take(p, &losses, ROWS));
+    LAYER_TRY(take(p, &d, ROWS * count));
+    OK(ddp_tp_cross_entropy(p->near, &desc, logits.near, targets, ROWS, losses.near, &near_mean,
+                            in_place ? logits.near : d.near));
+    OK(ddp_tp_cross_entropy(p->far, &desc, logits.far, targets, ROWS, losses.far, &far_mean,
+                            in_place ? logits.far : d.far));
+    RANKS_CHECK(p->d->cpu, fabs(near_mean - far_mean) <= (p->size == 4 ? 1e-5 : 1e-12) * fabs(near_mean),
+                "mean %.17g, on the CPU %.17g", far_mean, near_mean);
     NEAR(losses);
     NEAR(logits);
     NEAR(d);
@@ -228,15 +267,23 @@ static ddp_result norm(place *p, int rms, int64_t n) {
     desc.channels = n, desc.rms = rms, desc.eps = 1e-3;
     OK(ddp_tp_layer_norm_create(&near, p->near, &desc));
     OK(ddp_tp_layer_norm_create(&far, p->far, &desc));
-    LAYER_TRY(take(p, &w, n)); LAYER_TRY(take(p, &dw, n)); LAYER_TRY(take(p, &x, rows * n)); LAYER_TRY(take(p, &y, rows * n));
-    LAYER_TRY(take(p, &stats, 2 * rows)); LAYER_TRY(take(p, &dy, rows * n));
-    if (!rms) { LAYER_TRY(take(p, &b, n)); LAYER_TRY(take(p, &db, n)); }
+    LAYER_TRY(take(p, &w, n));
+    LAYER_TRY(take(p, &dw, n));
+    LAYER_TRY(take(p, &x, rows * n));
+    LAYER_TRY(take(p, &y, rows * n));
+    LAYER_TRY(take(p, &stats, 2 * rows));
+    LAYER_TRY(take(p, &dy, rows * n));
+    if (!rms) {
+        LAYER_TRY(take(p, &b, n));
+        LAYER_TRY(take(p, &db, n));
+    }
     OK(ddp_tp_layer_norm_forward(near, w.near, b.near, x.near, rows, stats.near, y.near));
     OK(ddp_device_cuda()->use_stream(p->d->group, DDP_STREAM_COMM)); /* as calls of another group may do */
     OK(ddp_tp_layer_norm_forward(far, w.far, b.far, x.far, rows, stats.far, y.far));
     NEAR(stats);
     /* In place: dx is the same array as dy. */
-    OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, dy.near, dw.near, db.near));
+    OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, dy.near, dw.near,
+                                  db.near));
     OK(ddp_tp_layer_norm_backward(far, w.far, x.far, stats.far, dy.far, rows, dy.far, dw.far, db.far));
     NEAR(y);
     NEAR(dy);
@@ -255,7 +302,8 @@ static ddp_result norm(place *p, int rms, int64_t n) {
 static ddp_result dropout(place *p) {
     ddp_tp_dropout_desc desc = DDP_ZERO;
     twin x, y;
-    LAYER_TRY(take(p, &x, ROWS * WIDTH)); LAYER_TRY(take(p, &y, ROWS * WIDTH));
+    LAYER_TRY(take(p, &x, ROWS * WIDTH));
+    LAYER_TRY(take(p, &y, ROWS * WIDTH));
     desc.rate = 0.3, desc.key = UINT64_C(0x123456789abcdef), desc.first_row = 5 + p->rank;
     OK(ddp_tp_dropout(p->near, &desc, x.near, ROWS, WIDTH, y.near));
     OK(ddp_tp_dropout(p->far, &desc, x.far, ROWS, WIDTH, y.far));
@@ -276,7 +324,18 @@ static ddp_result dropout(place *p) {
 static ddp_result plain_gemm(const ddp_gemm *g, void *user) { return (void)user, ddp__cuda_plain_gemm(g); }
 
 static ddp_result in_a_context(device_rank *d, const ddp_tp_desc *desc, uint64_t *digest) {
-    place it = {d, NULL, NULL, *desc, ddp_rank(d->cpu), ddp_world_size(d->cpu), ddp_dtype_size(desc->dtype), 1, UINT64_C(14695981039346656037), {}, 0}, *p = &it;
+    place it = {d,
+                NULL,
+                NULL,
+                *desc,
+                ddp_rank(d->cpu),
+                ddp_world_size(d->cpu),
+                ddp_dtype_size(desc->dtype),
+                1,
+                UINT64_C(14695981039346656037),
+                {},
+                0},
+          *p = &it;
     const char *engine = getenv("DDP_TEST_ENGINE");
     ddp_tp_desc near = *desc;
     near.gemm = NULL;
@@ -318,7 +377,10 @@ static ddp_result many_tokens(device_rank *d) {
     OK(ddp_tp_create(&p->far, d->group, &desc));
     OK(ddp_tp_embedding_create(&near, p->near, &e));
     OK(ddp_tp_embedding_create(&far, p->far, &e));
-    LAYER_TRY(take(p, &w, 900)); LAYER_TRY(take(p, &dw, 900)); LAYER_TRY(take(p, &y, MANY * 3)); LAYER_TRY(take(p, &losses, MANY));
+    LAYER_TRY(take(p, &w, 900));
+    LAYER_TRY(take(p, &dw, 900));
+    LAYER_TRY(take(p, &y, MANY * 3));
+    LAYER_TRY(take(p, &losses, MANY));
     OK(ddp_tp_embedding_forward(near, w.near, tokens, MANY, y.near));
     OK(ddp_tp_embedding_forward(far, w.far, tokens, MANY, y.far));
     OK(ddp_tp_embedding_backward(near, tokens, y.near, MANY, dw.near));
@@ -329,7 +391,8 @@ static ddp_result many_tokens(device_rank *d) {
     for (int i = 0; i < MANY; i++) tokens[i] = (int32_t)(i % 7 ? i % loss.vocab : -100);
     OK(ddp_tp_cross_entropy(p->near, &loss, y.near, tokens, MANY, losses.near, &near_mean, NULL));
     OK(ddp_tp_cross_entropy(p->far, &loss, y.far, tokens, MANY, losses.far, &far_mean, NULL));
-    RANKS_CHECK(d->cpu, fabs(near_mean - far_mean) < 1e-12, "mean %.17g, on the CPU %.17g", far_mean, near_mean);
+    RANKS_CHECK(d->cpu, fabs(near_mean - far_mean) < 1e-12, "mean %.17g, on the CPU %.17g", far_mean,
+                near_mean);
     NEAR(losses);
     drop(p);
     ddp_tp_embedding_destroy(near);
@@ -343,9 +406,13 @@ static ddp_result many_tokens(device_rank *d) {
 static ddp_result product(place *p, ddp_gemm_fn gemm, ddp_gemm g, int64_t offset) {
     ddp_gemm far = g;
     twin a, b, c;
-    LAYER_TRY(take(p, &a, 700)); LAYER_TRY(take(p, &b, 700)); LAYER_TRY(take(p, &c, 700));
-    g.a = a.near + (size_t)offset * p->size, g.b = b.near + 2 * (size_t)offset * p->size, g.c = c.near + 3 * (size_t)offset * p->size;
-    far.a = (char *)a.far + (size_t)offset * p->size, far.b = (char *)b.far + 2 * (size_t)offset * p->size, far.c = (char *)c.far + 3 * (size_t)offset * p->size;
+    LAYER_TRY(take(p, &a, 700));
+    LAYER_TRY(take(p, &b, 700));
+    LAYER_TRY(take(p, &c, 700));
+    g.a = a.near + (size_t)offset * p->size, g.b = b.near + 2 * (size_t)offset * p->size,
+    g.c = c.near + 3 * (size_t)offset * p->size;
+    far.a = (char *)a.far + (size_t)offset * p->size, far.b = (char *)b.far + 2 * (size_t)offset * p->size,
+    far.c = (char *)c.far + 3 * (size_t)offset * p->size;
     OK(ddp_gemm_builtin(&g, NULL));
     OK(gemm(&far, p->d->group));
     NEAR(c);
@@ -358,7 +425,8 @@ static ddp_result products(device_rank *d, ddp_gemm_fn gemm) {
         for (int way = 0; way < 16; way++) {
             place it = {d, NULL, NULL, {}, ddp_rank(d->cpu), 1, wide ? 8u : 4u, (uint64_t)way, 0, {}, 0};
             ddp_gemm g = DDP_ZERO;
-            g.dtype = wide ? DDP_F64 : DDP_F32, g.trans_a = way & 1, g.trans_b = way >> 1 & 1, g.accumulate = way >> 2 & 1;
+            g.dtype = wide ? DDP_F64 : DDP_F32, g.trans_a = way & 1, g.trans_b = way >> 1 & 1,
+            g.accumulate = way >> 2 & 1;
             g.m = 5, g.n = 7, g.k = 11, g.lda = 13, g.ldb = 14, g.ldc = 9;
             LAYER_TRY(product(&it, gemm, g, way >> 3));
             g.k = 0;
@@ -372,7 +440,8 @@ static ddp_result products(device_rank *d, ddp_gemm_fn gemm) {
 #if defined(DDP_USE_CUBLASLT)
 static ddp_result refused(device_rank *d, const ddp_gemm *g, void *user, ddp_result want, const char *text) {
     ddp_result have = ddp_cuda_gemm(g, user);
-    RANKS_CHECK(d->cpu, have == want && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(have), ddp_last_error());
+    RANKS_CHECK(d->cpu, have == want && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(have),
+                ddp_last_error());
     return DDP_OK;
 }
 
@@ -394,7 +463,9 @@ static ddp_result bad_products(device_rank *d) {
     LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "CUBLAS_STATUS_INVALID_VALUE"));
     g.lda = 1;
     fake_fail("cublasLtMatmul", -1, 1, 0, 0);
-    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "ddp_cuda_gemm f32 m=1 n=1 k=1: cublasLtMatmul: the function failed to launch (CUBLAS_STATUS_EXECUTION_FAILED)"));
+    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE,
+                      "ddp_cuda_gemm f32 m=1 n=1 k=1: cublasLtMatmul: the function failed to launch "
+                      "(CUBLAS_STATUS_EXECUTION_FAILED)"));
     asked = fake_lt_asked;
     RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group)); /* with an algorithm that is cached */
     RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is queried again");
@@ -404,7 +475,8 @@ static ddp_result bad_products(device_rank *d) {
     }
     g.n = g.ldb = g.ldc = 36; /* 37 is the oldest of the last 64: the next new one replaces it */
     fake_lt_state = CUBLAS_STATUS_NOT_SUPPORTED;
-    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
+    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE,
+                      "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
     fake_lt_state = CUBLAS_STATUS_SUCCESS;
     for (int n = 37; n >= 36; n--) { /* the refused request again */
         g.n = g.ldb = g.ldc = n;
@@ -422,8 +494,13 @@ static ddp_result bad_products(device_rank *d) {
 #if defined(DDP_TEST_ON_CPU)
 /* The nth call of a kind fails inside a layer, which returns the error; the next call is normal. */
 static ddp_result failing(device_rank *d) {
-    static const struct { const char *function; int nth, layer; } faults[] = {
-        {"kernel", 1, 0}, {"kernel", 2, 0}, {"cudaMemsetAsync", 1, 0}, {"cudaMemcpyAsync", 1, 0}, {"kernel", 1, 1}, {"kernel", 4, 1}, {"cudaMemcpyAsync", 1, 1}};
+    static const struct {
+        const char *function;
+        int nth, layer;
+    } faults[] = {
+        {"kernel", 1, 0}, {"kernel", 2, 0}, {"cudaMemsetAsync", 1, 0}, {"cudaMemcpyAsync", 1, 0},
+        {"kernel", 1, 1}, {"kernel", 4, 1}, {"cudaMemcpyAsync", 1, 1},
+    };
     static const int32_t targets[4] = {0, 1, 2, 1};
     ddp_tp_desc desc = DDP_ZERO;
     ddp_tp_layer_norm_desc norm_desc = DDP_ZERO;
@@ -434,17 +511,26 @@ static ddp_result failing(device_rank *d) {
     place it = {d, NULL, NULL, desc, 0, 1, 4, 1, 0, {}, 0}, *p = &it;
     OK(ddp_tp_create(&p->far, d->group, &desc));
     OK(ddp_tp_layer_norm_create(&norm, p->far, &norm_desc));
-    LAYER_TRY(take(p, &x, 12)); LAYER_TRY(take(p, &w, 3)); LAYER_TRY(take(p, &stats, 8)); LAYER_TRY(take(p, &dw, 3)); LAYER_TRY(take(p, &db, 3));
+    LAYER_TRY(take(p, &x, 12));
+    LAYER_TRY(take(p, &w, 3));
+    LAYER_TRY(take(p, &stats, 8));
+    LAYER_TRY(take(p, &dw, 3));
+    LAYER_TRY(take(p, &db, 3));
     for (size_t f = 0; f < sizeof faults / sizeof *faults; f++)
         for (int fails = 1; fails >= 0; fails--) {
             double mean;
             ddp_result result;
             if (fails) fake_fail(faults[f].function, -1, faults[f].nth, 0, 0);
-            if (faults[f].layer) result = ddp_tp_cross_entropy(p->far, &loss, x.far, targets, 4, NULL, &mean, x.far);
-            else result = ddp_tp_layer_norm_backward(norm, w.far, x.far, stats.far, x.far, 4, x.far, dw.far, db.far);
-            RANKS_CHECK(d->cpu, (result == DDP_ERR_ENGINE) == fails && (result == DDP_OK) != fails, "%s %d: %s %s", faults[f].function, faults[f].nth,
-                        ddp_result_name(result), ddp_last_error());
-            RANKS_CHECK(d->cpu, !fails || fake_fault_fired(1), "%s was not called that many times", faults[f].function);
+            if (faults[f].layer)
+                result = ddp_tp_cross_entropy(p->far, &loss, x.far, targets, 4, NULL, &mean, x.far);
+            else
+                result = ddp_tp_layer_norm_backward(norm, w.far, x.far, stats.far, x.far, 4, x.far, dw.far,
+                                                    db.far);
+            RANKS_CHECK(d->cpu, (result == DDP_ERR_ENGINE) == fails && (result == DDP_OK) != fails,
+                        "%s %d: %s %s", faults[f].function, faults[f].nth, ddp_result_name(result),
+                        ddp_last_error());
+            RANKS_CHECK(d->cpu, !fails || fake_fault_fired(1), "%s was not called that many times",
+                        faults[f].function);
         }
     ddp_tp_layer_norm_destroy(norm);
     ddp_tp_destroy(p->far);
@@ -473,7 +559,8 @@ static ddp_result failing_alone(device_rank *d) {
         ddp_group *group;
         ddp_tp *tp;
         ddp_result result;
-        desc.max_rows = 4, desc.sequence_parallel = sums, table.vocab = table.channels = 4, channels.channels = 4, loss.vocab = 4;
+        desc.max_rows = 4, desc.sequence_parallel = sums, table.vocab = table.channels = 4,
+        channels.channels = 4, loss.vocab = 4;
         RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
         RANKS_OK(d->cpu, ddp_tp_create(&tp, group, &desc));
         RANKS_OK(d->cpu, ddp_tp_embedding_create(&embedding, tp, &table));
@@ -481,13 +568,20 @@ static ddp_result failing_alone(device_rank *d) {
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         if (ddp_rank(d->cpu) == last) fake_fail("kernel", device, fails, 0, 0);
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
-        if (turn < 2) result = ddp_tp_cross_entropy(tp, &loss, x, words, 4, NULL, &mean, x + 64);
-        else if (turn == 2) result = ddp_tp_embedding_forward(embedding, x, words, 4, x + 64);
-        else result = ddp_tp_layer_norm_backward(norm, x, x + 64, x + 128, x + 192, 1, x + 256, x + 320, x + 384);
-        RANKS_CHECK(d->cpu, result != DDP_OK || (turn >= 2 && ddp_rank(d->cpu) != last), "turn %d: a mean of %g", turn, mean);
+        if (turn < 2)
+            result = ddp_tp_cross_entropy(tp, &loss, x, words, 4, NULL, &mean, x + 64);
+        else if (turn == 2)
+            result = ddp_tp_embedding_forward(embedding, x, words, 4, x + 64);
+        else
+            result = ddp_tp_layer_norm_backward(norm, x, x + 64, x + 128, x + 192, 1, x + 256, x + 320,
+                                                x + 384);
+        RANKS_CHECK(d->cpu, result != DDP_OK || (turn >= 2 && ddp_rank(d->cpu) != last),
+                    "turn %d: a mean of %g", turn, mean);
         if (result == DDP_OK) result = ddp_barrier(group);
-        RANKS_CHECK(d->cpu, result == DDP_ERR_ENGINE && strstr(ddp_last_error(), "ddp_device_cuda layer: cudaLaunchHostFunc"), "turn %d: %s %s", turn,
-                    ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(d->cpu,
+                    result == DDP_ERR_ENGINE
+                        && strstr(ddp_last_error(), "ddp_device_cuda layer: cudaLaunchHostFunc"),
+                    "turn %d: %s %s", turn, ddp_result_name(result), ddp_last_error());
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         fake_fault_fired(1);
         ddp_tp_layer_norm_destroy(norm);
@@ -501,14 +595,20 @@ static ddp_result failing_alone(device_rank *d) {
 #endif
 
 static ddp_result rank_main(ddp_group *world, void *user) {
-    static const struct { ddp_dtype dtype; int sequence_parallel, chunks, accumulate, plain; } cases[] = {
-        {DDP_F64, 0, 0, 0, 0}, {DDP_F64, 1, 3, 1, 1}, {DDP_F32, 1, 0, 0, 0}, {DDP_F32, 0, 3, 1, 0}, {DDP_F32, 1, 0, 0, 0}};
+    static const struct {
+        ddp_dtype dtype;
+        int sequence_parallel, chunks, accumulate, plain;
+    } cases[] = {
+        {DDP_F64, 0, 0, 0, 0}, {DDP_F64, 1, 3, 1, 1}, {DDP_F32, 1, 0, 0, 0},
+        {DDP_F32, 0, 3, 1, 0}, {DDP_F32, 1, 0, 0, 0},
+    };
     uint64_t digest[5];
     device_rank d;
     LAYER_TRY(device_rank_open(&d, world, 1 << 17));
     for (int i = 0; i < 5; i++) {
         ddp_tp_desc desc = DDP_ZERO;
-        desc.dtype = cases[i].dtype, desc.max_rows = ROWS, desc.sequence_parallel = cases[i].sequence_parallel, desc.chunk_count = cases[i].chunks;
+        desc.dtype = cases[i].dtype, desc.max_rows = ROWS,
+        desc.sequence_parallel = cases[i].sequence_parallel, desc.chunk_count = cases[i].chunks;
         desc.accumulate_grads = cases[i].accumulate, desc.gemm = cases[i].plain ? plain_gemm : NULL;
         RANKS_RUN(world, in_a_context(&d, &desc, &digest[i]));
     }

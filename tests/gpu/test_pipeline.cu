@@ -10,12 +10,16 @@
 #include "../../ddp_pipeline.h"
 #include "../support/pipeline.h"
 
-#define PIPE_TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
+#define PIPE_TRY(call)                     \
+    do {                                   \
+        ddp_result tried = (call);         \
+        if (tried != DDP_OK) return tried; \
+    } while (0)
 
 enum { STAGE_FLOATS = PIPE_WEIGHTS + PIPE_SIDE, FAR_FLOATS = 2 * PIPE_STAGES * STAGE_FLOATS };
 
 typedef struct far_model {
-    pipe_model m;  /* first: its callbacks get one pointer. Its params are on the device */
+    pipe_model m; /* first: its callbacks get one pointer. Its params are on the device */
     device_rank *d;
     float *memory; /* there: of each stage the values, then the gradients */
     ddp_fsdp_param split[PIPE_STAGES][2];
@@ -26,26 +30,33 @@ typedef struct far_model {
 //== callbacks ==============================================================================
 
 /* Copies the inputs of a call, one array at a time; after the call, its outputs. */
-static ddp_result far_fetch(device_rank *d, const ddp_tensor *far, int count, ddp_tensor *near, double (*room)[PIPE_CELLS], int reads) {
+static ddp_result far_fetch(device_rank *d, const ddp_tensor *far, int count, ddp_tensor *near,
+                            double (*room)[PIPE_CELLS], int reads) {
     for (int i = 0; i < count; i++) {
         near[i] = far[i];
         if (!far[i].data) continue;
         near[i].data = room[i];
-        if (reads) PIPE_TRY(device_down(d, room[i], far[i].data, (size_t)ddp_tensor_count(&far[i]) * ddp_dtype_size(far[i].dtype)));
+        if (reads)
+            PIPE_TRY(device_down(d, room[i], far[i].data,
+                                 (size_t)ddp_tensor_count(&far[i]) * ddp_dtype_size(far[i].dtype)));
     }
     return DDP_OK;
 }
 
 static ddp_result far_store(device_rank *d, const ddp_tensor *far, int count, const ddp_tensor *near) {
     for (int i = 0; i < count; i++)
-        if (far[i].data) PIPE_TRY(device_up(d, far[i].data, near[i].data, (size_t)ddp_tensor_count(&far[i]) * ddp_dtype_size(far[i].dtype)));
+        if (far[i].data)
+            PIPE_TRY(device_up(d, far[i].data, near[i].data,
+                               (size_t)ddp_tensor_count(&far[i]) * ddp_dtype_size(far[i].dtype)));
     return DDP_OK;
 }
 
 static ddp_result far_run(far_model *f, const ddp_pipeline_call *c, ddp_pipeline_fn fn, int loss) {
-    int forward = c->kind == DDP_ACTION_FORWARD && !loss, weights = c->kind == DDP_ACTION_WEIGHT_GRAD || c->kind == DDP_ACTION_BACKWARD;
+    int forward = c->kind == DDP_ACTION_FORWARD && !loss,
+        weights = c->kind == DDP_ACTION_WEIGHT_GRAD || c->kind == DDP_ACTION_BACKWARD;
     const ddp_tensor *far[4] = {c->inputs, c->outputs, c->output_grads, c->input_grads};
-    const int counts[4] = {c->input_count, c->output_count, c->output_count, c->input_count}, reads[4] = {1, loss, !loss, 0}, writes[4] = {0, forward, loss, 1};
+    const int counts[4] = {c->input_count, c->output_count, c->output_count, c->input_count},
+              reads[4] = {1, loss, !loss, 0}, writes[4] = {0, forward, loss, 1};
     size_t bytes[2] = {PIPE_WEIGHTS * sizeof(float), PIPE_SIDE * sizeof(float)};
     float values[2][PIPE_WEIGHTS], grads[2][PIPE_WEIGHTS];
     void *kept[2][2];
@@ -55,7 +66,8 @@ static ddp_result far_run(far_model *f, const ddp_pipeline_call *c, ddp_pipeline
     ddp_param *const *params = f->m.pointers[c->stage];
     pipe_saved saved;
     ddp_result result;
-    for (int k = 0; k < 4; k++) if (far[k]) PIPE_TRY(far_fetch(f->d, far[k], counts[k], near[k], room[k], reads[k]));
+    for (int k = 0; k < 4; k++)
+        if (far[k]) PIPE_TRY(far_fetch(f->d, far[k], counts[k], near[k], room[k], reads[k]));
     here.inputs = far[0] ? near[0] : NULL, here.outputs = far[1] ? near[1] : NULL;
     here.output_grads = far[2] ? near[2] : NULL, here.input_grads = far[3] ? near[3] : NULL;
     if (c->saved && !forward) PIPE_TRY(device_down(f->d, &saved, c->saved, sizeof saved));
@@ -68,19 +80,25 @@ static ddp_result far_run(far_model *f, const ddp_pipeline_call *c, ddp_pipeline
     result = fn(&here, &f->m);
     for (int i = 0; i < 2; i++) params[i]->value.data = kept[i][0], params[i]->grad.data = kept[i][1];
     PIPE_TRY(result);
-    for (int k = 0; k < 4; k++) if (far[k] && writes[k]) PIPE_TRY(far_store(f->d, far[k], counts[k], near[k]));
-    if (c->saved && c->kind != DDP_ACTION_WEIGHT_GRAD) PIPE_TRY(device_up(f->d, c->saved, &saved, sizeof saved));
+    for (int k = 0; k < 4; k++)
+        if (far[k] && writes[k]) PIPE_TRY(far_store(f->d, far[k], counts[k], near[k]));
+    if (c->saved && c->kind != DDP_ACTION_WEIGHT_GRAD)
+        PIPE_TRY(device_up(f->d, c->saved, &saved, sizeof saved));
     for (int i = 0; i < 2 && weights; i++) PIPE_TRY(device_up(f->d, kept[i][1], grads[i], bytes[i]));
     return DDP_OK;
 }
 
 static ddp_result far_stage(const ddp_pipeline_call *c, void *user) {
-    ddp_pipeline_fn fn = c->kind == DDP_ACTION_FORWARD ? pipe_on_forward : c->kind == DDP_ACTION_INPUT_GRAD ? pipe_on_input_grad :
-                         c->kind == DDP_ACTION_WEIGHT_GRAD ? pipe_on_weight_grad : pipe_on_backward;
+    ddp_pipeline_fn fn = c->kind == DDP_ACTION_FORWARD       ? pipe_on_forward
+                         : c->kind == DDP_ACTION_INPUT_GRAD  ? pipe_on_input_grad
+                         : c->kind == DDP_ACTION_WEIGHT_GRAD ? pipe_on_weight_grad
+                                                             : pipe_on_backward;
     return far_run((far_model *)user, c, fn, 0);
 }
 
-static ddp_result far_loss(const ddp_pipeline_call *c, void *user) { return far_run((far_model *)user, c, pipe_on_loss, 1); }
+static ddp_result far_loss(const ddp_pipeline_call *c, void *user) {
+    return far_run((far_model *)user, c, pipe_on_loss, 1);
+}
 
 //== building ===============================================================================
 
@@ -96,7 +114,8 @@ static ddp_result far_build(far_model *f, device_rank *d, const pipe_model *near
         PIPE_TRY(device_up(d, at, values, sizeof values));
         for (int i = 0; i < 2; i++) {
             f->m.params[s][i].value.data = at + i * PIPE_WEIGHTS;
-            f->m.params[s][i].grad.data = near->params[s][i].grad.data ? at + STAGE_FLOATS + i * PIPE_WEIGHTS : NULL;
+            f->m.params[s][i].grad.data = near->params[s][i].grad.data ? at + STAGE_FLOATS + i * PIPE_WEIGHTS
+                                                                       : NULL;
             f->m.pointers[s][i] = &f->m.params[s][i];
         }
         stage->forward = stage->input_grad = stage->weight_grad = far_stage;
@@ -114,7 +133,10 @@ static void far_desc(far_model *f, const ddp_schedule *s, ddp_pipeline_desc *des
 }
 
 /* w = w - rate g, on the CPU, and on the device in stream order. */
-static ddp_result near_update(int stage, void *user) { pipe_descend((pipe_model *)user, stage); return DDP_OK; }
+static ddp_result near_update(int stage, void *user) {
+    pipe_descend((pipe_model *)user, stage);
+    return DDP_OK;
+}
 static ddp_result far_update(int stage, void *user) {
     far_model *f = (far_model *)user;
     for (int i = 0; i < 2; i++) {
@@ -136,8 +158,9 @@ static ddp_result same(far_model *f, const pipe_model *near, int stage, int grad
         float values[PIPE_WEIGHTS];
         size_t bytes = (i ? PIPE_SIDE : PIPE_WEIGHTS) * sizeof(float);
         PIPE_TRY(device_down(f->d, values, grads ? b->grad.data : b->value.data, bytes));
-        RANKS_CHECK(f->d->cpu, memcmp(values, grads ? a->grad.data : a->value.data, bytes) == 0, "%s stage %d: %s of the %s", what, stage,
-                    grads ? "gradients" : "values", i ? "bias" : "weight");
+        RANKS_CHECK(f->d->cpu, memcmp(values, grads ? a->grad.data : a->value.data, bytes) == 0,
+                    "%s stage %d: %s of the %s", what, stage, grads ? "gradients" : "values",
+                    i ? "bias" : "weight");
     }
     return DDP_OK;
 }
@@ -146,16 +169,23 @@ static ddp_result same_losses(device_rank *d, ddp_pipeline *one, ddp_pipeline *o
     double mean[2], each[2][PIPE_BATCHES];
     RANKS_OK(d->cpu, ddp_pipeline_get_loss(one, &mean[0], each[0]));
     RANKS_OK(d->cpu, ddp_pipeline_get_loss(other, &mean[1], each[1]));
-    RANKS_CHECK(d->cpu, mean[0] == mean[1] && mean[0] > 0, "%s: loss %.17g, not %.17g", what, mean[1], mean[0]);
+    RANKS_CHECK(d->cpu, mean[0] == mean[1] && mean[0] > 0, "%s: loss %.17g, not %.17g", what, mean[1],
+                mean[0]);
     return DDP_OK;
 }
 
 //== one schedule ===========================================================================
 
-typedef struct variant { int with_loss, recompute, prefetch, placed, timed, tied; } variant;
-typedef struct both { pipe_model near; far_model far; } both;
+typedef struct variant {
+    int with_loss, recompute, prefetch, placed, timed, tied;
+} variant;
+typedef struct both {
+    pipe_model near;
+    far_model far;
+} both;
 
-static ddp_result steps(device_rank *d, both *b, ddp_pipeline *near, ddp_pipeline *far, const ddp_schedule *s, const variant *v, int inside, const char *what) {
+static ddp_result steps(device_rank *d, both *b, ddp_pipeline *near, ddp_pipeline *far, const ddp_schedule *s,
+                        const variant *v, int inside, const char *what) {
     for (int step = 0; step < 2; step++) {
         float norm[2] = {0, 0};
         if (step) {
@@ -169,11 +199,13 @@ static ddp_result steps(device_rank *d, both *b, ddp_pipeline *near, ddp_pipelin
         PIPE_TRY(same_losses(d, near, far, what));
         for (int clipped = 0; clipped <= v->tied; clipped++) {
             for (int stage = 0; stage < b->near.stages; stage++)
-                if (ddp_schedule_stage_rank(s, stage) == ddp_rank(d->cpu)) PIPE_TRY(same(&b->far, &b->near, stage, 1, what));
+                if (ddp_schedule_stage_rank(s, stage) == ddp_rank(d->cpu))
+                    PIPE_TRY(same(&b->far, &b->near, stage, 1, what));
             if (!v->tied || clipped) break;
             RANKS_OK(d->cpu, ddp_pipeline_clip_grad_norm(near, 0.125f, &norm[0]));
             RANKS_OK(d->cpu, ddp_pipeline_clip_grad_norm(far, 0.125f, &norm[1]));
-            RANKS_CHECK(d->cpu, norm[0] == norm[1] && norm[0] > 0.125f, "%s: norm %.9g, not %.9g", what, (double)norm[1], (double)norm[0]);
+            RANKS_CHECK(d->cpu, norm[0] == norm[1] && norm[0] > 0.125f, "%s: norm %.9g, not %.9g", what,
+                        (double)norm[1], (double)norm[0]);
         }
         for (int stage = 0; stage < b->near.stages; stage++) {
             if (ddp_schedule_stage_rank(s, stage) != ddp_rank(d->cpu)) continue;
@@ -187,7 +219,8 @@ static ddp_result steps(device_rank *d, both *b, ddp_pipeline *near, ddp_pipelin
 
 /* Two steps and an evaluation between them, on the CPU and on the device. */
 static ddp_result compare(device_rank *d, both *b, const ddp_schedule *s, variant v, const char *what) {
-    int stages = ddp_schedule_stage_count(s), inside = ddp_schedule_update_interval(s) < ddp_schedule_microbatch_count(s);
+    int stages = ddp_schedule_stage_count(s),
+        inside = ddp_schedule_update_interval(s) < ddp_schedule_microbatch_count(s);
     ddp_pipeline_tie tie = {0, 1, stages - 1, 1};
     ddp_pipeline_desc desc;
     ddp_pipeline *near, *far;
@@ -213,7 +246,8 @@ static ddp_result compare(device_rank *d, both *b, const ddp_schedule *s, varian
     PIPE_TRY(steps(d, b, near, far, s, &v, inside, what));
     RANKS_OK(d->cpu, ddp_pipeline_get_stats(far, &stats));
     RANKS_OK(d->cpu, ddp_pipeline_get_times(far, costs, NULL));
-    for (int stage = 0; stage < stages; stage++) RANKS_CHECK(d->cpu, costs[stage].forward > 0, "%s: no time for stage %d", what, stage);
+    for (int stage = 0; stage < stages; stage++)
+        RANKS_CHECK(d->cpu, costs[stage].forward > 0, "%s: no time for stage %d", what, stage);
     RANKS_CHECK(d->cpu, stats.steps == 2 && stats.compute_seconds > 0, "%s: stats", what);
     ddp_pipeline_destroy(far);
     ddp_pipeline_destroy(near);
@@ -221,11 +255,18 @@ static ddp_result compare(device_rank *d, both *b, const ddp_schedule *s, varian
 }
 
 static ddp_result every_schedule(device_rank *d, both *b) {
-    static const struct { ddp_schedule_kind kind; int chunks, per_rank, more, interval; } all[] = {
-        {DDP_SCHEDULE_GPIPE, 1, 2, 1, 0}, {DDP_SCHEDULE_1F1B, 1, 2, 1, 0}, {DDP_SCHEDULE_NAIVE, 2, 1, 0, 0}, {DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 2, 0, 0},
-        {DDP_SCHEDULE_LOOPED_BFS, 2, 1, 1, 0}, {DDP_SCHEDULE_ZB_H1, 1, 2, 1, 0}, {DDP_SCHEDULE_ZB_H2, 1, 2, 1, 0}, {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 2, 0, 0},
-        {DDP_SCHEDULE_ZB_V, 2, 2, 1, 0}, {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 1, 0}, {DDP_SCHEDULE_AUTO, 1, 2, 1, 0}, {DDP_SCHEDULE_PIPEDREAM, 1, 2, 0, 1},
-        {DDP_SCHEDULE_PIPEDREAM_2BW, 1, 2, 0, -1}};
+    static const struct {
+        ddp_schedule_kind kind;
+        int chunks, per_rank, more, interval;
+    } all[] = {
+        {DDP_SCHEDULE_GPIPE, 1, 2, 1, 0},          {DDP_SCHEDULE_1F1B, 1, 2, 1, 0},
+        {DDP_SCHEDULE_NAIVE, 2, 1, 0, 0},          {DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 2, 0, 0},
+        {DDP_SCHEDULE_LOOPED_BFS, 2, 1, 1, 0},     {DDP_SCHEDULE_ZB_H1, 1, 2, 1, 0},
+        {DDP_SCHEDULE_ZB_H2, 1, 2, 1, 0},          {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 2, 0, 0},
+        {DDP_SCHEDULE_ZB_V, 2, 2, 1, 0},           {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 1, 0},
+        {DDP_SCHEDULE_AUTO, 1, 2, 1, 0},           {DDP_SCHEDULE_PIPEDREAM, 1, 2, 0, 1},
+        {DDP_SCHEDULE_PIPEDREAM_2BW, 1, 2, 0, -1},
+    };
     int w = ddp_world_size(d->cpu);
     for (int i = 0; i < (int)(sizeof all / sizeof all[0]); i++) {
         ddp_schedule_desc desc = DDP_ZERO;
@@ -233,7 +274,8 @@ static ddp_result every_schedule(device_rank *d, both *b) {
         int synchronous = !all[i].interval;
         variant v = {i % 2, synchronous && i % 3 == 1, i % 4, i % 4 < 2, i % 4 == 2, synchronous && i % 2};
         desc.kind = all[i].kind, desc.rank_count = w, desc.chunk_count = all[i].chunks;
-        desc.microbatch_count = all[i].per_rank * w + all[i].more, desc.update_interval = all[i].interval < 0 ? w : all[i].interval;
+        desc.microbatch_count = all[i].per_rank * w + all[i].more,
+        desc.update_interval = all[i].interval < 0 ? w : all[i].interval;
         RANKS_OK(d->cpu, ddp_schedule_create(&s, &desc));
         RANKS_OK(d->cpu, ddp_schedule_lower(&low, s, 0));
         PIPE_TRY(compare(d, b, i % 2 ? low : s, v, ddp_schedule_kind_name(all[i].kind)));
@@ -247,9 +289,11 @@ static ddp_result every_schedule(device_rank *d, both *b) {
    With messages of its own, one list has a SEND before the other rank's RECV and the other way round. */
 static ddp_result own_orders(device_rank *d, both *b) {
     static const char *const lists[] = {
-        "0F0,0F3,0F1,0F5,0F4,0F2,0F6,0B6,0B0,0B1,0B5,0B3,0B2,0B4\n1F2,1F0,1F6,1F1,1B6,1B0,1I1,1F5,1F4,1I5,1F3,1W5,1B3,1B2,1W1,1B4\n",
+        "0F0,0F3,0F1,0F5,0F4,0F2,0F6,0B6,0B0,0B1,0B5,0B3,0B2,0B4\n1F2,1F0,1F6,1F1,1B6,1B0,1I1,1F5,1F4,1I5,"
+        "1F3,1W5,1B3,1B2,1W1,1B4\n",
         "0F0,0F1,0F2,0F3,0F4,0B0,0B1,0B2,0B3,0B4\n1F4,1F3,1F2,1F1,1F0,1B0,1B1,1B2,1B3,1B4\n",
-        "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"};
+        "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,"
+        "1SEND_B1\n"};
     static const variant v = {1, 0, 1, 0, 0, 0};
     for (int i = 0; i < 3 && ddp_world_size(d->cpu) == 2; i++) {
         ddp_schedule *s;
@@ -263,7 +307,8 @@ static ddp_result own_orders(device_rank *d, both *b) {
 /* After the first step nothing is allocated: no memory on either side, no events. */
 static ddp_result without_memory(device_rank *d, both *b) {
 #if defined(DDP_TEST_ON_CPU)
-    static const char *const calls[] = {"cudaMalloc(", "cudaHostAlloc(", "cudaMallocAsync(", "cudaEventCreate", "cudaStreamCreate"};
+    static const char *const calls[] = {"cudaMalloc(", "cudaHostAlloc(", "cudaMallocAsync(",
+                                        "cudaEventCreate", "cudaStreamCreate"};
     int w = ddp_world_size(d->cpu), device;
     ddp_schedule_desc shape = DDP_ZERO;
     ddp_pipeline_tie tie = {0, 1, 2 * w - 2, 1}; /* on another rank, if there are several */
@@ -285,7 +330,8 @@ static ddp_result without_memory(device_rank *d, both *b) {
     RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->get_device(&device) == cudaSuccess, "no device");
     std::string record = fake_record(device);
     RANKS_CHECK(d->cpu, record.find("cudaMemcpyAsync") != std::string::npos, "nothing was recorded");
-    for (const char *call : calls) RANKS_CHECK(d->cpu, record.find(call) == std::string::npos, "%s in a later step", call);
+    for (const char *call : calls)
+        RANKS_CHECK(d->cpu, record.find(call) == std::string::npos, "%s in a later step", call);
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
 #else
@@ -301,11 +347,21 @@ static ddp_result on_ready(int stage, void *user) {
     PIPE_TRY(ddp_reducer_ready(reducer, 1));
     return ddp_reducer_ready(reducer, 0);
 }
-static ddp_result on_wait(int stage, void *user) { return ddp_reducer_wait(((far_model *)user)->reducer[stage]); }
-static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unshard(((far_model *)user)->fsdp[stage], 0); }
-static ddp_result on_release(int stage, void *user) { return ddp_fsdp_reshard(((far_model *)user)->fsdp[stage], 0); }
-static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(((far_model *)user)->fsdp[stage], 0); }
-static ddp_result on_step(int stage, void *user) { return ddp_fsdp_step(((far_model *)user)->fsdp[stage], 0.02f); }
+static ddp_result on_wait(int stage, void *user) {
+    return ddp_reducer_wait(((far_model *)user)->reducer[stage]);
+}
+static ddp_result on_gather(int stage, void *user) {
+    return ddp_fsdp_unshard(((far_model *)user)->fsdp[stage], 0);
+}
+static ddp_result on_release(int stage, void *user) {
+    return ddp_fsdp_reshard(((far_model *)user)->fsdp[stage], 0);
+}
+static ddp_result on_reduce(int stage, void *user) {
+    return ddp_fsdp_reduce_grads(((far_model *)user)->fsdp[stage], 0);
+}
+static ddp_result on_step(int stage, void *user) {
+    return ddp_fsdp_step(((far_model *)user)->fsdp[stage], 0.02f);
+}
 
 /* A stage over replicas: with a reducer, or sharded. */
 static ddp_result replicate(ddp_group *dp, far_model *f, int s, int sharded, int count) {
@@ -324,19 +380,23 @@ static ddp_result replicate(ddp_group *dp, far_model *f, int s, int sharded, int
         f->m.pointers[s][i] = &f->split[s][i].param;
     }
     fsdp.units = &unit, fsdp.unit_count = 1;
-    stage->unshard = on_gather, stage->reshard = on_release, stage->reduce_grad = on_reduce, stage->update = on_step, stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
+    stage->unshard = on_gather, stage->reshard = on_release, stage->reduce_grad = on_reduce,
+    stage->update = on_step, stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
     return ddp_fsdp_create(&f->fsdp[s], dp, &fsdp);
 }
 
 /* The same with a far_model in host memory. */
-static ddp_result one_side(device_rank *d, ddp_group *pp, ddp_group *dp, far_model *f, const ddp_schedule *s, int sharded, int device,
-                           float (*out)[STAGE_FLOATS]) {
+static ddp_result one_side(device_rank *d, ddp_group *pp, ddp_group *dp, far_model *f, const ddp_schedule *s,
+                           int sharded, int device, float (*out)[STAGE_FLOATS]) {
     ddp_pipeline_desc desc;
     ddp_pipeline *pipeline;
     for (int k = 0; k < f->m.stages; k++)
-        if (ddp_schedule_stage_rank(s, k) == ddp_rank(pp)) RANKS_OK(d->cpu, replicate(dp, f, k, sharded, ddp_schedule_microbatch_count(s)));
-    if (device) far_desc(f, s, &desc);
-    else pipe_desc(&f->m, s, &desc);
+        if (ddp_schedule_stage_rank(s, k) == ddp_rank(pp))
+            RANKS_OK(d->cpu, replicate(dp, f, k, sharded, ddp_schedule_microbatch_count(s)));
+    if (device)
+        far_desc(f, s, &desc);
+    else
+        pipe_desc(&f->m, s, &desc);
     RANKS_OK(d->cpu, ddp_pipeline_create(&pipeline, pp, &desc));
     for (int step = 0; step < 2; step++) {
         RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
@@ -349,8 +409,10 @@ static ddp_result one_side(device_rank *d, ddp_group *pp, ddp_group *dp, far_mod
         for (int i = 0; i < 2; i++) {
             const void *from = f->m.pointers[k][i]->value.data;
             size_t bytes = (i ? PIPE_SIDE : PIPE_WEIGHTS) * sizeof(float);
-            if (device) PIPE_TRY(device_down(d, out[k] + i * PIPE_WEIGHTS, from, bytes));
-            else memcpy(out[k] + i * PIPE_WEIGHTS, from, bytes);
+            if (device)
+                PIPE_TRY(device_down(d, out[k] + i * PIPE_WEIGHTS, from, bytes));
+            else
+                memcpy(out[k] + i * PIPE_WEIGHTS, from, bytes);
         }
         if (sharded) RANKS_OK(d->cpu, on_release(k, f));
     }
@@ -366,7 +428,10 @@ static ddp_result replicas(device_rank *d) {
     far_model *f = (far_model *)calloc(2, sizeof *f);
     float out[2][PIPE_STAGES][STAGE_FLOATS];
     void *memory;
-    if (ddp_world_size(d->cpu) != 4) { free(f); return DDP_OK; }
+    if (ddp_world_size(d->cpu) != 4) {
+        free(f);
+        return DDP_OK;
+    }
     RANKS_CHECK(d->cpu, f != NULL, "memory");
     RANKS_OK(d->cpu, ddp_device_cuda()->alloc(NULL, FAR_FLOATS * sizeof(float), &memory));
     for (int device = 0; device < 2; device++) {
@@ -384,9 +449,10 @@ static ddp_result replicas(device_rank *d) {
         pipe_build(&f[0].m, 2, 1);
         f[0].m.first = 4 * ddp_rank(dp[0]);
         PIPE_TRY(far_build(&f[1], d, &f[0].m));
-        for (int device = 0; device < 2; device++) PIPE_TRY(one_side(d, pp[device], dp[device], &f[device], s, turn / 2, device, out[device]));
-        RANKS_CHECK(d->cpu, memcmp(out[0], out[1], sizeof out[0]) == 0, "%s, %s: other weights", ddp_schedule_kind_name(shape.kind),
-                    turn / 2 ? "sharded" : "reducer");
+        for (int device = 0; device < 2; device++)
+            PIPE_TRY(one_side(d, pp[device], dp[device], &f[device], s, turn / 2, device, out[device]));
+        RANKS_CHECK(d->cpu, memcmp(out[0], out[1], sizeof out[0]) == 0, "%s, %s: other weights",
+                    ddp_schedule_kind_name(shape.kind), turn / 2 ? "sharded" : "reducer");
         ddp_schedule_destroy(s);
     }
     for (int device = 0; device < 2; device++) ddp_group_destroy(dp[device]), ddp_group_destroy(pp[device]);
@@ -405,7 +471,12 @@ static ddp_result failing(device_rank *d, both *b) {
     ddp_schedule_desc shape = DDP_ZERO;
     ddp_schedule *s;
     for (int turn = 0; turn < 2; turn++) {
-        pipe_fault fault = {turn ? 0 : w - 1, turn ? 2 * w - 1 : 1, 1, 0, turn ? DDP_ACTION_WEIGHT_GRAD : DDP_ACTION_FORWARD, 1};
+        pipe_fault fault = {turn ? 0 : w - 1,
+                            turn ? 2 * w - 1 : 1,
+                            1,
+                            0,
+                            turn ? DDP_ACTION_WEIGHT_GRAD : DDP_ACTION_FORWARD,
+                            1};
         ddp_pipeline_desc desc;
         ddp_pipeline *pipeline;
         ddp_group *group;
@@ -423,10 +494,12 @@ static ddp_result failing(device_rank *d, both *b) {
         RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
         b->far.m.steps++;
         result = ddp_pipeline_step(pipeline);
-        snprintf(words, sizeof words, "stage %d, %s of micro-batch %d) failed: the sun does not shine", fault.stage, turn ? "weight gradient" : "forward",
-                 fault.microbatch);
-        RANKS_CHECK(d->cpu, result == DDP_ERR_CORRUPT && strstr(ddp_last_error(), words), "%s: %s: %s", words, ddp_result_name(result), ddp_last_error());
-        RANKS_CHECK(d->cpu, ddp_pipeline_step(pipeline) != DDP_OK && strstr(ddp_last_error(), words), "%s", ddp_last_error());
+        snprintf(words, sizeof words, "stage %d, %s of micro-batch %d) failed: the sun does not shine",
+                 fault.stage, turn ? "weight gradient" : "forward", fault.microbatch);
+        RANKS_CHECK(d->cpu, result == DDP_ERR_CORRUPT && strstr(ddp_last_error(), words), "%s: %s: %s", words,
+                    ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(d->cpu, ddp_pipeline_step(pipeline) != DDP_OK && strstr(ddp_last_error(), words), "%s",
+                    ddp_last_error());
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         ddp_pipeline_destroy(pipeline);
         ddp_group_destroy(group);
@@ -461,8 +534,10 @@ static ddp_result untied(device_rank *d, both *b) {
         if (ddp_rank(d->cpu) == 1) fake_fail("cudaEventCreateWithFlags", device, nth, 0, 0);
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         result = ddp_pipeline_create(&pipeline, group, &desc);
-        RANKS_CHECK(d->cpu, result == DDP_OK || (result == DDP_ERR_ENGINE && strstr(ddp_last_error(), "cudaEventCreateWithFlags")), "event %d: %s %s", nth,
-                    ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(d->cpu,
+                    result == DDP_OK
+                        || (result == DDP_ERR_ENGINE && strstr(ddp_last_error(), "cudaEventCreateWithFlags")),
+                    "event %d: %s %s", nth, ddp_result_name(result), ddp_last_error());
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         fired += fake_fault_fired(0);
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));

@@ -12,7 +12,7 @@
 
 enum { IN = 33, HIDDEN = 57, OUT = 9, BATCH = 8, MICRO = 4, STEPS = 7, PARAMS = 4 };
 enum { W1, B1, W2, B2 };
-static const size_t lengths[PARAMS] = {HIDDEN * IN, HIDDEN, OUT * HIDDEN, OUT};
+static const size_t lengths[PARAMS] = {HIDDEN * IN, HIDDEN, OUT *HIDDEN, OUT};
 enum { TOTAL = HIDDEN * IN + HIDDEN + OUT * HIDDEN + OUT };
 
 /* Location of gradients: placed by the reducer, adjacent, or apart. */
@@ -31,7 +31,8 @@ typedef struct trainer {
 
 /* A number that depends on its indices, between -1 and 1, exact in f32. */
 static float number(uint64_t what, uint64_t index) {
-    return (float)((int64_t)(ranks_mix(what * UINT64_C(0x10000001) + index) >> 44) - (1 << 19)) / (float)(1 << 19);
+    return (float)((int64_t)(ranks_mix(what * UINT64_C(0x10000001) + index) >> 44) - (1 << 19))
+           / (float)(1 << 19);
 }
 
 /* out[b][o] = bias[o] + sum over i of weight[o][i] in[b][i], then the ReLU or the difference to a target. */
@@ -43,7 +44,9 @@ struct linear {
     template <int N> DDP__HD void run(size_t at) const {
         size_t b = at / (size_t)out_count, o = at % (size_t)out_count;
         float sum = bias[o];
-        for (int i = 0; i < in_count; i++) sum = ddp__cuda_add(sum, ddp__cuda_mul(weight[o * (size_t)in_count + (size_t)i], in[b * (size_t)in_count + (size_t)i]));
+        for (int i = 0; i < in_count; i++)
+            sum = ddp__cuda_add(sum, ddp__cuda_mul(weight[o * (size_t)in_count + (size_t)i],
+                                                   in[b * (size_t)in_count + (size_t)i]));
         out[at] = target ? ddp__cuda_add(sum, -target[at]) : sum > 0 ? sum : 0;
     }
 };
@@ -57,7 +60,9 @@ struct backward {
     template <int N> DDP__HD void run(size_t at) const {
         size_t b = at / (size_t)in_count, i = at % (size_t)in_count;
         float sum = 0;
-        for (int o = 0; o < out_count; o++) sum = ddp__cuda_add(sum, ddp__cuda_mul(weight[(size_t)o * (size_t)in_count + i], error[b * (size_t)out_count + (size_t)o]));
+        for (int o = 0; o < out_count; o++)
+            sum = ddp__cuda_add(sum, ddp__cuda_mul(weight[(size_t)o * (size_t)in_count + i],
+                                                   error[b * (size_t)out_count + (size_t)o]));
         back[at] = h[at] > 0 ? sum : 0;
     }
 };
@@ -89,7 +94,8 @@ template <class F> static ddp_result apply(trainer *t, const F &f, size_t count)
 static ddp_result gradients(trainer *t, ddp_group *world, int step, int micro) {
     float host[BATCH * (IN + OUT)];
     uint64_t sample = (uint64_t)(step * MICRO + micro) * BATCH;
-    linear hidden = {t->value[W1], t->value[B1], t->x, NULL, t->h, IN, HIDDEN}, top = {t->value[W2], t->value[B2], t->h, t->y, t->error, HIDDEN, OUT};
+    linear hidden = {t->value[W1], t->value[B1], t->x, NULL, t->h, IN, HIDDEN},
+           top = {t->value[W2], t->value[B2], t->h, t->y, t->error, HIDDEN, OUT};
     outer w2 = {t->error, t->h, t->grad[W2], HIDDEN, OUT}, b2 = {t->error, NULL, t->grad[B2], 1, OUT};
     backward back = {t->value[W2], t->error, t->h, t->back, HIDDEN, OUT};
     outer w1 = {t->back, t->x, t->grad[W1], IN, HIDDEN}, b1 = {t->back, NULL, t->grad[B1], 1, HIDDEN};
@@ -154,7 +160,8 @@ static ddp_result trainer_make(trainer *t, ddp_group *world, device_rank *d, int
             at += lengths[i] + (kind == 3 && grads == GRADS_ADJACENT ? 0 : GAP);
         }
     for (int i = 0; i < PARAMS; i++) { /* only rank 0 has the right ones */
-        for (size_t k = 0; k < lengths[i]; k++) host[k] = 0.2f * number(3 + (uint64_t)i, k) * (float)(ddp_rank(world) == 0);
+        for (size_t k = 0; k < lengths[i]; k++)
+            host[k] = 0.2f * number(3 + (uint64_t)i, k) * (float)(ddp_rank(world) == 0);
         t->device->copy(t->value[i], host, lengths[i] * sizeof(float));
     }
     return DDP_OK;
@@ -209,7 +216,8 @@ static ddp_result train(ddp_group *world, device_rank *d, int grads, float *out)
         result = adamw<DDP_F32>(&t, world, step);
         if (result != DDP_OK) return result;
     }
-    for (int i = 0; i < PARAMS; out += lengths[i++]) t.device->copy(out, t.value[i], lengths[i] * sizeof(float));
+    for (int i = 0; i < PARAMS; out += lengths[i++])
+        t.device->copy(out, t.value[i], lengths[i] * sizeof(float));
     ddp_accumulator_destroy(accumulator);
     ddp_reducer_destroy(reducer);
     t.device->free(group, t.memory);
@@ -224,7 +232,8 @@ static ddp_result shard_steps(ddp_group *world, device_rank *d, int kind, float 
     static const size_t row_counts[PARAMS] = {HIDDEN, HIDDEN, OUT, OUT};
     ddp_group *group = d ? d->group : world;
     const ddp_device *device = d ? ddp_device_cuda() : ddp_device_cpu();
-    size_t first[PARAMS], count[PARAMS], W = d ? (size_t)ddp_world_size(world) : 1, rank = d ? (size_t)ddp_rank(world) : 0;
+    size_t first[PARAMS], count[PARAMS], W = d ? (size_t)ddp_world_size(world) : 1,
+                                         rank = d ? (size_t)ddp_rank(world) : 0;
     ddp_param params[PARAMS];
     ddp_optimizer_desc desc = DDP_ZERO;
     ddp_optimizer *optimizer;
@@ -234,7 +243,8 @@ static ddp_result shard_steps(ddp_group *world, device_rank *d, int kind, float 
     at = (float *)memory;
     memset(params, 0, sizeof params);
     for (int i = 0; i < PARAMS; i++) {
-        size_t rows = row_counts[i], columns = lengths[i] / rows, share = (rows + W - 1) / W, begin = share * rank < rows ? share * rank : rows;
+        size_t rows = row_counts[i], columns = lengths[i] / rows, share = (rows + W - 1) / W,
+               begin = share * rank < rows ? share * rank : rows;
         size_t mine = rows - begin < share ? rows - begin : share;
         first[i] = begin * columns;
         count[i] = mine * columns;
@@ -258,12 +268,14 @@ static ddp_result shard_steps(ddp_group *world, device_rank *d, int kind, float 
     RANKS_OK(world, ddp_optimizer_create(&optimizer, group, &desc));
     for (int step = 1; step <= 3; step++) {
         for (int i = 0; i < PARAMS; i++) {
-            for (size_t k = 0; k < count[i]; k++) host[k] = number(40 + (uint64_t)(10 * step + i), first[i] + k);
+            for (size_t k = 0; k < count[i]; k++)
+                host[k] = number(40 + (uint64_t)(10 * step + i), first[i] + k);
             device->copy(params[i].grad.data, host, count[i] * sizeof(float));
         }
         RANKS_OK(world, ddp_optimizer_step(optimizer, 0.01f / (float)step));
     }
-    for (int i = 0; i < PARAMS; out += lengths[i++]) device->copy(out + first[i], params[i].value.data, count[i] * sizeof(float));
+    for (int i = 0; i < PARAMS; out += lengths[i++])
+        device->copy(out + first[i], params[i].value.data, count[i] * sizeof(float));
     ddp_optimizer_destroy(optimizer);
     device->free(group, memory);
     return DDP_OK;
@@ -287,8 +299,10 @@ static ddp_result shard_scaler(ddp_group *world, device_rank *d) {
         device->copy(memory, host, sizeof host);
         RANKS_OK(world, ddp_scaler_unscale(&scaler, d->group, &tensor, 1));
         device->copy(host, memory, sizeof host);
-        RANKS_CHECK(world, ddp_scaler_found_inf(&scaler) == (culprit < ddp_world_size(world)), "culprit %d: found_inf=%d", culprit, ddp_scaler_found_inf(&scaler));
-        RANKS_CHECK(world, host[76] == 76.0f / (8.0f / (float)(1 << culprit)), "culprit %d: unscaled to %g", culprit, (double)host[76]);
+        RANKS_CHECK(world, ddp_scaler_found_inf(&scaler) == (culprit < ddp_world_size(world)),
+                    "culprit %d: found_inf=%d", culprit, ddp_scaler_found_inf(&scaler));
+        RANKS_CHECK(world, host[76] == 76.0f / (8.0f / (float)(1 << culprit)), "culprit %d: unscaled to %g",
+                    culprit, (double)host[76]);
         RANKS_OK(world, ddp_scaler_update(&scaler));
     }
     device->free(d->group, memory);
@@ -304,9 +318,13 @@ static ddp_result shards(ddp_group *world, ddp_group *alone, device_rank *d) {
         if (result == DDP_OK) result = shard_steps(world, d, kind, mine);
         if (result != DDP_OK) return result;
         for (int i = 0; i < PARAMS; at += lengths[i++]) {
-            size_t columns = lengths[i] / row_counts[i], share = (row_counts[i] + (size_t)ddp_world_size(world) - 1) / (size_t)ddp_world_size(world) * columns;
-            for (size_t k = share * (size_t)ddp_rank(world); k < share * ((size_t)ddp_rank(world) + 1) && k < lengths[i]; k++)
-                RANKS_CHECK(world, memcmp(&mine[at + k], &reference[at + k], 4) == 0, "kind %d tensor %d: element %d is %.9g, on the CPU %.9g", kind, i, (int)k,
+            size_t columns = lengths[i] / row_counts[i],
+                   share = (row_counts[i] + (size_t)ddp_world_size(world) - 1) / (size_t)ddp_world_size(world)
+                           * columns;
+            for (size_t k = share * (size_t)ddp_rank(world);
+                 k < share * ((size_t)ddp_rank(world) + 1) && k < lengths[i]; k++)
+                RANKS_CHECK(world, memcmp(&mine[at + k], &reference[at + k], 4) == 0,
+                            "kind %d tensor %d: element %d is %.9g, on the CPU %.9g", kind, i, (int)k,
                             (double)mine[at + k], (double)reference[at + k]);
         }
     }
@@ -331,7 +349,9 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         result = train(world, &d, grads, mine);
         if (result != DDP_OK) break;
         for (int i = 0; i < TOTAL; i++) {
-            RANKS_CHECK(world, memcmp(&mine[i], &reference[i], 4) == 0, "gradients %s: parameter %d is %.9g, on the CPU %.9g", kinds[grads], i, (double)mine[i], (double)reference[i]);
+            RANKS_CHECK(world, memcmp(&mine[i], &reference[i], 4) == 0,
+                        "gradients %s: parameter %d is %.9g, on the CPU %.9g", kinds[grads], i,
+                        (double)mine[i], (double)reference[i]);
             moved += fabs((double)mine[i]);
         }
         RANKS_CHECK(world, moved > 1, "nothing was trained");
@@ -339,7 +359,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     if (result != DDP_OK) return result;
     result = device_rank_close(&d);
     if (result != DDP_OK) return result;
-    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
+    if (ddp_rank(world) == 0)
+        printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
     fflush(stdout);
     return DDP_OK;
 }

@@ -25,7 +25,8 @@ static ddp_result work(ddp_group *group, void *user) {
         result = ddp__checkpoint_save(group, arguments[2], k.slices, k.count, &k.state, 3000, 1);
     } else {
         result = ddp__checkpoint_load(group, NULL, arguments[2], k.slices, k.count, NULL, &k.state);
-        if (result == DDP_OK && !(foreign ? ckpt_each(&k, version, 1) : ckpt_has(&k, version))) result = ddp_fail(DDP_ERR_CORRUPT, "the values are wrong");
+        if (result == DDP_OK && !(foreign ? ckpt_each(&k, version, 1) : ckpt_has(&k, version)))
+            result = ddp_fail(DDP_ERR_CORRUPT, "the values are wrong");
     }
     ckpt_close(&k);
     return result;

@@ -13,7 +13,8 @@ int main(int argc, char **argv) {
     if (argc != 3 && argc != 4) return fprintf(stderr, "usage: %s IN OUT [bf16]\n", argv[0]), 2;
     watchdog_start(60);
     if (argc == 4) t.dtype = DDP_BF16;
-    if (npy_load(NULL, argv[1], &t) || ddp_tensor_print(NULL, &t, DDP_REPLICATE, text, &room) || npy_save(NULL, &t, argv[2])) {
+    if (npy_load(NULL, argv[1], &t) || ddp_tensor_print(NULL, &t, DDP_REPLICATE, text, &room)
+        || npy_save(NULL, &t, argv[2])) {
         puts(ddp_last_error());
         return 1;
     }

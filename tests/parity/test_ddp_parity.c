@@ -10,30 +10,36 @@
 enum { INPUT = 24, HIDDEN = 17, ROWS = 3, STEPS = 12, PARAMS = 5, ELEMENTS = INPUT * HIDDEN };
 
 typedef struct plan {
-    int micro_batches;                /* per rank and step */
+    int micro_batches; /* per rank and step */
     size_t bucket_bytes;
-    int given;                        /* gradients in one block of the trainer's */
-    int skip;                         /* parameters are equal already */
+    int given; /* gradients in one block of the trainer's */
+    int skip;  /* parameters are equal already */
 } plan;
 
-typedef struct outcome { uint64_t hash; double first_loss, last_loss; } outcome;
+typedef struct outcome {
+    uint64_t hash;
+    double first_loss, last_loss;
+} outcome;
 
-static outcome *shared;               /* rank 0 stores it here */
+static outcome *shared; /* rank 0 stores it here */
 
 /* wte is used twice: encode h = tanh(x wte + b1), decode y = (h * gain) wte^T + b2. */
 typedef struct network {
     float wte[ELEMENTS], b1[HIDDEN], gain[HIDDEN], b2[INPUT];
-    double scale;                     /* y = ... * scale; f64 for a second dtype */
+    double scale; /* y = ... * scale; f64 for a second dtype */
     float moment1[PARAMS][ELEMENTS], moment2[PARAMS][ELEMENTS];
     double scale_moment1, scale_moment2;
     float block[2 * ELEMENTS + 2 * HIDDEN + INPUT]; /* gradients, if given */
     double scale_block[1];
-    ddp_param params[PARAMS + 1];     /* the last is the second use of wte */
+    ddp_param params[PARAMS + 1]; /* the last is the second use of wte */
 } network;
 
-static float number(uint64_t seed) { return (float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0); }
+static float number(uint64_t seed) {
+    return (float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0);
+}
 
-static void network_param(network *n, int index, const char *name, void *value, ddp_dtype dtype, int64_t rows, int64_t columns) {
+static void network_param(network *n, int index, const char *name, void *value, ddp_dtype dtype, int64_t rows,
+                          int64_t columns) {
     ddp_param *param = &n->params[index];
     param->name = name;
     param->value.data = value;
@@ -68,9 +74,11 @@ static void network_init(network *n, const plan *p, int rank) {
 
 /* Gradients of one micro-batch; each is announced as soon as it is final. Sums over rows are plain loops: the
    result of a micro-batch is the same on every rank. */
-static ddp_result network_backward(network *n, ddp_accumulator *accumulator, uint64_t micro_batch, double *loss) {
+static ddp_result network_backward(network *n, ddp_accumulator *accumulator, uint64_t micro_batch,
+                                   double *loss) {
     float x[ROWS][INPUT], h[ROWS][HIDDEN], g[ROWS][HIDDEN], y[ROWS][INPUT], dy[ROWS][INPUT], dg[ROWS][HIDDEN];
-    float *wte = (float *)n->params[0].grad.data, *b1 = (float *)n->params[1].grad.data, *gain = (float *)n->params[2].grad.data;
+    float *wte = (float *)n->params[0].grad.data, *b1 = (float *)n->params[1].grad.data,
+          *gain = (float *)n->params[2].grad.data;
     float *b2 = (float *)n->params[3].grad.data, *head = (float *)n->params[5].grad.data;
     double *scale = (double *)n->params[4].grad.data;
     static const int announced[PARAMS + 1] = {4, 3, 5, 2, 1, 0};
@@ -83,7 +91,8 @@ static ddp_result network_backward(network *n, ddp_accumulator *accumulator, uin
     memset(gain, 0, sizeof n->gain);
     memset(b2, 0, sizeof n->b2);
     for (int r = 0; r < ROWS; r++) {
-        float a = number(micro_batch * 64 + (uint64_t)r * 2), b = number(micro_batch * 64 + (uint64_t)r * 2 + 1);
+        float a = number(micro_batch * 64 + (uint64_t)r * 2),
+              b = number(micro_batch * 64 + (uint64_t)r * 2 + 1);
         for (int i = 0; i < INPUT; i++) x[r][i] = a * cosf((float)i * 0.3f) + b * sinf((float)i * 0.7f);
         for (int j = 0; j < HIDDEN; j++) {
             float sum = n->b1[j];
@@ -136,7 +145,8 @@ static void network_adam(network *n, int step) {
 }
 
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
-    for (size_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)memory)[i]) * UINT64_C(0x100000001b3);
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ ((const unsigned char *)memory)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
 
@@ -164,7 +174,8 @@ static ddp_result train(ddp_group *group, void *user) {
         for (int b = 0; b < p->micro_batches; b++) {
             double part;
             int last = 0;
-            RANKS_OK(group, network_backward(n, accumulator, (uint64_t)((step * w + rank) * p->micro_batches + b), &part));
+            RANKS_OK(group, network_backward(n, accumulator,
+                                             (uint64_t)((step * w + rank) * p->micro_batches + b), &part));
             RANKS_OK(group, ddp_accumulator_next(accumulator, &last));
             RANKS_CHECK(group, last == (b + 1 == p->micro_batches), "micro-batch %d: last=%d", b, last);
             loss += part;
@@ -192,9 +203,13 @@ static ddp_result train(ddp_group *group, void *user) {
 }
 
 int main(void) {
-    static const struct { int total, ways[4][2]; } runs[] = {   /* {ranks, micro-batches each}, 0 = no more */
-        {8, {{1, 8}, {2, 4}, {4, 2}, {8, 1}}}, {3, {{1, 3}, {3, 1}, {0, 0}, {0, 0}}}, {6, {{1, 6}, {3, 2}, {6, 1}, {0, 0}}},
-        {12, {{1, 12}, {3, 4}, {6, 2}, {0, 0}}}, {7, {{1, 7}, {7, 1}, {0, 0}, {0, 0}}},  {1, {{1, 1}, {0, 0}, {0, 0}, {0, 0}}},
+    static const struct {
+        int total, ways[4][2];
+    } runs[] = {
+        /* {ranks, micro-batches each}, 0 = no more */
+        {8, {{1, 8}, {2, 4}, {4, 2}, {8, 1}}}, {3, {{1, 3}, {3, 1}, {0, 0}, {0, 0}}},
+        {6, {{1, 6}, {3, 2}, {6, 1}, {0, 0}}}, {12, {{1, 12}, {3, 4}, {6, 2}, {0, 0}}},
+        {7, {{1, 7}, {7, 1}, {0, 0}, {0, 0}}}, {1, {{1, 1}, {0, 0}, {0, 0}, {0, 0}}},
     };
     int failures = 0;
     watchdog_start(90);
@@ -211,12 +226,17 @@ int main(void) {
                 p.given = variant >= 2;
                 p.skip = variant == 3;
                 memset(shared, 0, sizeof *shared);
-                result = ranks_run(variant % 2 ? RANKS_THREADS : RANKS_PROCESSES, runs[i].ways[k][0], 20000 * DDP_TEST_SLOWDOWN, train, &p);
+                result = ranks_run(variant % 2 ? RANKS_THREADS : RANKS_PROCESSES, runs[i].ways[k][0],
+                                   20000 * DDP_TEST_SLOWDOWN, train, &p);
                 if (k == 0 && variant == 0) want = shared->hash;
-                if (result == DDP_OK && shared->hash == want && shared->last_loss < 0.7 * shared->first_loss) continue;
-                fprintf(stderr, "FAIL %d micro-batches on %d ranks, variant %d: %s, weights %016llx, want %016llx, loss %g to %g: %s\n", runs[i].total,
-                        runs[i].ways[k][0], variant, ddp_result_name(result), (unsigned long long)shared->hash, (unsigned long long)want,
-                        shared->first_loss, shared->last_loss, result == DDP_OK ? "" : ddp_last_error());
+                if (result == DDP_OK && shared->hash == want && shared->last_loss < 0.7 * shared->first_loss)
+                    continue;
+                fprintf(stderr,
+                        "FAIL %d micro-batches on %d ranks, variant %d: %s, weights %016llx, want %016llx, "
+                        "loss %g to %g: %s\n",
+                        runs[i].total, runs[i].ways[k][0], variant, ddp_result_name(result),
+                        (unsigned long long)shared->hash, (unsigned long long)want, shared->first_loss,
+                        shared->last_loss, result == DDP_OK ? "" : ddp_last_error());
                 failures++;
             }
         printf("%d micro-batches: %016llx\n", runs[i].total, (unsigned long long)want);

@@ -24,9 +24,15 @@
 
 enum { STEPS = 4, USES = 8, UNITS = USES, MOST = 72, TIED_USE = 7 };
 
-static const struct shape { const char *name; ddp_dtype dtype; int unit, ndim, rows, columns; } shapes[USES] = {
-    {"wte", DDP_F32, 0, 2, 13, 5}, {"wpe", DDP_F32, 0, 2, 7, 5}, {"h.w", DDP_F32, 1, 2, 9, 4},  {"h.b", DDP_F32, 1, 1, 9, 1},
-    {"h.s", DDP_F32, 1, 0, 1, 1},  {"h.d", DDP_F64, 1, 2, 6, 2}, {"ln", DDP_F32, 2, 1, 2, 1}, {"head", DDP_F32, 2, 2, 13, 5}};
+static const struct shape {
+    const char *name;
+    ddp_dtype dtype;
+    int unit, ndim, rows, columns;
+} shapes[USES] = {
+    {"wte", DDP_F32, 0, 2, 13, 5}, {"wpe", DDP_F32, 0, 2, 7, 5},   {"h.w", DDP_F32, 1, 2, 9, 4},
+    {"h.b", DDP_F32, 1, 1, 9, 1},  {"h.s", DDP_F32, 1, 0, 1, 1},   {"h.d", DDP_F64, 1, 2, 6, 2},
+    {"ln", DDP_F32, 2, 1, 2, 1},   {"head", DDP_F32, 2, 2, 13, 5},
+};
 
 typedef struct plan {
     ddp_fsdp_strategy strategy;
@@ -34,37 +40,46 @@ typedef struct plan {
     /* half: bf16 values, f32 sums; gathers: 1 = no release between forward and backward. */
     int prefetch, keep, half, overwrite, plain, gathers;
     ddp_optimizer_kind kind;
-    int early;                   /* values by init_fn */
-    int packed;                  /* ranks do not see each other's memory */
+    int early;  /* values by init_fn */
+    int packed; /* ranks do not see each other's memory */
     /* Steps [first, last); last 0 = STEPS. From a checkpoint unless first is 0, to one unless last is 0. */
     int first, last;
     int background;
-    int wrap;                    /* 0 = units as in shapes, 1 = all in one, 2 = one for each use */
+    int wrap; /* 0 = units as in shapes, 1 = all in one, 2 = one for each use */
     /* Gradients are of sums over tokens; micro-batches have different numbers of tokens. */
     int tokens;
-    int world;                   /* number of ranks; 0 = all */
+    int world; /* number of ranks; 0 = all */
     ddp_fsdp_offload offload;
     /* Uses a loss scale; before step 1, a step that is skipped because of an infinity on the last rank. */
     int scaled;
 } plan;
 
 /* The final state of a training run. */
-typedef struct whole { double value[USES][MOST]; float norm[STEPS]; double loss[STEPS]; } whole;
+typedef struct whole {
+    double value[USES][MOST];
+    float norm[STEPS];
+    double loss[STEPS];
+} whole;
 
 static whole *expected;
 static char folder[48]; /* of checkpoints */
 
 static double noise(uint64_t seed) { return (double)(int64_t)ranks_mix(seed) / 9223372036854775808.0; }
 static int elements(int use) { return shapes[use].rows * shapes[use].columns; }
-static double first_value(int use, int i) { return (double)(float)(0.3 * noise((uint64_t)(use == TIED_USE ? 0 : use) * 1000 + (uint64_t)i)); }
+static double first_value(int use, int i) {
+    return (double)(float)(0.3 * noise((uint64_t)(use == TIED_USE ? 0 : use) * 1000 + (uint64_t)i));
+}
 
 static double gradient(int use, int i, double value, int step, int micro_batch) {
-    return (double)(float)(0.2 * value + noise((uint64_t)(((step * 64 + micro_batch) * USES + use) * 100 + i)));
+    return (double)(float)(0.2 * value
+                           + noise((uint64_t)(((step * 64 + micro_batch) * USES + use) * 100 + i)));
 }
 
 /* Tokens of a micro-batch, and the sum of their losses; some have none. */
 static int tokens_of(int step, int micro_batch) { return (micro_batch * 7 + step * 3) % 5; }
-static double loss_of(int step, int micro_batch) { return tokens_of(step, micro_batch) * (2 + noise((uint64_t)(step * 64 + micro_batch))); }
+static double loss_of(int step, int micro_batch) {
+    return tokens_of(step, micro_batch) * (2 + noise((uint64_t)(step * 64 + micro_batch)));
+}
 
 static double load(const void *memory, ddp_dtype dtype, int i) {
     double d = 0;
@@ -99,12 +114,17 @@ static ddp_optimizer_desc optimizer_of(const plan *p) {
 
 //== the reference ==========================================================================
 
-typedef struct stack { void *sum[32]; int size[32], depth; } stack;
+typedef struct stack {
+    void *sum[32];
+    int size[32], depth;
+} stack;
 
 static void add_arrays(void *left, const void *right, int count, ddp_dtype dtype) {
     for (int i = 0; i < count; i++) {
-        if (dtype == DDP_F64) ((double *)left)[i] += ((const double *)right)[i];
-        else ((float *)left)[i] += ((const float *)right)[i];
+        if (dtype == DDP_F64)
+            ((double *)left)[i] += ((const double *)right)[i];
+        else
+            ((float *)left)[i] += ((const float *)right)[i];
     }
 }
 
@@ -172,18 +192,23 @@ static ddp_result reference(ddp_group *group, void *user) {
             memcpy(grad[u], s.sum[0], MOST * sizeof(double));
             free(s.sum[0]);
             for (int i = 0; i < elements(u); i++) {
-                if (shapes[u].dtype == DDP_F64) ((double *)grad[u])[i] /= divisor ? divisor : 1;
-                else ((float *)grad[u])[i] /= (float)(divisor ? divisor : 1);
+                if (shapes[u].dtype == DDP_F64)
+                    ((double *)grad[u])[i] /= divisor ? divisor : 1;
+                else
+                    ((float *)grad[u])[i] /= (float)(divisor ? divisor : 1);
             }
         }
         add_arrays(grad[0], grad[TIED_USE], elements(0), DDP_F32);
         ddp_exact_sum_clear(&sum);
         for (int k = 0; k < count; k++)
-            ddp_device_cpu()->sum_squares(&sum, grad[at[k]], (size_t)shapes[at[k]].rows, (size_t)shapes[at[k]].columns, shapes[at[k]].dtype);
+            ddp_device_cpu()->sum_squares(&sum, grad[at[k]], (size_t)shapes[at[k]].rows,
+                                          (size_t)shapes[at[k]].columns, shapes[at[k]].dtype);
         norm = (float)sqrt(ddp_exact_sum_value(&sum));
         expected->norm[step] = norm;
         if (norm > 0.5f)
-            for (int k = 0; k < count; k++) ddp_device_cpu()->scale(grad[at[k]], (size_t)elements(at[k]), shapes[at[k]].dtype, 0.5f / norm);
+            for (int k = 0; k < count; k++)
+                ddp_device_cpu()->scale(grad[at[k]], (size_t)elements(at[k]), shapes[at[k]].dtype,
+                                        0.5f / norm);
         RANKS_OK(group, ddp_optimizer_step(optimizer, 0.05f));
     }
     for (int u = 0; u < USES; u++)
@@ -199,7 +224,8 @@ static ddp_result reference(ddp_group *group, void *user) {
 
 //== sharded ================================================================================
 
-static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                       void *user) {
     int use = param->index;
     (void)user;
     for (int64_t i = 0; i < row_count * shapes[use].columns; i++)
@@ -207,7 +233,8 @@ static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t r
     return DDP_OK;
 }
 
-static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, int *unit_count, void **memory, const plan *p, int rank) {
+static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_unit_desc *units,
+                           int *unit_count, void **memory, const plan *p, int rank) {
     static const char *const names[UNITS] = {"embed", "h", "head"};
     memset(params, 0, USES * sizeof *params);
     memset(units, 0, UNITS * sizeof *units);
@@ -216,13 +243,17 @@ static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_uni
         ddp_fsdp_unit_desc *unit = &units[number];
         double near[MOST];
         memory[u] = u == TIED_USE ? memory[0] : NULL;
-        if (!p->early && u != TIED_USE) RANKS_OK(part, ddp_group_device(part)->alloc(part, sizeof near, &memory[u]));
+        if (!p->early && u != TIED_USE)
+            RANKS_OK(part, ddp_group_device(part)->alloc(part, sizeof near, &memory[u]));
         params[u].param.name = shapes[u].name;
         params[u].index = u;
         tensor_of(&params[u].param.value, u, memory[u], shapes[u].dtype);
         if (u == TIED_USE) params[u].tied_to = "wte";
-        for (int i = 0; i < elements(u); i++) store(near, shapes[u].dtype, i, rank == 0 ? first_value(u, i) : 7.0);
-        if (memory[u]) ddp_group_device(part)->copy(memory[u], near, (size_t)elements(u) * ddp_dtype_size(shapes[u].dtype));
+        for (int i = 0; i < elements(u); i++)
+            store(near, shapes[u].dtype, i, rank == 0 ? first_value(u, i) : 7.0);
+        if (memory[u])
+            ddp_group_device(part)->copy(memory[u], near,
+                                         (size_t)elements(u) * ddp_dtype_size(shapes[u].dtype));
         if (!unit->param_count++) unit->params = &params[u];
         unit->name = names[number];
         *unit_count = number + 1;
@@ -236,7 +267,8 @@ static void fetch(ddp_group *part, void *near, const ddp_tensor *far) {
     if (bytes) ddp_group_device(part)->copy(near, far->data, bytes);
 }
 
-static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_fsdp_param *params, int step, int micro_batch, int overwrite, double scale) {
+static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_fsdp_param *params, int step,
+                     int micro_batch, int overwrite, double scale) {
     for (int k = 0; k < unit->param_count; k++) {
         const ddp_param *param = &unit->params[k].param;
         int use = (int)(unit->params + k - params);
@@ -245,15 +277,18 @@ static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_
         fetch(part, grad, &param->grad);
         for (int i = 0; i < elements(use); i++) {
             double before = overwrite ? 0 : load(grad, param->grad.dtype, i); /* zero, or it shows */
-            store(grad, param->grad.dtype, i, before + scale * gradient(use, i, load(value, param->value.dtype, i), step, micro_batch));
+            store(grad, param->grad.dtype, i,
+                  before + scale * gradient(use, i, load(value, param->value.dtype, i), step, micro_batch));
         }
-        ddp_group_device(part)->copy(param->grad.data, grad, (size_t)elements(use) * ddp_dtype_size(param->grad.dtype));
+        ddp_group_device(part)->copy(param->grad.data, grad,
+                                     (size_t)elements(use) * ddp_dtype_size(param->grad.dtype));
     }
 }
 
 /* A step that all ranks skip because of an infinity on the last rank, with replicas too. */
-static ddp_result infinite_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, ddp_scaler *scaler, const plan *p, const ddp_fsdp_unit_desc *units,
-                                int unit_count, const ddp_fsdp_param *params) {
+static ddp_result infinite_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, ddp_scaler *scaler,
+                                const plan *p, const ddp_fsdp_unit_desc *units, int unit_count,
+                                const ddp_fsdp_param *params) {
     int last = ddp_rank(group) == ddp_world_size(group) - 1;
     for (int m = 0; m < p->micro_batches; m++)
         for (int u = 0; u < unit_count; u++) {
@@ -268,13 +303,15 @@ static ddp_result infinite_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsd
     return DDP_OK;
 }
 
-static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, ddp_scaler *scaler, const plan *p, const ddp_fsdp_unit_desc *units,
-                             int unit_count, const ddp_fsdp_param *params, int step) {
+static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, ddp_scaler *scaler,
+                             const plan *p, const ddp_fsdp_unit_desc *units, int unit_count,
+                             const ddp_fsdp_param *params, int step) {
     int rank = ddp_rank(group), world = ddp_world_size(group);
     int each = p->strategy == DDP_FSDP_FULL_SHARD || p->strategy == DDP_FSDP_SHARD_GRAD;
     float norm = 0;
     ddp_mean loss = DDP_ZERO;
-    if (p->scaled && step == 1) RANKS_OK(group, infinite_step(group, part, fsdp, scaler, p, units, unit_count, params));
+    if (p->scaled && step == 1)
+        RANKS_OK(group, infinite_step(group, part, fsdp, scaler, p, units, unit_count, params));
     for (int m = 0; m < p->micro_batches; m++) {
         int number = each ? m * world + rank : rank * p->micro_batches + m;
         ddp_mean_add(&loss, loss_of(step, number), tokens_of(step, number));
@@ -284,44 +321,62 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
         }
         for (int u = unit_count - 1; u >= 0; u--) {
             RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
-            backward(part, &units[u], params, step, number, p->overwrite, p->scaled ? (double)ddp_scaler_scale(scaler) : 1.0);
+            backward(part, &units[u], params, step, number, p->overwrite,
+                     p->scaled ? (double)ddp_scaler_scale(scaler) : 1.0);
             RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
             RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
         }
     }
     if (p->tokens) {
-        RANKS_CHECK(group, ddp_fsdp_step(fsdp, 0.05f) == DDP_ERR_INVALID && strstr(ddp_last_error(), "call ddp_fsdp_mean first"), "%s", ddp_last_error());
+        RANKS_CHECK(group,
+                    ddp_fsdp_step(fsdp, 0.05f) == DDP_ERR_INVALID
+                        && strstr(ddp_last_error(), "call ddp_fsdp_mean first"),
+                    "%s", ddp_last_error());
         ddp_mean wrong = loss, before = loss;
         /* An error on all ranks, with replicas too, and nothing is lost. */
         if (rank == world - 1) wrong.count = -2;
-        RANKS_CHECK(group, ddp_fsdp_mean(fsdp, &wrong) == DDP_ERR_INVALID && strstr(ddp_last_error(), "negative"), "%s", ddp_last_error());
+        RANKS_CHECK(group,
+                    ddp_fsdp_mean(fsdp, &wrong) == DDP_ERR_INVALID && strstr(ddp_last_error(), "negative"),
+                    "%s", ddp_last_error());
         if (rank == world - 1) before.count = -2;
         RANKS_CHECK(group, memcmp(&wrong, &before, sizeof wrong) == 0, "a refused mean has changed");
         RANKS_OK(group, ddp_fsdp_mean(fsdp, &loss));
         double value = ddp_mean_value(&loss);
-        RANKS_CHECK(group, memcmp(&value, &expected->loss[step], sizeof value) == 0, "step %d: loss %.17g, want %.17g", step, value, expected->loss[step]);
-        RANKS_CHECK(group, ddp_fsdp_mean(fsdp, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "was already called in this step"), "%s", ddp_last_error());
-    } else RANKS_CHECK(group, ddp_fsdp_mean(fsdp, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "desc.per_token=0"), "%s", ddp_last_error());
+        RANKS_CHECK(group, memcmp(&value, &expected->loss[step], sizeof value) == 0,
+                    "step %d: loss %.17g, want %.17g", step, value, expected->loss[step]);
+        RANKS_CHECK(group,
+                    ddp_fsdp_mean(fsdp, &loss) == DDP_ERR_INVALID
+                        && strstr(ddp_last_error(), "was already called in this step"),
+                    "%s", ddp_last_error());
+    } else
+        RANKS_CHECK(group,
+                    ddp_fsdp_mean(fsdp, &loss) == DDP_ERR_INVALID
+                        && strstr(ddp_last_error(), "desc.per_token=0"),
+                    "%s", ddp_last_error());
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
-    RANKS_CHECK(group, memcmp(&norm, &expected->norm[step], sizeof norm) == 0, "step %d: norm %.9g, want %.9g", step, (double)norm, (double)expected->norm[step]);
+    RANKS_CHECK(group, memcmp(&norm, &expected->norm[step], sizeof norm) == 0,
+                "step %d: norm %.9g, want %.9g", step, (double)norm, (double)expected->norm[step]);
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
     if (p->scaled) RANKS_OK(group, ddp_scaler_update(scaler));
     return DDP_OK;
 }
 
 /* Whether elements first to first + count of a parameter have the expected bits in this dtype. */
-static ddp_result check_rows(ddp_group *group, const char *what, int use, const void *rows, ddp_dtype dtype, int first, int count) {
+static ddp_result check_rows(ddp_group *group, const char *what, int use, const void *rows, ddp_dtype dtype,
+                             int first, int count) {
     for (int i = 0; i < count; i++) {
         char narrow[8];
         double want, have = load(rows, dtype, i);
         store(narrow, dtype, 0, expected->value[use][first + i]);
         want = load(narrow, dtype, 0);
-        RANKS_CHECK(group, memcmp(&want, &have, sizeof want) == 0, "%s of %s[%d] is %.17g, want %.17g", what, shapes[use].name, first + i, have, want);
+        RANKS_CHECK(group, memcmp(&want, &have, sizeof want) == 0, "%s of %s[%d] is %.17g, want %.17g", what,
+                    shapes[use].name, first + i, have, want);
     }
     return DDP_OK;
 }
 
-static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, int offloaded, const ddp_fsdp_unit_desc *units, int unit_count,
+static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, int offloaded,
+                               const ddp_fsdp_unit_desc *units, int unit_count,
                                const ddp_fsdp_param *params) {
     RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 1));
     for (int u = 0; u < unit_count; u++) {
@@ -332,12 +387,16 @@ static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp
             ddp_tensor rows;
             int64_t first;
             fetch(part, near, &params[use].param.value);
-            RANKS_OK(group, check_rows(group, "value", use, near, params[use].param.value.dtype, 0, elements(use)));
+            RANKS_OK(group,
+                     check_rows(group, "value", use, near, params[use].param.value.dtype, 0, elements(use)));
             RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, k, &rows, NULL, &first));
             if (!rows.data) continue;
-            if (offloaded) memcpy(near, rows.data, (size_t)ddp_tensor_count(&rows) * ddp_dtype_size(rows.dtype));
-            else fetch(part, near, &rows);
-            RANKS_OK(group, check_rows(group, "shard", use, near, rows.dtype, (int)first * shapes[use].columns, (int)ddp_tensor_count(&rows)));
+            if (offloaded)
+                memcpy(near, rows.data, (size_t)ddp_tensor_count(&rows) * ddp_dtype_size(rows.dtype));
+            else
+                fetch(part, near, &rows);
+            RANKS_OK(group, check_rows(group, "shard", use, near, rows.dtype,
+                                       (int)first * shapes[use].columns, (int)ddp_tensor_count(&rows)));
         }
         RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
@@ -384,21 +443,28 @@ static ddp_result train_on(ddp_group *group, void *user) {
     desc.save_in_background = p->background;
     RANKS_OK(group, ddp_scaler_init(&scaler, NULL));
     if (p->scaled) desc.scaler = &scaler;
-    if (p->half) { desc.param_dtype = DDP_BF16; desc.reduce_dtype = DDP_F32; }
+    if (p->half) {
+        desc.param_dtype = DDP_BF16;
+        desc.reduce_dtype = DDP_F32;
+    }
     RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &desc));
     for (int u = 0; u < USES; u++)
         if (u != TIED_USE && memory[u]) ddp_group_device(part)->free(part, memory[u]);
     if (p->first) {
         RANKS_OK(group, ddp_fsdp_load(fsdp, folder));
-        RANKS_CHECK(group, state.step == p->first && state.user[3] == 0.1 * p->first, "step %lld, user %g", (long long)state.step, state.user[3]);
+        RANKS_CHECK(group, state.step == p->first && state.user[3] == 0.1 * p->first, "step %lld, user %g",
+                    (long long)state.step, state.user[3]);
     }
-    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, part, fsdp, &scaler, p, units, unit_count, params, step);
+    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++)
+        result = train_step(group, part, fsdp, &scaler, p, units, unit_count, params, step);
     if (result == DDP_OK && p->last) {
         state.user[3] = 0.1 * p->last;
         RANKS_OK(group, ddp_fsdp_save(fsdp, folder));
         RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
     }
-    if (result == DDP_OK && (!p->last || p->last == STEPS)) result = check_values(group, part, fsdp, p->offload != DDP_FSDP_OFFLOAD_NONE, units, unit_count, params);
+    if (result == DDP_OK && (!p->last || p->last == STEPS))
+        result = check_values(group, part, fsdp, p->offload != DDP_FSDP_OFFLOAD_NONE, units, unit_count,
+                              params);
     if (result != DDP_OK) return result;
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
@@ -447,19 +513,35 @@ static void run(ranks_mode mode, int world, plan p) {
     ddp_result result = ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p);
     runs++;
     if (result == DDP_OK) return;
-    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d tokens=%d kind=%d early=%d gathers=%d packed=%d offload=%d wrap=%d steps %d to %d: %s: %s\n",
-            strategies[p.strategy], world, ranks_mode_name(mode), p.micro_batches, p.replicas, p.prefetch, p.keep, p.half, p.overwrite, p.tokens, (int)p.kind, p.early, p.gathers,
-            p.packed, (int)p.offload, p.wrap, p.first, p.last, ddp_result_name(result), ddp_last_error());
+    fprintf(stderr,
+            "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d "
+            "tokens=%d kind=%d early=%d gathers=%d packed=%d offload=%d wrap=%d steps %d to %d: %s: %s\n",
+            strategies[p.strategy], world, ranks_mode_name(mode), p.micro_batches, p.replicas, p.prefetch,
+            p.keep, p.half, p.overwrite, p.tokens, (int)p.kind, p.early, p.gathers, p.packed, (int)p.offload,
+            p.wrap, p.first, p.last, ddp_result_name(result), ddp_last_error());
     failures++;
 }
 
 /* A checkpoint of one strategy, number of ranks and wrapping continues with others: four micro-batches in
    total. The last save is loaded with another param_dtype. */
 static void run_resumed(ranks_mode mode) {
-    static const struct { ddp_fsdp_strategy strategy; int world, replicas, half, wrap; } turns[][4] = {
-        {{DDP_FSDP_FULL_SHARD, 4, 1, 0, 0}, {DDP_FSDP_NO_SHARD, 2, 1, 0, 2}, {DDP_FSDP_SHARD_GRAD, 1, 1, 0, 1}, {DDP_FSDP_FULL_SHARD, 4, 1, 1, 2}},
-        {{DDP_FSDP_NO_SHARD, 4, 1, 0, 1}, {DDP_FSDP_FULL_SHARD, 4, 2, 0, 0}, {DDP_FSDP_SHARD_OPTIM, 2, 1, 0, 2}, {DDP_FSDP_SHARD_GRAD, 2, 1, 1, 0}},
-        {{DDP_FSDP_SHARD_OPTIM, 1, 1, 1, 2}, {DDP_FSDP_FULL_SHARD, 2, 1, 1, 1}, {DDP_FSDP_NO_SHARD, 4, 2, 1, 0}, {DDP_FSDP_FULL_SHARD, 2, 1, 0, 1}}};
+    static const struct {
+        ddp_fsdp_strategy strategy;
+        int world, replicas, half, wrap;
+    } turns[][4] = {
+        {{DDP_FSDP_FULL_SHARD, 4, 1, 0, 0},
+         {DDP_FSDP_NO_SHARD, 2, 1, 0, 2},
+         {DDP_FSDP_SHARD_GRAD, 1, 1, 0, 1},
+         {DDP_FSDP_FULL_SHARD, 4, 1, 1, 2}},
+        {{DDP_FSDP_NO_SHARD, 4, 1, 0, 1},
+         {DDP_FSDP_FULL_SHARD, 4, 2, 0, 0},
+         {DDP_FSDP_SHARD_OPTIM, 2, 1, 0, 2},
+         {DDP_FSDP_SHARD_GRAD, 2, 1, 1, 0}},
+        {{DDP_FSDP_SHARD_OPTIM, 1, 1, 1, 2},
+         {DDP_FSDP_FULL_SHARD, 2, 1, 1, 1},
+         {DDP_FSDP_NO_SHARD, 4, 2, 1, 0},
+         {DDP_FSDP_FULL_SHARD, 2, 1, 0, 1}},
+    };
     for (size_t t = 0; t < sizeof turns / sizeof turns[0]; t++) {
         plan p;
         ddp_result result;
@@ -509,8 +591,10 @@ static void run_world(ranks_mode mode, int world) {
                 p.gathers = turn % 5 == 2;
                 p.offload = turn % 4 == 3 ? OFFLOAD : DDP_FSDP_OFFLOAD_NONE;
                 p.packed = RELAYED && turn % 2 && world > 1;
-                if (expect(mode, p, micro[m] * world) == DDP_OK) run(mode, world, p);
-                else failures++;
+                if (expect(mode, p, micro[m] * world) == DDP_OK)
+                    run(mode, world, p);
+                else
+                    failures++;
             }
     }
 }
@@ -526,8 +610,10 @@ static void run_copies(ranks_mode mode) {
             p.replicas = 3;
             p.kind = (ddp_optimizer_kind)kind;
             p.scaled = 1;
-            if (expect(mode, p, 6) == DDP_OK) run(mode, 6, p);
-            else failures++;
+            if (expect(mode, p, 6) == DDP_OK)
+                run(mode, 6, p);
+            else
+                failures++;
         }
 }
 

@@ -17,8 +17,12 @@ enum { PARAMS = 5, MOST = 9000, MICRO_MOST = 8, UNITS = 2 };
 
 /* Rows that 4 ranks do not divide, one long tensor (longer than a block of the accumulator), one of fewer
    rows than ranks. */
-static const struct shape { const char *name; int unit, rows, columns; } shapes[PARAMS] = {
-    {"a", 0, 13, 5}, {"b", 0, 9000, 1}, {"c", 0, 1, 7}, {"d", 1, 3, 40}, {"e", 1, 10, 1}};
+static const struct shape {
+    const char *name;
+    int unit, rows, columns;
+} shapes[PARAMS] = {
+    {"a", 0, 13, 5}, {"b", 0, 9000, 1}, {"c", 0, 1, 7}, {"d", 1, 3, 40}, {"e", 1, 10, 1},
+};
 
 typedef enum adder { BY_FSDP, BY_REDUCER, BY_PIPELINE } adder_kind;
 
@@ -34,8 +38,8 @@ typedef struct plan {
     int hook;          /* reducer: buckets go through a hook */
 } plan;
 
-static float (*average)[MOST];   /* the expected gradients of each parameter */
-static float (*stepped)[MOST];   /* values after a step; filled in by one rank */
+static float (*average)[MOST]; /* the expected gradients of each parameter */
+static float (*stepped)[MOST]; /* values after a step; filled in by one rank */
 
 static int elements(int param) { return shapes[param].rows * shapes[param].columns; }
 
@@ -102,10 +106,10 @@ static ddp_result check_and_step(ddp_group *group, ddp_fsdp *fsdp, const plan *p
                     ddp_dtype_name(grad.dtype));
         for (int64_t i = 0; grad.data && i < ddp_tensor_count(&grad); i++)
             wrong += memcmp((const float *)grad.data + i, &average[k][first * shapes[k].columns + i],
-                            sizeof(float)) != 0;
+                            sizeof(float))
+                     != 0;
         RANKS_CHECK(group, wrong == 0, "strategy %d, %s: %d of %lld gradients have other bits",
-                    (int)p->strategy, shapes[k].name,
-                    wrong, (long long)ddp_tensor_count(&grad));
+                    (int)p->strategy, shapes[k].name, wrong, (long long)ddp_tensor_count(&grad));
     }
     return ddp_fsdp_step(fsdp, 0.01f);
 }
@@ -205,8 +209,8 @@ static ddp_result average_hook(ddp_group *group, ddp_bucket *bucket, void *user)
     if (user) usleep(1000 * *(const useconds_t *)user);
     ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
                                        DDP_OP_SUM, NULL);
-    if (result == DDP_OK) ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype,
-                                                          bucket->divisor);
+    if (result == DDP_OK)
+        ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
     return result;
 }
 
@@ -261,7 +265,8 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
     hook_ms = 20; /* the second bucket has not read the sums when rank 0 destroys the accumulator */
     for (int b = 0; b < p->micro_batches; b++) { /* ends in the middle of the last micro-batch */
         int last = b + 1 == p->micro_batches;
-        for (int k = PARAMS - 1; k >= (last ? 1 : 0); k--) RANKS_OK(group, ddp_accumulator_ready(accumulator, k));
+        for (int k = PARAMS - 1; k >= (last ? 1 : 0); k--)
+            RANKS_OK(group, ddp_accumulator_ready(accumulator, k));
         if (!last) RANKS_OK(group, ddp_accumulator_next(accumulator, NULL));
     }
     if (p->scattered && p->hook && rank > 0) usleep(60000);
@@ -277,8 +282,8 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
 
 typedef struct stages {
     const plan *p;
-    int first;                      /* global index of this pipeline's micro-batch 0 */
-    ddp_fsdp_param params[PARAMS];  /* without fsdp, their param */
+    int first;                     /* global index of this pipeline's micro-batch 0 */
+    ddp_fsdp_param params[PARAMS]; /* without fsdp, their param */
     ddp_param plain[PARAMS], *list[PARAMS];
     ddp_reducer *reducer;
     ddp_fsdp *fsdp;
@@ -295,7 +300,8 @@ static ddp_result backward(const ddp_pipeline_call *call, void *user) {
     stages *s = (stages *)user;
     for (int i = 0; i < call->input_count; i++)
         if (call->input_grads[i].data) memset(call->input_grads[i].data, 0, sizeof(float));
-    for (int k = 0; k < PARAMS; k++) write_gradient(s->list[k]->grad.data, s->p->dtype, k, s->first + call->microbatch);
+    for (int k = 0; k < PARAMS; k++)
+        write_gradient(s->list[k]->grad.data, s->p->dtype, k, s->first + call->microbatch);
     return DDP_OK;
 }
 
@@ -308,10 +314,22 @@ static ddp_result reducer_ready(int stage, void *user) {
     }
     return DDP_OK;
 }
-static ddp_result reducer_wait(int stage, void *user) { (void)stage; return ddp_reducer_wait(((stages *)user)->reducer); }
-static ddp_result fsdp_unshard(int stage, void *user) { (void)stage; return ddp_fsdp_unshard(((stages *)user)->fsdp, 0); }
-static ddp_result fsdp_reshard(int stage, void *user) { (void)stage; return ddp_fsdp_reshard(((stages *)user)->fsdp, 0); }
-static ddp_result fsdp_reduce(int stage, void *user) { (void)stage; return ddp_fsdp_reduce_grads(((stages *)user)->fsdp, 0); }
+static ddp_result reducer_wait(int stage, void *user) {
+    (void)stage;
+    return ddp_reducer_wait(((stages *)user)->reducer);
+}
+static ddp_result fsdp_unshard(int stage, void *user) {
+    (void)stage;
+    return ddp_fsdp_unshard(((stages *)user)->fsdp, 0);
+}
+static ddp_result fsdp_reshard(int stage, void *user) {
+    (void)stage;
+    return ddp_fsdp_reshard(((stages *)user)->fsdp, 0);
+}
+static ddp_result fsdp_reduce(int stage, void *user) {
+    (void)stage;
+    return ddp_fsdp_reduce_grads(((stages *)user)->fsdp, 0);
+}
 
 /* The parameters of the stage, and the method that adds gradients over its replicas. */
 static ddp_result stage_open(ddp_group *group, ddp_group *copies, stages *s, ddp_pipeline_stage *stage) {
@@ -434,7 +452,8 @@ static void run(ranks_mode mode, int world, plan p, int total) {
     runs++;
     if (ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p) == DDP_OK) return;
     fprintf(stderr,
-            "FAIL %s %s on %d %s: strategy %d, %d micro-batches each, replicas=%d over %s packed=%d scattered=%d hook=%d: %s\n",
+            "FAIL %s %s on %d %s: strategy %d, %d micro-batches each, replicas=%d over %s packed=%d "
+            "scattered=%d hook=%d: %s\n",
             names[p.adder], ddp_dtype_name(p.dtype), world, ranks_mode_name(mode), (int)p.strategy,
             p.micro_batches, p.replicas, names[p.over], p.packed, p.scattered, p.hook, ddp_last_error());
     failures++;
@@ -481,8 +500,8 @@ static void run_all(ranks_mode mode, ddp_dtype dtype, int total) {
 
 /* [threads|processes] */
 int main(int argc, char **argv) {
-    average = (float (*)[MOST])ranks_shared(PARAMS * sizeof *average);
-    stepped = (float (*)[MOST])ranks_shared(PARAMS * sizeof *stepped);
+    average = (float(*)[MOST])ranks_shared(PARAMS * sizeof *average);
+    stepped = (float(*)[MOST])ranks_shared(PARAMS * sizeof *stepped);
     watchdog_start(120);
     for (int threads = 0; threads < 2; threads++) {
         ranks_mode mode = threads ? RANKS_THREADS : RANKS_PROCESSES;

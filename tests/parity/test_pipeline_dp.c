@@ -21,8 +21,8 @@ static const char *const over_names[] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTI
 typedef struct plan {
     ddp_schedule_kind kind;
     int chunks, recompute, lowered, over;
-    int tied;    /* the first and the last stage share their bias */
-    int clipped; /* the caller clips and steps after ddp_pipeline_step */
+    int tied;     /* the first and the last stage share their bias */
+    int clipped;  /* the caller clips and steps after ddp_pipeline_step */
     int interval; /* micro-batches of an update; 0 = COUNT */
 } plan;
 
@@ -59,9 +59,12 @@ static void plain_norm(plain *one, const plan *plan, int stages) {
     ddp_exact_sum sum;
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < 2 * stages; i++)
-        if (!plan->tied || i + 1 < 2 * stages) ddp_device_cpu()->sum_squares(&sum, one->params[i].grad.data, PIPE_SIDE, i % 2 ? 1 : PIPE_SIDE, DDP_F32);
+        if (!plan->tied || i + 1 < 2 * stages)
+            ddp_device_cpu()->sum_squares(&sum, one->params[i].grad.data, PIPE_SIDE, i % 2 ? 1 : PIPE_SIDE,
+                                          DDP_F32);
     one->norm = (float)sqrt(ddp_exact_sum_value(&sum));
-    ddp_device_cpu()->scale(&one->grads[0], sizeof one->grads[0] / sizeof(float), DDP_F32, one->norm / 2 / one->norm);
+    ddp_device_cpu()->scale(&one->grads[0], sizeof one->grads[0] / sizeof(float), DDP_F32,
+                            one->norm / 2 / one->norm);
 }
 
 static ddp_result plain_step(plain *one, const plan *plan, int stages, ddp_optimizer *optimizer) {
@@ -71,7 +74,8 @@ static ddp_result plain_step(plain *one, const plan *plan, int stages, ddp_optim
     for (int i = 0; i < ALL; i++) one->losses[i] = pipe_plain(stages, weight, bias, i, &one->grads[i]);
     pipe_sum(one->grads, ALL);
     for (size_t k = 0; k < sizeof *g / sizeof(float); k++) ((float *)g)[k] /= (float)ALL;
-    for (int k = 0; k < PIPE_SIDE && plan->tied; k++) g->bias[stages - 1][k] = g->bias[0][k] += g->bias[stages - 1][k];
+    for (int k = 0; k < PIPE_SIDE && plan->tied; k++)
+        g->bias[stages - 1][k] = g->bias[0][k] += g->bias[stages - 1][k];
     if (plan->clipped) plain_norm(one, plan, stages);
     return ddp_optimizer_step(optimizer, RATE);
 }
@@ -91,16 +95,28 @@ static ddp_result on_ready(int stage, void *user) {
     ddp_result result = ddp_reducer_ready(reducer, 1);
     return result == DDP_OK ? ddp_reducer_ready(reducer, 0) : result;
 }
-static ddp_result on_wait(int stage, void *user) { return ddp_reducer_wait(((member *)user)->reducer[stage]); }
-static ddp_result on_optimizer(int stage, void *user) { return ddp_optimizer_step(((member *)user)->optimizer[stage], RATE); }
+static ddp_result on_wait(int stage, void *user) {
+    return ddp_reducer_wait(((member *)user)->reducer[stage]);
+}
+static ddp_result on_optimizer(int stage, void *user) {
+    return ddp_optimizer_step(((member *)user)->optimizer[stage], RATE);
+}
 
-static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unshard(((member *)user)->fsdp[stage], 0); }
-static ddp_result on_release(int stage, void *user) { return ddp_fsdp_reshard(((member *)user)->fsdp[stage], 0); }
-static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(((member *)user)->fsdp[stage], 0); }
+static ddp_result on_gather(int stage, void *user) {
+    return ddp_fsdp_unshard(((member *)user)->fsdp[stage], 0);
+}
+static ddp_result on_release(int stage, void *user) {
+    return ddp_fsdp_reshard(((member *)user)->fsdp[stage], 0);
+}
+static ddp_result on_reduce(int stage, void *user) {
+    return ddp_fsdp_reduce_grads(((member *)user)->fsdp[stage], 0);
+}
 static ddp_result on_final(int stage, int param, ddp_tensor *grad, void *user) {
     return ddp_fsdp_get_shard(((member *)user)->fsdp[stage], 0, param, NULL, grad, NULL);
 }
-static ddp_result on_step(int stage, void *user) { return ddp_fsdp_step(((member *)user)->fsdp[stage], RATE); }
+static ddp_result on_step(int stage, void *user) {
+    return ddp_fsdp_step(((member *)user)->fsdp[stage], RATE);
+}
 static ddp_result on_step_inside(int stage, void *user) { /* actions of the step follow */
     ddp_result result = on_step(stage, user);
     return result == DDP_OK ? on_gather(stage, user) : result;
@@ -153,23 +169,27 @@ static ddp_result clip_and_step(ddp_group *pp, ddp_pipeline *pipeline, member *m
     float norm;
     RANKS_OK(pp, ddp_pipeline_clip_grad_norm(pipeline, want / 2, &norm));
     RANKS_CHECK(pp, norm == want, "norm %.9g, not %.9g", (double)norm, (double)want);
-    for (int s = 0; s < me->m.stages; s++) if (me->optimizer[s]) RANKS_OK(pp, on_optimizer(s, me));
+    for (int s = 0; s < me->m.stages; s++)
+        if (me->optimizer[s]) RANKS_OK(pp, on_optimizer(s, me));
     return DDP_OK;
 }
 
-static ddp_result steps(ddp_group *pp, ddp_pipeline *pipeline, member *me, const plan *plan, plain *one, ddp_optimizer *optimizer, const char *what) {
+static ddp_result steps(ddp_group *pp, ddp_pipeline *pipeline, member *me, const plan *plan, plain *one,
+                        ddp_optimizer *optimizer, const char *what) {
     double mean, each[COUNT];
     for (int step = 0; step < STEPS; step++) {
         RANKS_OK(pp, plain_step(one, plan, me->m.stages, optimizer));
         if (step == 1) {
             RANKS_OK(pp, ddp_pipeline_evaluate(pipeline));
             RANKS_OK(pp, ddp_pipeline_get_loss(pipeline, &mean, each));
-            RANKS_CHECK(pp, memcmp(each, one->losses + me->m.first, sizeof each) == 0, "%s: evaluated losses", what);
+            RANKS_CHECK(pp, memcmp(each, one->losses + me->m.first, sizeof each) == 0, "%s: evaluated losses",
+                        what);
         }
         RANKS_OK(pp, ddp_pipeline_step(pipeline));
         RANKS_CHECK(pp, !me->m.wrong, "%s step %d: %s", what, step, me->m.wrong);
         RANKS_OK(pp, ddp_pipeline_get_loss(pipeline, &mean, each));
-        RANKS_CHECK(pp, memcmp(each, one->losses + me->m.first, sizeof each) == 0, "%s step %d: losses", what, step);
+        RANKS_CHECK(pp, memcmp(each, one->losses + me->m.first, sizeof each) == 0, "%s step %d: losses", what,
+                    step);
         RANKS_CHECK(pp, mean == pipe_sum_losses(each, COUNT) / COUNT, "%s step %d: mean loss", what, step);
         if (plan->clipped) RANKS_OK(pp, clip_and_step(pp, pipeline, me, one->norm));
     }
@@ -180,8 +200,10 @@ static ddp_result same_weights(ddp_group *pp, member *me, const plain *one, cons
     for (int s = 0; s < me->m.stages; s++) {
         if (!me->fsdp[s] && !me->reducer[s]) continue;
         if (me->fsdp[s]) RANKS_OK(pp, on_gather(s, me));
-        RANKS_CHECK(pp, memcmp(me->m.pointers[s][0]->value.data, one->weight[s], sizeof one->weight[s]) == 0, "%s stage %d: weight", what, s);
-        RANKS_CHECK(pp, memcmp(me->m.pointers[s][1]->value.data, one->bias[s], sizeof one->bias[s]) == 0, "%s stage %d: bias", what, s);
+        RANKS_CHECK(pp, memcmp(me->m.pointers[s][0]->value.data, one->weight[s], sizeof one->weight[s]) == 0,
+                    "%s stage %d: weight", what, s);
+        RANKS_CHECK(pp, memcmp(me->m.pointers[s][1]->value.data, one->bias[s], sizeof one->bias[s]) == 0,
+                    "%s stage %d: bias", what, s);
         if (me->fsdp[s]) RANKS_OK(pp, on_release(s, me));
     }
     return DDP_OK;
@@ -192,13 +214,19 @@ static ddp_result refuses_ties(ddp_group *pp, const ddp_pipeline_desc *desc, con
     ddp_pipeline_desc tied = *desc;
     ddp_pipeline *none;
     tied.ties = tie, tied.tie_count = 1;
-    RANKS_CHECK(pp, ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID && strstr(ddp_last_error(), "exists only while unsharded; set get_sharded_grad"), "%s", ddp_last_error());
+    RANKS_CHECK(pp,
+                ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "exists only while unsharded; set get_sharded_grad"),
+                "%s", ddp_last_error());
     return DDP_OK;
 }
 
 /* The pipeline does not clip them either. */
 static ddp_result refuses_to_clip(ddp_group *pp, ddp_pipeline *pipeline) {
-    RANKS_CHECK(pp, ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "exist only while unsharded"), "%s", ddp_last_error());
+    RANKS_CHECK(pp,
+                ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "exist only while unsharded"),
+                "%s", ddp_last_error());
     return DDP_OK;
 }
 
@@ -231,10 +259,12 @@ static ddp_result run_plan(ddp_group *pp, ddp_group *dp, const plan *plan, membe
     for (int s = 0; s < me->m.stages; s++) {
         me->m.stage[s].recompute = plan->recompute;
         if (ddp_schedule_stage_rank(schedule, s) != ddp_rank(pp)) continue;
-        RANKS_OK(pp, plan->over == OVER_REDUCER ? stage_reduced(me, s, dp, plan) : stage_split(me, s, dp, plan));
+        RANKS_OK(pp,
+                 plan->over == OVER_REDUCER ? stage_reduced(me, s, dp, plan) : stage_split(me, s, dp, plan));
     }
-    snprintf(what, sizeof what, "%s%s over %s%s%s%s", ddp_schedule_kind_name(plan->kind), lowered ? " lowered" : "", over_names[plan->over],
-             plan->recompute ? " recomputed" : "", plan->tied ? " tied" : "", plan->clipped ? " clipped" : "");
+    snprintf(what, sizeof what, "%s%s over %s%s%s%s", ddp_schedule_kind_name(plan->kind),
+             lowered ? " lowered" : "", over_names[plan->over], plan->recompute ? " recomputed" : "",
+             plan->tied ? " tied" : "", plan->clipped ? " clipped" : "");
     pipe_desc(&me->m, lowered ? lowered : schedule, &desc);
     tie.second_stage = me->m.stages - 1;
     desc.ties = &tie, desc.tie_count = plan->tied;
@@ -242,7 +272,8 @@ static ddp_result run_plan(ddp_group *pp, ddp_group *dp, const plan *plan, membe
     RANKS_OK(pp, ddp_pipeline_create(&pipeline, pp, &desc));
     RANKS_OK(pp, steps(pp, pipeline, me, plan, one, optimizer, what));
     RANKS_OK(pp, same_weights(pp, me, one, what));
-    RANKS_CHECK(pp, (me->m.recomputed > 0) == plan->recompute, "%s: %d forwards ran again", what, me->m.recomputed);
+    RANKS_CHECK(pp, (me->m.recomputed > 0) == plan->recompute, "%s: %d forwards ran again", what,
+                me->m.recomputed);
     if (plan->over == DDP_FSDP_FULL_SHARD) RANKS_OK(pp, refuses_to_clip(pp, pipeline));
     ddp_pipeline_destroy(pipeline);
     destroy_stages(me);
@@ -273,17 +304,24 @@ static ddp_result delayed_weights(ddp_group *pp, ddp_group *dp, ddp_schedule_kin
         me->m.first = COUNT * ddp_rank(dp);
         RANKS_OK(pp, over == OVER_REDUCER ? stage_reduced(me, s, dp, &plan) : stage_split(me, s, dp, &plan));
         pipe_desc(&me->m, plan.lowered ? lowered : schedule, &desc);
-        for (int other = 0; other < shape.rank_count; other++) me->m.stage[other].update = me->m.stage[s].update;
+        for (int other = 0; other < shape.rank_count; other++)
+            me->m.stage[other].update = me->m.stage[s].update;
         RANKS_OK(pp, ddp_pipeline_create(&pipeline, pp, &desc));
         for (int step = 0; step < STEPS; step++) RANKS_OK(pp, ddp_pipeline_step(pipeline));
-        RANKS_CHECK(pp, !me->m.wrong, "%s over %s: %s", ddp_schedule_kind_name(kind), over_names[over], me->m.wrong);
+        RANKS_CHECK(pp, !me->m.wrong, "%s over %s: %s", ddp_schedule_kind_name(kind), over_names[over],
+                    me->m.wrong);
         if (me->fsdp[s]) RANKS_OK(pp, on_gather(s, me));
         if (over == OVER_REDUCER) {
-            RANKS_CHECK(pp, memcmp(me->m.pointers[s][0]->value.data, me->m.weight[s], sizeof weight) == 0 && me->m.weight[s][0] == me->m.weight[s][0], "weights");
+            RANKS_CHECK(pp,
+                        memcmp(me->m.pointers[s][0]->value.data, me->m.weight[s], sizeof weight) == 0
+                            && me->m.weight[s][0] == me->m.weight[s][0],
+                        "weights");
             memcpy(weight, me->m.weight[s], sizeof weight);
             memcpy(bias, me->m.bias[s], sizeof bias);
         }
-        RANKS_CHECK(pp, memcmp(me->m.pointers[s][0]->value.data, weight, sizeof weight) == 0 && memcmp(me->m.pointers[s][1]->value.data, bias, sizeof bias) == 0,
+        RANKS_CHECK(pp,
+                    memcmp(me->m.pointers[s][0]->value.data, weight, sizeof weight) == 0
+                        && memcmp(me->m.pointers[s][1]->value.data, bias, sizeof bias) == 0,
                     "%s over %s: weights", ddp_schedule_kind_name(kind), over_names[over]);
         ddp_pipeline_destroy(pipeline);
         destroy_stages(me);
@@ -294,14 +332,22 @@ static ddp_result delayed_weights(ddp_group *pp, ddp_group *dp, ddp_schedule_kin
 }
 
 static ddp_result test(ddp_group *world, void *user) {
-    static const struct { ddp_schedule_kind kind; int chunks; } kinds[] = {
-        {DDP_SCHEDULE_1F1B, 1}, {DDP_SCHEDULE_INTERLEAVED_1F1B, 2}, {DDP_SCHEDULE_ZB_H1, 1}, {DDP_SCHEDULE_GPIPE, 1}};
+    static const struct {
+        ddp_schedule_kind kind;
+        int chunks;
+    } kinds[] = {
+        {DDP_SCHEDULE_1F1B, 1},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 2},
+        {DDP_SCHEDULE_ZB_H1, 1},
+        {DDP_SCHEDULE_GPIPE, 1},
+    };
     ddp_mesh_desc grid = DDP_ZERO;
     ddp_mesh *mesh;
     member *me = (member *)malloc(sizeof *me);
     plain *one = (plain *)malloc(sizeof *one);
     (void)user;
-    RANKS_CHECK(world, me && one && ddp_world_size(world) % REPLICAS == 0, "memory, or an odd number of ranks");
+    RANKS_CHECK(world, me && one && ddp_world_size(world) % REPLICAS == 0,
+                "memory, or an odd number of ranks");
     grid.ndim = 2, grid.shape[1] = REPLICAS, grid.names[0] = "pp", grid.names[1] = "dp";
     RANKS_OK(world, ddp_mesh_create(&mesh, world, &grid));
     for (int k = 0; k < (int)(sizeof kinds / sizeof kinds[0]); k++)
@@ -309,10 +355,13 @@ static ddp_result test(ddp_group *world, void *user) {
             plan plan = {kinds[k].kind, kinds[k].chunks, i % 2, (k + i / 2) % 2, i / 2, 0, 0, 0};
             plan.tied = plan.lowered;
             plan.clipped = plan.over == OVER_REDUCER && plan.recompute;
-            RANKS_RUN(world, run_plan(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), &plan, me, one));
+            RANKS_RUN(world,
+                      run_plan(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), &plan, me, one));
         }
-    RANKS_RUN(world, delayed_weights(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), DDP_SCHEDULE_PIPEDREAM, me));
-    RANKS_RUN(world, delayed_weights(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), DDP_SCHEDULE_PIPEDREAM_2BW, me));
+    RANKS_RUN(world, delayed_weights(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"),
+                                     DDP_SCHEDULE_PIPEDREAM, me));
+    RANKS_RUN(world, delayed_weights(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"),
+                                     DDP_SCHEDULE_PIPEDREAM_2BW, me));
     ddp_mesh_destroy(mesh);
     free(one);
     free(me);

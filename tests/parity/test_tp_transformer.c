@@ -34,10 +34,37 @@
 #include "ddp_tensor.h"
 #include "../support/ranks.h"
 
-enum { B = 2, S = 6, M = B * S /* 1, 2 and 4 ranks divide them evenly */, A = 4, H = 16, HEAD = H / A, HIDDEN = 4 * H, BIG = M * 3 * HIDDEN };
-enum { NORM1, NORM1_BIAS, QKV, QKV_BIAS, PROJ, PROJ_BIAS, NORM2, NORM2_BIAS, FC, FC_BIAS, OUT, OUT_BIAS, WEIGHTS };
+enum {
+    B = 2,
+    S = 6,
+    M = B * S /* 1, 2 and 4 ranks divide them evenly */,
+    A = 4,
+    H = 16,
+    HEAD = H / A,
+    HIDDEN = 4 * H,
+    BIG = M * 3 * HIDDEN
+};
+enum {
+    NORM1,
+    NORM1_BIAS,
+    QKV,
+    QKV_BIAS,
+    PROJ,
+    PROJ_BIAS,
+    NORM2,
+    NORM2_BIAS,
+    FC,
+    FC_BIAS,
+    OUT,
+    OUT_BIAS,
+    WEIGHTS
+};
 
-#define TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
+#define TRY(call)                          \
+    do {                                   \
+        ddp_result tried = (call);         \
+        if (tried != DDP_OK) return tried; \
+    } while (0)
 
 /* A weight of this rank: parts of the global one, stacked. */
 typedef struct weight {
@@ -58,10 +85,13 @@ typedef struct layer {
     ddp_tp_mlp *mlp;
     weight w[WEIGHTS];
     struct {
-        double x[M * H], n1[M * H], qkv[M * 3 * H], softmax[B * A * S * S], dropped[B * A * S * S], context[M * H], middle[M * H], n2[M * H];
+        double x[M * H], n1[M * H], qkv[M * 3 * H], softmax[B * A * S * S], dropped[B * A * S * S],
+            context[M * H], middle[M * H], n2[M * H];
         double mlp[2 * M * HIDDEN], stats[2][2 * M];
     } kept;
-    struct { double a[BIG], b[BIG], c[BIG], d[BIG]; } passing; /* of forward, or of backward */
+    struct {
+        double a[BIG], b[BIG], c[BIG], d[BIG];
+    } passing; /* of forward, or of backward */
     double y[M * H], dx[M * H];
     int64_t kept_elements, masks;
 } layer;
@@ -74,15 +104,19 @@ static double get(const layer *l, const void *memory, int64_t index) {
 }
 
 static void put(const layer *l, void *memory, int64_t index, double value) {
-    if (l->dtype == DDP_F32) ((float *)memory)[index] = (float)value;
-    else ((double *)memory)[index] = value;
+    if (l->dtype == DDP_F32)
+        ((float *)memory)[index] = (float)value;
+    else
+        ((double *)memory)[index] = value;
 }
 
 static void add(const layer *l, void *to, const void *a, const void *b) { /* own rows */
     for (int64_t i = 0; i < l->own * H; i++) put(l, to, i, get(l, a, i) + get(l, b, i));
 }
 
-static int64_t count_of(const ddp_tensor_box *box) { return box->shape[0] * (box->ndim == 2 ? box->shape[1] : 1); }
+static int64_t count_of(const ddp_tensor_box *box) {
+    return box->shape[0] * (box->ndim == 2 ? box->shape[1] : 1);
+}
 
 //== making it ==============================================================================
 
@@ -108,7 +142,8 @@ static ddp_result weights_of(layer *l) {
         double mean = k == NORM1 || k == NORM2 ? 1 : 0;
         if (k == NORM1 || k == NORM1_BIAS || k == NORM2 || k == NORM2_BIAS) whole_box(&l->w[k]);
         for (int p = 0; p < l->w[k].parts; at += count_of(&l->w[k].box[p++]))
-            RANKS_OK(l->group, ddp_tensor_init_normal(&l->w[k].box[p], l->dtype, (uint64_t)k, mean, 0.3, (char *)l->w[k].value + (size_t)at * l->size));
+            RANKS_OK(l->group, ddp_tensor_init_normal(&l->w[k].box[p], l->dtype, (uint64_t)k, mean, 0.3,
+                                                      (char *)l->w[k].value + (size_t)at * l->size));
     }
     return DDP_OK;
 }
@@ -157,7 +192,9 @@ static void unmake(layer *l) {
 //== attention ==============================================================================
 
 /* Index of q, k or v (which) of a position and head in the output of the linear layer. */
-static int64_t qkv_at(const layer *l, int which, int64_t row, int64_t head) { return (row * 3 + which) * l->heads * HEAD + head * HEAD; }
+static int64_t qkv_at(const layer *l, int which, int64_t row, int64_t head) {
+    return (row * 3 + which) * l->heads * HEAD + head * HEAD;
+}
 
 /* The same mask wherever a head is: in the full tensor, rows are (sequence, head, position). */
 static ddp_result attention_dropout(const layer *l, const void *in, void *out) {
@@ -167,16 +204,18 @@ static ddp_result attention_dropout(const layer *l, const void *in, void *out) {
     desc.key = 1;
     for (int b = 0; b < B; b++) {
         desc.first_row = (b * A + l->heads * l->rank) * S;
-        RANKS_OK(l->group, ddp_tp_dropout(l->tp, &desc, (const char *)in + (size_t)b * bytes, l->heads * S, S, (char *)out + (size_t)b * bytes));
+        RANKS_OK(l->group, ddp_tp_dropout(l->tp, &desc, (const char *)in + (size_t)b * bytes, l->heads * S, S,
+                                          (char *)out + (size_t)b * bytes));
     }
     return DDP_OK;
 }
 
 /* For each local head and position i of each sequence: row is i's, from is where its weights over the
    positions begin. */
-#define EACH_POSITION \
-    for (int64_t k = 0; k < B * l->heads; k++) \
-        for (int64_t head = k % l->heads, base = k / l->heads * S, i = 0, row = base, from = k * S * S; i < S; i++, row++, from += S)
+#define EACH_POSITION                                                                                   \
+    for (int64_t k = 0; k < B * l->heads; k++)                                                          \
+        for (int64_t head = k % l->heads, base = k / l->heads * S, i = 0, row = base, from = k * S * S; \
+             i < S; i++, row++, from += S)
 
 static ddp_result attention(layer *l) {
     const void *qkv = l->kept.qkv;
@@ -184,18 +223,22 @@ static ddp_result attention(layer *l) {
         double score[S], most = -INFINITY, sum = 0;
         for (int64_t j = 0; j <= i; j++) {
             score[j] = 0;
-            for (int c = 0; c < HEAD; c++) score[j] += get(l, qkv, qkv_at(l, 0, row, head) + c) * get(l, qkv, qkv_at(l, 1, base + j, head) + c);
+            for (int c = 0; c < HEAD; c++)
+                score[j] += get(l, qkv, qkv_at(l, 0, row, head) + c)
+                            * get(l, qkv, qkv_at(l, 1, base + j, head) + c);
             score[j] /= sqrt((double)HEAD);
             most = score[j] > most ? score[j] : most;
         }
         for (int64_t j = 0; j <= i; j++) sum += exp(score[j] - most);
-        for (int64_t j = 0; j < S; j++) put(l, l->kept.softmax, from + j, j <= i ? exp(score[j] - most) / sum : 0);
+        for (int64_t j = 0; j < S; j++)
+            put(l, l->kept.softmax, from + j, j <= i ? exp(score[j] - most) / sum : 0);
     }
     TRY(attention_dropout(l, l->kept.softmax, l->kept.dropped));
     EACH_POSITION {
         for (int c = 0; c < HEAD; c++) {
             double sum = 0;
-            for (int64_t j = 0; j <= i; j++) sum += get(l, l->kept.dropped, from + j) * get(l, qkv, qkv_at(l, 2, base + j, head) + c);
+            for (int64_t j = 0; j <= i; j++)
+                sum += get(l, l->kept.dropped, from + j) * get(l, qkv, qkv_at(l, 2, base + j, head) + c);
             put(l, l->kept.context, row * l->heads * HEAD + head * HEAD + c, sum);
         }
     }
@@ -221,9 +264,11 @@ static ddp_result attention_backward(layer *l, const void *d_context, void *d_qk
     TRY(attention_dropout(l, d_softmax, d_softmax));
     EACH_POSITION {
         double mean = 0;
-        for (int64_t j = 0; j <= i; j++) mean += get(l, l->kept.softmax, from + j) * get(l, d_softmax, from + j);
+        for (int64_t j = 0; j <= i; j++)
+            mean += get(l, l->kept.softmax, from + j) * get(l, d_softmax, from + j);
         for (int64_t j = 0; j <= i; j++) {
-            double d = get(l, l->kept.softmax, from + j) * (get(l, d_softmax, from + j) - mean) / sqrt((double)HEAD);
+            double d = get(l, l->kept.softmax, from + j) * (get(l, d_softmax, from + j) - mean)
+                       / sqrt((double)HEAD);
             for (int c = 0; c < HEAD; c++) {
                 int64_t q = qkv_at(l, 0, row, head) + c, key = qkv_at(l, 1, base + j, head) + c;
                 put(l, d_qkv, q, get(l, d_qkv, q) + d * get(l, qkv, key));
@@ -251,13 +296,15 @@ static void mask(layer *l, int64_t elements) { l->masks += elements; }
 
 static ddp_result norm_forward(layer *l, int which, const void *x, void *y) {
     const weight *w = &l->w[which ? NORM2 : NORM1];
-    RANKS_OK(l->group, ddp_tp_layer_norm_forward(l->norm[which], w[0].value, w[1].value, x, l->own, l->kept.stats[which], y));
+    RANKS_OK(l->group, ddp_tp_layer_norm_forward(l->norm[which], w[0].value, w[1].value, x, l->own,
+                                                 l->kept.stats[which], y));
     return DDP_OK;
 }
 
 static ddp_result norm_backward(layer *l, int which, const void *x, const void *dy, void *dx) {
     weight *w = &l->w[which ? NORM2 : NORM1];
-    RANKS_OK(l->group, ddp_tp_layer_norm_backward(l->norm[which], w[0].value, x, l->kept.stats[which], dy, l->own, dx, w[0].grad, w[1].grad));
+    RANKS_OK(l->group, ddp_tp_layer_norm_backward(l->norm[which], w[0].value, x, l->kept.stats[which], dy,
+                                                  l->own, dx, w[0].grad, w[1].grad));
     return DDP_OK;
 }
 
@@ -268,14 +315,16 @@ static ddp_result forward(layer *l) {
     keep(l, l->own * H); /* x */
     TRY(norm_forward(l, 0, l->kept.x, l->kept.n1));
     keep(l, l->own * H);
-    RANKS_OK(l->group, ddp_tp_linear_forward(l->qkv, l->w[QKV].value, l->w[QKV_BIAS].value, l->kept.n1, M, l->kept.qkv));
+    RANKS_OK(l->group, ddp_tp_linear_forward(l->qkv, l->w[QKV].value, l->w[QKV_BIAS].value, l->kept.n1, M,
+                                             l->kept.qkv));
     keep(l, M * ddp_tp_linear_out_features(l->qkv));
     TRY(attention(l));
     keep(l, B * l->heads * S * S); /* softmax */
     mask(l, B * l->heads * S * S);
-    keep(l, B * l->heads * S * S); /* dropped */
+    keep(l, B * l->heads * S * S);                   /* dropped */
     keep(l, M * ddp_tp_linear_in_features(l->proj)); /* context */
-    RANKS_OK(l->group, ddp_tp_linear_forward(l->proj, l->w[PROJ].value, l->w[PROJ_BIAS].value, l->kept.context, M, l->passing.a));
+    RANKS_OK(l->group, ddp_tp_linear_forward(l->proj, l->w[PROJ].value, l->w[PROJ_BIAS].value,
+                                             l->kept.context, M, l->passing.a));
     TRY(row_dropout(l, 0, l->passing.a, l->passing.a));
     mask(l, l->own * H);
     add(l, l->kept.middle, l->kept.x, l->passing.a);
@@ -301,9 +350,11 @@ static ddp_result backward(layer *l, const void *dy) {
     TRY(norm_backward(l, 1, l->kept.middle, b, d_middle));
     add(l, d_middle, d_middle, dy);
     TRY(row_dropout(l, 0, d_middle, a));
-    RANKS_OK(l->group, ddp_tp_linear_backward(l->proj, l->w[PROJ].value, l->kept.context, a, M, b, l->w[PROJ].grad, l->w[PROJ_BIAS].grad));
+    RANKS_OK(l->group, ddp_tp_linear_backward(l->proj, l->w[PROJ].value, l->kept.context, a, M, b,
+                                              l->w[PROJ].grad, l->w[PROJ_BIAS].grad));
     TRY(attention_backward(l, b, a, d_softmax));
-    RANKS_OK(l->group, ddp_tp_linear_backward(l->qkv, l->w[QKV].value, l->kept.n1, a, M, b, l->w[QKV].grad, l->w[QKV_BIAS].grad));
+    RANKS_OK(l->group, ddp_tp_linear_backward(l->qkv, l->w[QKV].value, l->kept.n1, a, M, b, l->w[QKV].grad,
+                                              l->w[QKV_BIAS].grad));
     TRY(norm_backward(l, 0, l->kept.x, b, l->dx));
     add(l, l->dx, l->dx, d_middle);
     return DDP_OK;
@@ -314,15 +365,19 @@ static ddp_result backward(layer *l, const void *dy) {
 static ddp_result sent(layer *l, const char *what, uint64_t collectives, int64_t elements) {
     ddp_tp_stats stats = DDP_ZERO;
     RANKS_OK(l->group, ddp_tp_get_stats(l->tp, &stats));
-    RANKS_CHECK(l->group, stats.elements_sent == (uint64_t)elements && (l->ranks == 1 || !collectives || stats.collectives == collectives),
-                "%s sp=%d: %llu collectives of %llu elements, not %llu of %lld", what, l->sequence_parallel, (unsigned long long)stats.collectives,
-                (unsigned long long)stats.elements_sent, (unsigned long long)collectives, (long long)elements);
+    RANKS_CHECK(l->group,
+                stats.elements_sent == (uint64_t)elements
+                    && (l->ranks == 1 || !collectives || stats.collectives == collectives),
+                "%s sp=%d: %llu collectives of %llu elements, not %llu of %lld", what, l->sequence_parallel,
+                (unsigned long long)stats.collectives, (unsigned long long)stats.elements_sent,
+                (unsigned long long)collectives, (long long)elements);
     ddp_tp_reset_stats(l->tp);
     return DDP_OK;
 }
 
 static ddp_result step(layer *l, int chunk_count) {
-    int64_t t = l->ranks, each = (int64_t)B * S * H * (t - 1) / t, gathered_again = 2 * each, norms = 8 * (int64_t)H * (t - 1) / t, formula;
+    int64_t t = l->ranks, each = (int64_t)B * S * H * (t - 1) / t, gathered_again = 2 * each,
+            norms = 8 * (int64_t)H * (t - 1) / t, formula;
     double dy[M * H];
     int cuts = l->sequence_parallel;
     for (int64_t i = 0; i < l->own * H; i++) {
@@ -334,8 +389,10 @@ static ddp_result step(layer *l, int chunk_count) {
     TRY(sent(l, "forward", chunk_count ? 0 : cuts ? 4 : 2, 4 * each));
     TRY(backward(l, dy));
     TRY(sent(l, "backward", chunk_count ? 0 : cuts ? 8 : 2, 4 * each + (cuts ? gathered_again + norms : 0)));
-    formula = cuts ? 34 * S * B * H / t + 5 * A * S * S * B / t : 10 * S * B * H + 24 * S * B * H / t + 5 * A * S * S * B / t;
-    RANKS_CHECK(l->group, 2 * l->kept_elements + l->masks == formula, "t=%d sp=%d retains %lld bytes, the formula gives %lld", l->ranks, cuts,
+    formula = cuts ? 34 * S * B * H / t + 5 * A * S * S * B / t
+                   : 10 * S * B * H + 24 * S * B * H / t + 5 * A * S * S * B / t;
+    RANKS_CHECK(l->group, 2 * l->kept_elements + l->masks == formula,
+                "t=%d sp=%d retains %lld bytes, the formula gives %lld", l->ranks, cuts,
                 (long long)(2 * l->kept_elements + l->masks), (long long)formula);
     return DDP_OK;
 }
@@ -358,7 +415,8 @@ static ddp_result slope(layer *l, const char *what, int index, double *x, double
     TRY(forward(l));
     have = (up - objective(l)) / (2 * step);
     *x = from;
-    RANKS_CHECK(l->group, fabs(have - want) < 1e-6 * (1 + fabs(want)), "%s %d: the slope is %.12g, backward gives %.12g", what, index, have, want);
+    RANKS_CHECK(l->group, fabs(have - want) < 1e-6 * (1 + fabs(want)),
+                "%s %d: the slope is %.12g, backward gives %.12g", what, index, have, want);
     return DDP_OK;
 }
 
@@ -368,12 +426,15 @@ static ddp_result slopes(layer *l) {
     for (int k = 0; k < WEIGHTS; k++) {
         int64_t count = 0;
         for (int p = 0; p < l->w[k].parts; p++) count += count_of(&l->w[k].box[p]);
-        for (int64_t i = k; i < count; i += count / 4 + 1) TRY(slope(l, "weight", k, l->w[k].value + i, l->w[k].grad[i]));
+        for (int64_t i = k; i < count; i += count / 4 + 1)
+            TRY(slope(l, "weight", k, l->w[k].value + i, l->w[k].grad[i]));
     }
     return DDP_OK;
 }
 
-typedef struct gap { double most, difference; } gap;
+typedef struct gap {
+    double most, difference;
+} gap;
 
 static void gap_add(gap *g, double have, double want) {
     double difference = fabs(have - want);
@@ -383,7 +444,8 @@ static void gap_add(gap *g, double have, double want) {
 
 static ddp_result narrow(const layer *l, const char *what, int index, const gap *g) {
     double near = l->dtype == DDP_F32 ? 1e-5 : 1e-11;
-    RANKS_CHECK(l->group, g->difference <= near * g->most, "%s %d of %s, t=%d sp=%d: off by %g, where the greatest is %g", what, index,
+    RANKS_CHECK(l->group, g->difference <= near * g->most,
+                "%s %d of %s, t=%d sp=%d: off by %g, where the greatest is %g", what, index,
                 ddp_dtype_name(l->dtype), l->ranks, l->sequence_parallel, g->difference, g->most);
     return DDP_OK;
 }
@@ -403,7 +465,8 @@ static ddp_result agrees(const layer *l, const layer *one) {
         for (int p = 0; p < l->w[k].parts; at += count_of(&l->w[k].box[p++])) {
             const ddp_tensor_box *box = &l->w[k].box[p];
             int is_matrix = box->ndim == 2;
-            int64_t columns = is_matrix ? box->shape[1] : 1, all = is_matrix ? box->global_shape[1] : 1, first = is_matrix ? box->offset[1] : 0;
+            int64_t columns = is_matrix ? box->shape[1] : 1, all = is_matrix ? box->global_shape[1] : 1,
+                    first = is_matrix ? box->offset[1] : 0;
             for (int64_t i = 0; i < count_of(box); i++) {
                 int64_t there = (box->offset[0] + i / columns) * all + first + i % columns;
                 gap_add(&value, get(l, l->w[k].value, at + i), one->w[k].value[there]);
@@ -418,11 +481,15 @@ static ddp_result agrees(const layer *l, const layer *one) {
 
 static layer *some_layer(void) {
     layer *l = (layer *)calloc(1, sizeof *l);
-    if (!l) { fprintf(stderr, "no memory for the test\n"); exit(2); }
+    if (!l) {
+        fprintf(stderr, "no memory for the test\n");
+        exit(2);
+    }
     return l;
 }
 
-static ddp_result compared(ddp_group *group, const layer *one, ddp_dtype dtype, int sequence_parallel, int chunk_count) {
+static ddp_result compared(ddp_group *group, const layer *one, ddp_dtype dtype, int sequence_parallel,
+                           int chunk_count) {
     layer *l = some_layer();
     TRY(make(l, group, dtype, sequence_parallel, chunk_count));
     TRY(step(l, chunk_count));

@@ -36,7 +36,9 @@ static ddp_result look(const axes *a, ddp_result got, ddp_result wanted, const c
     if (wanted == DDP_OK) return DDP_OK;
     RANKS_CHECK(a->world, count_of(text, cause) == 1 && count_of(text, WHO) == 1, "\"%s\"", text);
     /* the failing rank's own line stays unchanged if it names the call */
-    RANKS_CHECK(a->world, strncmp(text, WHO ": ", strlen(WHO) + 2) == 0 || (strncmp(text, "rank ", 5) == 0 && count_of(text, "/") == 1),
+    RANKS_CHECK(a->world,
+                strncmp(text, WHO ": ", strlen(WHO) + 2) == 0
+                    || (strncmp(text, "rank ", 5) == 0 && count_of(text, "/") == 1),
                 "\"%s\"", text);
     return DDP_OK;
 }
@@ -51,18 +53,24 @@ static ddp_result one_fails(const axes *a) {
         double start = ddp_now();
         ddp_result mine = rank == odd ? DDP_ERR_SYSTEM : DDP_OK;
         snprintf(cause, sizeof cause, "the disk of %d is full", odd);
-        if (rank == odd && k < w) ddp_fail(mine, "%s", cause);
-        else if (rank == odd && k < 2 * w) ddp_fail(mine, WHO ": %s", cause);
-        else if (rank == odd) ddp_fail_in(mine, WHO, a->world, "%s", cause);
+        if (rank == odd && k < w)
+            ddp_fail(mine, "%s", cause);
+        else if (rank == odd && k < 2 * w)
+            ddp_fail(mine, WHO ": %s", cause);
+        else if (rank == odd)
+            ddp_fail_in(mine, WHO, a->world, "%s", cause);
         RANKS_OK(a->world, look(a, agree(a, mine, 0), DDP_ERR_SYSTEM, cause, start));
         if (k >= w) continue;
         /* rank 0 and rank 3 of a mesh of 2 x 2, where rank 1 fails */
         if (a->row == row && a->columns > 1)
-            snprintf(line, sizeof line, "rank %d/%d " WHO " group=world.shard: rank %d: %s", a->column, a->columns, column, cause);
+            snprintf(line, sizeof line, "rank %d/%d " WHO " group=world.shard: rank %d: %s", a->column,
+                     a->columns, column, cause);
         else if (a->columns > 1)
-            snprintf(line, sizeof line, "rank %d/2 " WHO " group=world.replicas: rank %d: group=world.shard: rank %d: %s", a->row,
-                     row, column, cause);
-        RANKS_CHECK(a->world, !line[0] || strcmp(ddp_last_error(), line) == 0, "\"%s\" instead of \"%s\"", ddp_last_error(), line);
+            snprintf(line, sizeof line,
+                     "rank %d/2 " WHO " group=world.replicas: rank %d: group=world.shard: rank %d: %s",
+                     a->row, row, column, cause);
+        RANKS_CHECK(a->world, !line[0] || strcmp(ddp_last_error(), line) == 0, "\"%s\" instead of \"%s\"",
+                    ddp_last_error(), line);
     }
     return DDP_OK;
 }
@@ -85,14 +93,16 @@ static ddp_result numbers(const axes *a) {
         double start = ddp_now();
         int number = rank == odd ? 7 : 3;
         RANKS_OK(a->world, look(a, agree(a, DDP_OK, number), DDP_ERR_MISMATCH, "number=7", start));
-        RANKS_CHECK(a->world, strstr(ddp_last_error(), "number=3") && !strstr(ddp_last_error(), "dtype"), "%s", ddp_last_error());
+        RANKS_CHECK(a->world, strstr(ddp_last_error(), "number=3") && !strstr(ddp_last_error(), "dtype"),
+                    "%s", ddp_last_error());
         start = ddp_now();
         ddp_result mine = rank == odd ? ddp_fail(DDP_ERR_SYSTEM, "<failure>") : DDP_OK;
         RANKS_OK(a->world, look(a, agree(a, mine, number), DDP_ERR_SYSTEM, "<failure>", start));
     }
     if (w == 1 || w % 2) return DDP_OK;
     double start = ddp_now();
-    RANKS_OK(a->world, look(a, agree(a, DDP_OK, a->row), DDP_ERR_MISMATCH, "ranks differ: rank 0 number=0, rank 1 number=1;", start));
+    RANKS_OK(a->world, look(a, agree(a, DDP_OK, a->row), DDP_ERR_MISMATCH,
+                            "ranks differ: rank 0 number=0, rank 1 number=1;", start));
     return DDP_OK;
 }
 
@@ -106,10 +116,12 @@ static ddp_result left_out(const axes *a) {
     groups[1] = NULL;
     groups[2] = a->world;
     ddp_result mine = rank == w - 1 ? ddp_fail(DDP_ERR_SYSTEM, "<failure>") : DDP_OK;
-    RANKS_OK(a->world, look(a, ddp_agree_groups(groups, 3, WHO, mine, 0, ""), DDP_ERR_SYSTEM, "<failure>", start));
+    RANKS_OK(a->world,
+             look(a, ddp_agree_groups(groups, 3, WHO, mine, 0, ""), DDP_ERR_SYSTEM, "<failure>", start));
     RANKS_CHECK(a->world, w == 1 || strstr(ddp_last_error(), "group=world: "), "\"%s\"", ddp_last_error());
     mine = rank == w - 1 ? ddp_fail(DDP_ERR_SYSTEM, "<failure>") : DDP_OK;
-    RANKS_OK(a->world, look(a, ddp_agree_groups(groups, 2, WHO, mine, (uint64_t)rank, ""), mine, "<failure>", start));
+    RANKS_OK(a->world,
+             look(a, ddp_agree_groups(groups, 2, WHO, mine, (uint64_t)rank, ""), mine, "<failure>", start));
     ddp_group_destroy(solo);
     return DDP_OK;
 }
@@ -121,7 +133,9 @@ static ddp_result a_group_fails(const axes *a) {
     if (w == 1 || w % 2 || a->columns == 1) return DDP_OK;
     if (ddp_rank(a->world) == w - 1) RANKS_OK(a->world, ddp_group_abort(a->groups[0]));
     RANKS_OK(a->world, look(a, agree(a, DDP_OK, 0), DDP_ERR_POISONED, "called ddp_group_abort", start));
-    RANKS_CHECK(a->world, a->row == 1 || strstr(ddp_last_error(), "group=world.replicas: rank 1: group=world.shard: "), "\"%s\"", ddp_last_error());
+    RANKS_CHECK(a->world,
+                a->row == 1 || strstr(ddp_last_error(), "group=world.replicas: rank 1: group=world.shard: "),
+                "\"%s\"", ddp_last_error());
     return DDP_OK;
 }
 

@@ -22,16 +22,17 @@
 #if !defined(TEST_SLOW)
 #define TEST_SLOW ranks_slow()
 #endif
-#define SLOTS 3      /* asynchronous cases in flight */
-#define GUARD 64     /* guard bytes around every buffer */
+#define SLOTS 3  /* asynchronous cases in flight */
+#define GUARD 64 /* guard bytes around every buffer */
 #define CANARY 0xa5
 
 enum { SEND, RECV };
 enum { MEMORY_PRIVATE, MEMORY_GROUP, MEMORY_MIXED, MEMORY_MODES };
 enum { PLACE_OUT, PLACE_IN, PLACE_MIXED /* odd ranks in place */, PLACES };
 
-static const char *const kind_names[] = {"all_reduce", "reduce",  "broadcast",    "all_gather",   "reduce_scatter", "all_to_all",
-                                         "gather",     "scatter", "all_gather_v", "all_to_all_v", "barrier"};
+static const char *const kind_names[] = {"all_reduce",     "reduce",       "broadcast", "all_gather",
+                                         "reduce_scatter", "all_to_all",   "gather",    "scatter",
+                                         "all_gather_v",   "all_to_all_v", "barrier"};
 static const char *const op_names[] = {"sum", "avg", "min", "max", "prod"};
 
 /* All ranks create the same list of these. */
@@ -41,8 +42,8 @@ typedef struct ccase {
     ddp_op op;
     size_t count;
     int root, memory, place, async, specials;
-    int shift;      /* elements between an aligned address and the buffers */
-    int gaps;       /* _v: blocks in reverse order with holes; 0 = offsets NULL */
+    int shift; /* elements between an aligned address and the buffers */
+    int gaps;  /* _v: blocks in reverse order with holes; 0 = offsets NULL */
     uint64_t seed;
     long number;
 } ccase;
@@ -50,11 +51,11 @@ typedef struct ccase {
 typedef struct slot {
     unsigned char *arena[2][2]; /* [MEMORY_PRIVATE or _GROUP][SEND or RECV] */
 #if defined(TEST_DEVICE)
-    unsigned char *far[2][2];   /* their mirrors */
-    unsigned char *back;        /* the final contents of a mirror of recv */
+    unsigned char *far[2][2]; /* their mirrors */
+    unsigned char *back;      /* the final contents of a mirror of recv */
 #endif
     size_t capacity;
-    unsigned char *shadow;      /* a copy of the send buffer */
+    unsigned char *shadow; /* a copy of the send buffer */
     unsigned char *expect;
     int busy;
     ccase c;
@@ -62,21 +63,24 @@ typedef struct slot {
     unsigned char *send, *recv; /* of this rank */
     /* Elements; in place: where the smaller buffer starts in the larger. */
     size_t send_extent, recv_extent, inner;
-    int in_place, send_outer;   /* in place: the send buffer is the larger one */
+    int in_place, send_outer; /* in place: the send buffer is the larger one */
 } slot;
 
 typedef struct rig {
     ddp_group *group;
     int rank, world_size;
-    slot slots[SLOTS + 1];      /* the last one is for large cases */
+    slot slots[SLOTS + 1]; /* the last one is for large cases */
 #if defined(TEST_DEVICE)
     device_rank device;
 #endif
-    uint64_t zero_signs;        /* see ranks_compare */
+    uint64_t zero_signs; /* see ranks_compare */
     long ran;
 } rig;
 
-typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL if the ranks share no memory */ } plan;
+typedef struct plan {
+    ranks_mode mode;
+    int *entered; /* shared; counts ranks inside the barrier test, NULL if the ranks share no memory */
+} plan;
 
 //== parameters of a case ===================================================================
 
@@ -85,11 +89,13 @@ static int is_reduction(ddp_call_kind kind) {
 }
 
 static int has_root(ddp_call_kind kind) {
-    return kind == DDP_CALL_REDUCE || kind == DDP_CALL_BROADCAST || kind == DDP_CALL_GATHER || kind == DDP_CALL_SCATTER;
+    return kind == DDP_CALL_REDUCE || kind == DDP_CALL_BROADCAST || kind == DDP_CALL_GATHER
+           || kind == DDP_CALL_SCATTER;
 }
 
 static int can_be_in_place(ddp_call_kind kind) {
-    return kind != DDP_CALL_BROADCAST && kind != DDP_CALL_ALL_TO_ALL && kind != DDP_CALL_ALL_TO_ALL_V && kind != DDP_CALL_BARRIER;
+    return kind != DDP_CALL_BROADCAST && kind != DDP_CALL_ALL_TO_ALL && kind != DDP_CALL_ALL_TO_ALL_V
+           && kind != DDP_CALL_BARRIER;
 }
 
 /* Elements that rank from sends to rank to in the _v calls; for all_gather_v to is -1. */
@@ -98,7 +104,9 @@ static size_t part_count(const ccase *c, int from, int to) {
     return h % 4 == 0 ? 0 : (size_t)(h >> 8) % (c->count + 1);
 }
 
-static size_t hole(const ccase *c, int block) { return c->gaps ? (size_t)(ranks_mix(c->seed + 77u + (uint64_t)block) % 4) : 0; }
+static size_t hole(const ccase *c, int block) {
+    return c->gaps ? (size_t)(ranks_mix(c->seed + 77u + (uint64_t)block) % 4) : 0;
+}
 
 /* Offsets of blocks with these counts, and the total extent. */
 static size_t lay_out(const ccase *c, int world_size, const size_t *counts, size_t *offsets) {
@@ -112,18 +120,20 @@ static size_t lay_out(const ccase *c, int world_size, const size_t *counts, size
     return at;
 }
 
-static void v_layout(const ccase *c, int rank, int world_size, size_t *send_counts, size_t *send_offsets, size_t *recv_counts,
-                     size_t *recv_offsets, size_t *send_extent, size_t *recv_extent) {
+static void v_layout(const ccase *c, int rank, int world_size, size_t *send_counts, size_t *send_offsets,
+                     size_t *recv_counts, size_t *recv_offsets, size_t *send_extent, size_t *recv_extent) {
     for (int r = 0; r < world_size; r++) {
         send_counts[r] = part_count(c, rank, r);
         recv_counts[r] = c->kind == DDP_CALL_ALL_GATHER_V ? part_count(c, r, -1) : part_count(c, r, rank);
     }
     *recv_extent = lay_out(c, world_size, recv_counts, recv_offsets);
-    *send_extent = c->kind == DDP_CALL_ALL_GATHER_V ? recv_counts[rank] : lay_out(c, world_size, send_counts, send_offsets);
+    *send_extent = c->kind == DDP_CALL_ALL_GATHER_V ? recv_counts[rank]
+                                                    : lay_out(c, world_size, send_counts, send_offsets);
 }
 
 static void extents(const rig *g, const ccase *c, size_t *send, size_t *recv) {
-    size_t w = (size_t)g->world_size, a[DDP_MAX_LOCAL_RANKS], b[DDP_MAX_LOCAL_RANKS], d[DDP_MAX_LOCAL_RANKS], e[DDP_MAX_LOCAL_RANKS];
+    size_t w = (size_t)g->world_size, a[DDP_MAX_LOCAL_RANKS], b[DDP_MAX_LOCAL_RANKS], d[DDP_MAX_LOCAL_RANKS],
+           e[DDP_MAX_LOCAL_RANKS];
     int is_root = g->rank == c->root;
     *send = *recv = c->count;
     switch (c->kind) {
@@ -134,7 +144,8 @@ static void extents(const rig *g, const ccase *c, size_t *send, size_t *recv) {
     case DDP_CALL_REDUCE_SCATTER: *send = w * c->count; break;
     case DDP_CALL_SCATTER: *send = is_root ? w * c->count : 0; break;
     case DDP_CALL_ALL_TO_ALL: *send = *recv = w * c->count; break;
-    case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: v_layout(c, g->rank, g->world_size, a, b, d, e, send, recv); break;
+    case DDP_CALL_ALL_GATHER_V:
+    case DDP_CALL_ALL_TO_ALL_V: v_layout(c, g->rank, g->world_size, a, b, d, e, send, recv); break;
     case DDP_CALL_BARRIER: *send = *recv = 0; break;
     default: break;
     }
@@ -148,22 +159,29 @@ static void reference(const rig *g, const ccase *c, unsigned char *out) {
     data.seed = c->seed;
     data.specials = c->specials;
     switch (c->kind) {
-    case DDP_CALL_REDUCE: case DDP_CALL_ALL_REDUCE:
+    case DDP_CALL_REDUCE:
+    case DDP_CALL_ALL_REDUCE:
         if (c->kind == DDP_CALL_REDUCE && g->rank != c->root) break;
         ranks_reduce(out, &data, c->op, g->world_size, (uint64_t)g->world_size, 0, n);
         break;
-    case DDP_CALL_REDUCE_SCATTER: ranks_reduce(out, &data, c->op, g->world_size, (uint64_t)g->world_size, (size_t)g->rank * n, n); break;
+    case DDP_CALL_REDUCE_SCATTER:
+        ranks_reduce(out, &data, c->op, g->world_size, (uint64_t)g->world_size, (size_t)g->rank * n, n);
+        break;
     case DDP_CALL_BROADCAST: ranks_fill(out, &data, c->root, 0, n); break;
     case DDP_CALL_SCATTER: ranks_fill(out, &data, c->root, (size_t)g->rank * n, n); break;
-    case DDP_CALL_GATHER: case DDP_CALL_ALL_GATHER:
+    case DDP_CALL_GATHER:
+    case DDP_CALL_ALL_GATHER:
         if (c->kind == DDP_CALL_GATHER && g->rank != c->root) break;
         for (int r = 0; r < g->world_size; r++) ranks_fill(out + (size_t)r * n * size, &data, r, 0, n);
         break;
     case DDP_CALL_ALL_TO_ALL:
-        for (int r = 0; r < g->world_size; r++) ranks_fill(out + (size_t)r * n * size, &data, r, (size_t)g->rank * n, n);
+        for (int r = 0; r < g->world_size; r++)
+            ranks_fill(out + (size_t)r * n * size, &data, r, (size_t)g->rank * n, n);
         break;
-    case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: {
-        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
+    case DDP_CALL_ALL_GATHER_V:
+    case DDP_CALL_ALL_TO_ALL_V: {
+        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS],
+            ro[DDP_MAX_LOCAL_RANKS], se, re;
         size_t theirs[DDP_MAX_LOCAL_RANKS], at[DDP_MAX_LOCAL_RANKS];
         v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
         for (int r = 0; r < g->world_size; r++) {
@@ -183,9 +201,11 @@ static void reference(const rig *g, const ccase *c, unsigned char *out) {
 //== one case ===============================================================================
 
 static void describe(const ccase *c, char *text, size_t size_bytes) {
-    snprintf(text, size_bytes, "case %ld: %s %s %s count=%zu root=%d memory=%d place=%d async=%d specials=%d shift=%d gaps=%d", c->number,
-             kind_names[c->kind], ddp_dtype_name(c->dtype), is_reduction(c->kind) ? op_names[c->op] : "-", c->count, c->root, c->memory,
-             c->place, c->async, c->specials, c->shift, c->gaps);
+    snprintf(text, size_bytes,
+             "case %ld: %s %s %s count=%zu root=%d memory=%d place=%d async=%d specials=%d shift=%d gaps=%d",
+             c->number, kind_names[c->kind], ddp_dtype_name(c->dtype),
+             is_reduction(c->kind) ? op_names[c->op] : "-", c->count, c->root, c->memory, c->place, c->async,
+             c->specials, c->shift, c->gaps);
 }
 
 /* Kind of memory of this rank for one side; ranks differ if mixed. */
@@ -195,21 +215,25 @@ static int memory_of(const rig *g, const ccase *c, int side) {
 }
 
 static void prepare(rig *g, slot *s, const ccase *c) {
-    size_t size = ranks_dtype_size(c->dtype), skip = (size_t)c->shift * size + GUARD, in_place_rank = (size_t)g->rank;
+    size_t size = ranks_dtype_size(c->dtype), skip = (size_t)c->shift * size + GUARD,
+           in_place_rank = (size_t)g->rank;
     ranks_data data;
     unsigned char *outer;
     data.dtype = c->dtype;
     data.seed = c->seed;
     data.specials = c->specials;
     s->c = *c;
-    s->in_place = can_be_in_place(c->kind) && (c->place == PLACE_IN || (c->place == PLACE_MIXED && g->rank % 2));
+    s->in_place = can_be_in_place(c->kind)
+                  && (c->place == PLACE_IN || (c->place == PLACE_MIXED && g->rank % 2));
     if (has_root(c->kind) && g->rank != c->root) s->in_place = 0;
     extents(g, c, &s->send_extent, &s->recv_extent);
     s->send_outer = c->kind == DDP_CALL_REDUCE_SCATTER || c->kind == DDP_CALL_SCATTER;
     s->inner = 0;
-    if (s->send_outer || c->kind == DDP_CALL_ALL_GATHER || c->kind == DDP_CALL_GATHER) s->inner = in_place_rank * c->count;
+    if (s->send_outer || c->kind == DDP_CALL_ALL_GATHER || c->kind == DDP_CALL_GATHER)
+        s->inner = in_place_rank * c->count;
     if (c->kind == DDP_CALL_ALL_GATHER_V) {
-        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
+        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS],
+            ro[DDP_MAX_LOCAL_RANKS], se, re;
         v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
         s->inner = ro[g->rank];
     }
@@ -242,7 +266,8 @@ static void prepare(rig *g, slot *s, const ccase *c) {
     if (!s->in_place) memcpy(s->shadow, s->send - GUARD, s->send_extent * size + 2 * GUARD);
 }
 
-static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsigned char *at_send, unsigned char *at_recv, ddp_work *work) {
+static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsigned char *at_send,
+                           unsigned char *at_recv, ddp_work *work) {
     const ccase *c = &s->c;
     int odd = (int)(c->seed & 1), is_root = g->rank == c->root;
     /* For an empty buffer, NULL and a pointer are both valid. */
@@ -250,23 +275,30 @@ static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsign
     const void *send = s->send_extent == 0 && odd ? NULL : at_send;
     switch (c->kind) {
     case DDP_CALL_ALL_REDUCE: return ddp_all_reduce(group, send, recv, c->count, c->dtype, c->op, work);
-    case DDP_CALL_REDUCE: return ddp_reduce(group, send, is_root || !odd ? recv : NULL, c->count, c->dtype, c->op, c->root, work);
+    case DDP_CALL_REDUCE:
+        return ddp_reduce(group, send, is_root || !odd ? recv : NULL, c->count, c->dtype, c->op, c->root,
+                          work);
     case DDP_CALL_BROADCAST: return ddp_broadcast(group, recv, c->count, c->dtype, c->root, work);
     case DDP_CALL_ALL_GATHER: return ddp_all_gather(group, send, recv, c->count, c->dtype, work);
-    case DDP_CALL_REDUCE_SCATTER: return ddp_reduce_scatter(group, send, recv, c->count, c->dtype, c->op, work);
+    case DDP_CALL_REDUCE_SCATTER:
+        return ddp_reduce_scatter(group, send, recv, c->count, c->dtype, c->op, work);
     case DDP_CALL_ALL_TO_ALL: return ddp_all_to_all(group, send, recv, c->count, c->dtype, work);
     case DDP_CALL_GATHER: return ddp_gather(group, send, recv, c->count, c->dtype, c->root, work);
     case DDP_CALL_SCATTER: return ddp_scatter(group, send, recv, c->count, c->dtype, c->root, work);
-    case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: {
+    case DDP_CALL_ALL_GATHER_V:
+    case DDP_CALL_ALL_TO_ALL_V: {
         /* the arrays are valid only until the call returns, even if it is asynchronous */
-        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
+        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS],
+            ro[DDP_MAX_LOCAL_RANKS], se, re;
         ddp_result result;
         v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
         if (c->kind == DDP_CALL_ALL_GATHER_V)
             result = ddp_all_gather_v(group, send, se, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
         else
-            result = ddp_all_to_all_v(group, send, sc, c->gaps ? so : NULL, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
-        memset(sc, 0xff, sizeof sc), memset(so, 0xff, sizeof so), memset(rc, 0xff, sizeof rc), memset(ro, 0xff, sizeof ro);
+            result = ddp_all_to_all_v(group, send, sc, c->gaps ? so : NULL, recv, rc, c->gaps ? ro : NULL,
+                                      c->dtype, work);
+        memset(sc, 0xff, sizeof sc), memset(so, 0xff, sizeof so), memset(rc, 0xff, sizeof rc),
+            memset(ro, 0xff, sizeof ro);
         return result;
     }
     default: return ddp_barrier(group);
@@ -277,16 +309,22 @@ static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsign
 /* The mirror of a place in one of the arenas. */
 static unsigned char *far_of(const slot *s, const unsigned char *near) {
     for (int m = 0; m < 4; m++)
-        if (near >= s->arena[m / 2][m % 2] && near < s->arena[m / 2][m % 2] + s->capacity) return s->far[m / 2][m % 2] + (near - s->arena[m / 2][m % 2]);
+        if (near >= s->arena[m / 2][m % 2] && near < s->arena[m / 2][m % 2] + s->capacity)
+            return s->far[m / 2][m % 2] + (near - s->arena[m / 2][m % 2]);
     return NULL;
 }
 
 static ddp_result issue(rig *g, slot *s) {
     size_t size = ranks_dtype_size(s->c.dtype);
     int send_outer = s->in_place && s->send_outer;
-    ddp_result result = device_up(&g->device, far_of(s, s->send) - GUARD, s->send - GUARD, s->send_extent * size + 2 * GUARD);
-    if (result == DDP_OK && !send_outer) result = device_up(&g->device, far_of(s, s->recv) - GUARD, s->recv - GUARD, s->recv_extent * size + 2 * GUARD);
-    if (result == DDP_OK) result = issue_on(g, g->device.group, s, far_of(s, s->send), far_of(s, s->recv), s->c.async ? &s->work : NULL);
+    ddp_result result = device_up(&g->device, far_of(s, s->send) - GUARD, s->send - GUARD,
+                                  s->send_extent * size + 2 * GUARD);
+    if (result == DDP_OK && !send_outer)
+        result = device_up(&g->device, far_of(s, s->recv) - GUARD, s->recv - GUARD,
+                           s->recv_extent * size + 2 * GUARD);
+    if (result == DDP_OK)
+        result = issue_on(g, g->device.group, s, far_of(s, s->send), far_of(s, s->recv),
+                          s->c.async ? &s->work : NULL);
     return result == DDP_OK ? issue_on(g, g->group, s, s->send, s->recv, NULL) : result;
 }
 
@@ -299,27 +337,40 @@ static ddp_result compare_far(rig *g, slot *s, const char *text) {
         unsigned char *near = side == SEND ? s->send : s->recv;
         size_t extent = side == SEND ? s->send_extent : s->recv_extent;
         long at;
-        ddp_result result = device_down(&g->device, s->back, far_of(s, near) - GUARD, extent * size + 2 * GUARD);
+        ddp_result result = device_down(&g->device, s->back, far_of(s, near) - GUARD,
+                                        extent * size + 2 * GUARD);
         if (result != DDP_OK) return result;
         at = ranks_compare(s->back + GUARD, near, extent, s->c.dtype, 0, NULL);
-        RANKS_CHECK(g->group, at < 0, "%s: on the device element %ld of %zu of %s is %llx, on the CPU %llx (in_place=%d)", text, at, extent,
-                    side == SEND ? "send" : "recv", (unsigned long long)ranks_load(s->back + GUARD, (size_t)at, size),
+        RANKS_CHECK(g->group, at < 0,
+                    "%s: on the device element %ld of %zu of %s is %llx, on the CPU %llx (in_place=%d)", text,
+                    at, extent, side == SEND ? "send" : "recv",
+                    (unsigned long long)ranks_load(s->back + GUARD, (size_t)at, size),
                     (unsigned long long)ranks_load(near, (size_t)at, size), s->in_place);
-        RANKS_CHECK(g->group, memcmp(s->back, near - GUARD, GUARD) == 0 && memcmp(s->back + GUARD + extent * size, near + extent * size, GUARD) == 0,
+        RANKS_CHECK(g->group,
+                    memcmp(s->back, near - GUARD, GUARD) == 0
+                        && memcmp(s->back + GUARD + extent * size, near + extent * size, GUARD) == 0,
                     "%s: on the device bytes around %s were changed", text, side == SEND ? "send" : "recv");
     }
     return DDP_OK;
 }
 #else
-static ddp_result issue(rig *g, slot *s) { return issue_on(g, g->group, s, s->send, s->recv, s->c.async ? &s->work : NULL); }
+static ddp_result issue(rig *g, slot *s) {
+    return issue_on(g, g->group, s, s->send, s->recv, s->c.async ? &s->work : NULL);
+}
 static ddp_group *group_of(rig *g) { return g->group; }
-static ddp_result compare_far(rig *g, slot *s, const char *text) { (void)g; (void)s; (void)text; return DDP_OK; }
+static ddp_result compare_far(rig *g, slot *s, const char *text) {
+    (void)g;
+    (void)s;
+    (void)text;
+    return DDP_OK;
+}
 #endif
 
 /* Finishes the case in a slot, if any, and compares. */
 static ddp_result finish(rig *g, slot *s) {
     const ccase *c = &s->c;
-    size_t size = ranks_dtype_size(c->dtype), extent = s->in_place && s->send_outer ? s->send_extent : s->recv_extent;
+    size_t size = ranks_dtype_size(c->dtype),
+           extent = s->in_place && s->send_outer ? s->send_extent : s->recv_extent;
     const unsigned char *have = s->in_place && s->send_outer ? s->send : s->recv;
     char text[256];
     ddp_result result;
@@ -333,37 +384,47 @@ static ddp_result finish(rig *g, slot *s) {
             int done = 0;
             /* Sleeps a little: the awaited thread needs the CPU. */
             for (int tries = 0; !done; ranks_sleep_us(tries++ < 3 ? 0 : 50))
-                RANKS_CHECK(g->group, ddp_test(group_of(g), &s->work, &done) == DDP_OK, "%s: ddp_test: %s", text, ddp_last_error());
+                RANKS_CHECK(g->group, ddp_test(group_of(g), &s->work, &done) == DDP_OK, "%s: ddp_test: %s",
+                            text, ddp_last_error());
         }
         RANKS_CHECK(g->group, ddp_wait(group_of(g), &s->work) == DDP_OK, "%s: %s", text, ddp_last_error());
-        RANKS_CHECK(g->group, ddp_wait(group_of(g), &s->work) == DDP_OK, "%s: waiting for nothing: %s", text, ddp_last_error());
+        RANKS_CHECK(g->group, ddp_wait(group_of(g), &s->work) == DDP_OK, "%s: waiting for nothing: %s", text,
+                    ddp_last_error());
     }
     result = compare_far(g, s, text);
     if (result != DDP_OK) return result;
-    if (is_reduction(c->kind) && c->op != DDP_OP_MIN && c->op != DDP_OP_MAX && ddp_group_order(group_of(g)) == DDP_ORDER_ANY)
+    if (is_reduction(c->kind) && c->op != DDP_OP_MIN && c->op != DDP_OP_MAX
+        && ddp_group_order(group_of(g)) == DDP_ORDER_ANY)
         at = ranks_compare_any(have, s->expect + GUARD, extent, c->dtype);
     else
-        at = ranks_compare(have, s->expect + GUARD, extent, c->dtype, is_reduction(c->kind) && (c->op == DDP_OP_MIN || c->op == DDP_OP_MAX),
+        at = ranks_compare(have, s->expect + GUARD, extent, c->dtype,
+                           is_reduction(c->kind) && (c->op == DDP_OP_MIN || c->op == DDP_OP_MAX),
                            c->kind == DDP_CALL_ALL_REDUCE ? &g->zero_signs : &own);
-    RANKS_CHECK(g->group, at < 0, "%s: element %ld of %zu is %llx, wanted %llx (in_place=%d)", text, at, extent,
-                (unsigned long long)ranks_load(have, (size_t)at, size),
+    RANKS_CHECK(g->group, at < 0, "%s: element %ld of %zu is %llx, wanted %llx (in_place=%d)", text, at,
+                extent, (unsigned long long)ranks_load(have, (size_t)at, size),
                 (unsigned long long)ranks_load(s->expect + GUARD, (size_t)at, size), s->in_place);
-    RANKS_CHECK(g->group, memcmp(have - GUARD, s->expect, GUARD) == 0, "%s: bytes before recv were changed", text);
-    RANKS_CHECK(g->group, memcmp(have + extent * size, s->expect + GUARD + extent * size, GUARD) == 0, "%s: bytes after recv were changed", text);
+    RANKS_CHECK(g->group, memcmp(have - GUARD, s->expect, GUARD) == 0, "%s: bytes before recv were changed",
+                text);
+    RANKS_CHECK(g->group, memcmp(have + extent * size, s->expect + GUARD + extent * size, GUARD) == 0,
+                "%s: bytes after recv were changed", text);
     if (!s->in_place)
-        RANKS_CHECK(g->group, memcmp(s->send - GUARD, s->shadow, s->send_extent * size + 2 * GUARD) == 0, "%s: send was changed", text);
+        RANKS_CHECK(g->group, memcmp(s->send - GUARD, s->shadow, s->send_extent * size + 2 * GUARD) == 0,
+                    "%s: send was changed", text);
     g->ran++;
     return DDP_OK;
 }
 
 static size_t bytes_needed(const rig *g, const ccase *c) {
     int gathers = c->kind >= DDP_CALL_ALL_GATHER && c->kind != DDP_CALL_BARRIER;
-    return ((gathers ? (size_t)g->world_size : 1) * (c->count + 4) + 4) * ranks_dtype_size(c->dtype) + 2 * GUARD;
+    return ((gathers ? (size_t)g->world_size : 1) * (c->count + 4) + 4) * ranks_dtype_size(c->dtype)
+           + 2 * GUARD;
 }
 
 /* Whether the backend supports such calls. Too large ones get a smaller count. */
 static int is_for(const rig *g, ccase *c) {
-    if (ranks_on.is & RANKS_NO_COUNTS && (c->kind == DDP_CALL_ALL_GATHER_V || c->kind == DDP_CALL_ALL_TO_ALL_V)) return 0;
+    if (ranks_on.is & RANKS_NO_COUNTS
+        && (c->kind == DDP_CALL_ALL_GATHER_V || c->kind == DDP_CALL_ALL_TO_ALL_V))
+        return 0;
     while (ranks_on.most_bytes && bytes_needed(g, c) > ranks_on.most_bytes) c->count /= 2;
     return 1;
 }
@@ -374,7 +435,8 @@ static ddp_result run_case(rig *g, slot *s, const ccase *c) {
     char text[256];
     ccase fitting = *c;
     if (result != DDP_OK || !is_for(g, &fitting)) return result;
-    RANKS_CHECK(g->group, bytes_needed(g, &fitting) <= s->capacity, "the test's own slot is too small for case %ld", c->number);
+    RANKS_CHECK(g->group, bytes_needed(g, &fitting) <= s->capacity,
+                "the test's own slot is too small for case %ld", c->number);
     prepare(g, s, &fitting);
     describe(&s->c, text, sizeof text);
     RANKS_CHECK(g->group, issue(g, s) == DDP_OK, "%s: %s", text, ddp_last_error());
@@ -409,10 +471,12 @@ static ddp_result run_cross(rig *g, long stride) {
     long number = 0;
     for (int kind = DDP_CALL_ALL_REDUCE; kind <= DDP_CALL_BARRIER; kind++)
         for (int dtype = DDP_F32; dtype <= DDP_U64; dtype++)
-            for (int op = DDP_OP_SUM; op <= (is_reduction((ddp_call_kind)kind) ? DDP_OP_PROD : DDP_OP_SUM); op++)
+            for (int op = DDP_OP_SUM; op <= (is_reduction((ddp_call_kind)kind) ? DDP_OP_PROD : DDP_OP_SUM);
+                 op++)
                 for (size_t n = 0; n < sizeof counts / sizeof *counts; n++)
                     for (int memory = 0; memory < MEMORY_MODES; memory++)
-                        for (int place = 0; place < (can_be_in_place((ddp_call_kind)kind) ? PLACES : 1); place++)
+                        for (int place = 0; place < (can_be_in_place((ddp_call_kind)kind) ? PLACES : 1);
+                             place++)
                             for (int async = 0; async < 2; async++) {
                                 ccase c;
                                 ddp_result result;
@@ -425,7 +489,8 @@ static ddp_result run_cross(rig *g, long stride) {
                                 c.place = place;
                                 c.async = async && kind != DDP_CALL_BARRIER;
                                 vary(&c, g->world_size, number);
-                                while (c.count > 64 && bytes_needed(g, &c) > g->slots[0].capacity) c.count /= 2;
+                                while (c.count > 64 && bytes_needed(g, &c) > g->slots[0].capacity)
+                                    c.count /= 2;
                                 result = run_case(g, &g->slots[number / stride % SLOTS], &c);
                                 if (result != DDP_OK) return result;
                             }
@@ -443,7 +508,8 @@ static ddp_result run_many_ranks(rig *g) {
     int turn = 0;
     for (int kind = DDP_CALL_ALL_REDUCE; kind <= DDP_CALL_BARRIER; kind++)
         for (int n = 0; n < 4; n++) {
-            int reduction = is_reduction((ddp_call_kind)kind), step = reduction && n == 3 && g->world_size > 33 ? 2 : 1;
+            int reduction = is_reduction((ddp_call_kind)kind),
+                step = reduction && n == 3 && g->world_size > 33 ? 2 : 1;
             for (int i = 0; i < (reduction ? 9 : 4); i += step) {
                 ccase c;
                 ddp_result result;
@@ -456,7 +522,8 @@ static ddp_result run_many_ranks(rig *g) {
                 c.place = mix & 2 && can_be_in_place(c.kind) ? PLACE_IN : PLACE_OUT;
                 c.async = turn % 3 == 0 && kind != DDP_CALL_BARRIER;
                 vary(&c, g->world_size, ++number);
-                result = run_case(g, &g->slots[bytes_needed(g, &c) > g->slots[0].capacity ? SLOTS : turn % SLOTS], &c);
+                result = run_case(
+                    g, &g->slots[bytes_needed(g, &c) > g->slots[0].capacity ? SLOTS : turn % SLOTS], &c);
                 if (result != DDP_OK) return result;
                 turn++;
             }
@@ -484,7 +551,8 @@ static ddp_result run_thresholds(rig *g, int most) {
                     c.memory = (int)((h >> 16) % MEMORY_MODES);
                     c.place = (int)((h >> 24) % PLACES);
                     c.async = (int)(h >> 32 & 1);
-                    c.count = sizes[n] / ranks_dtype_size(c.dtype) / (whole ? (size_t)g->world_size : 1) + (size_t)(delta + 1) - 1;
+                    c.count = sizes[n] / ranks_dtype_size(c.dtype) / (whole ? (size_t)g->world_size : 1)
+                              + (size_t)(delta + 1) - 1;
                     vary(&c, g->world_size, number);
                     if (bytes_needed(g, &c) > g->slots[SLOTS].capacity) continue;
                     result = run_case(g, &g->slots[SLOTS], &c);
@@ -524,7 +592,8 @@ static ddp_result run_barriers(rig *g, int *entered, int rounds) {
         __atomic_add_fetch(entered, 1, __ATOMIC_SEQ_CST);
         RANKS_OK(g->group, ddp_barrier(g->group));
         in = __atomic_load_n(entered, __ATOMIC_SEQ_CST);
-        RANKS_CHECK(g->group, in >= (i + 1) * g->world_size, "barrier %d let a rank through after %d of %d entries", i, in, (i + 1) * g->world_size);
+        RANKS_CHECK(g->group, in >= (i + 1) * g->world_size,
+                    "barrier %d let a rank through after %d of %d entries", i, in, (i + 1) * g->world_size);
     }
     return DDP_OK;
 }
@@ -580,7 +649,8 @@ static ddp_result run_all(rig *g, const plan *p) {
     if (few) stride = (w <= 2 ? 1 : w <= 4 ? 7 : 41) * (slow > 1 ? 13 : 3) - 2;
     result = w < 8 ? run_cross(g, stride) : run_many_ranks(g);
     if (result == DDP_OK && w < 8) result = run_thresholds(g, few ? 16 : w <= 4 ? 300 : 100);
-    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / slow, 4711u + (uint64_t)w);
+    if (result == DDP_OK)
+        result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / slow, 4711u + (uint64_t)w);
     if (result == DDP_OK) result = run_barriers(g, p->entered, (w < 8 ? 500 : 50) / slow);
     return result;
 }
@@ -599,7 +669,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 #if defined(TEST_LARGE_BYTES)
     large = TEST_LARGE_BYTES;
 #else
-    large = g->world_size < 8 ? (size_t)(g->world_size <= 4 ? 3 * g->world_size + 2 : 5) << 20 : (size_t)g->world_size * 5010 * 4 + 4096;
+    large = g->world_size < 8 ? (size_t)(g->world_size <= 4 ? 3 * g->world_size + 2 : 5) << 20
+                              : (size_t)g->world_size * 5010 * 4 + 4096;
 #endif
 #if defined(TEST_DEVICE)
     result = device_rank_open(&g->device, world, large > small ? large : small);
@@ -623,7 +694,9 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     result = device_rank_close(&g->device);
     if (result != DDP_OK) return result;
 #endif
-    if (g->rank == 0) printf("ok: %s W=%d: %ld cases in %.1f s\n", ranks_mode_name(p->mode), g->world_size, g->ran, ranks_now() - start);
+    if (g->rank == 0)
+        printf("ok: %s W=%d: %ld cases in %.1f s\n", ranks_mode_name(p->mode), g->world_size, g->ran,
+               ranks_now() - start);
     fflush(stdout);
     free(g);
     return DDP_OK;
@@ -633,7 +706,8 @@ int main(int argc, char **argv) {
     static const int defaults[] = {2, 3, 4, 7};
     plan p;
     int count = argc > 2 ? argc - 2 : (int)(sizeof defaults / sizeof *defaults), failures = 0;
-    if (argc < 2 || ranks_mode_parse(argv[1], &p.mode) != 0) return fprintf(stderr, "usage: test_collectives BACKEND [W ...], see support/ranks.h\n"), 2;
+    if (argc < 2 || ranks_mode_parse(argv[1], &p.mode) != 0)
+        return fprintf(stderr, "usage: test_collectives BACKEND [W ...], see support/ranks.h\n"), 2;
     watchdog_start(480);
     p.entered = (int *)ranks_shared(4096);
     if (ranks_joins(p.mode)) p.entered = NULL, count = 1;
@@ -643,7 +717,8 @@ int main(int argc, char **argv) {
         if (p.entered) *p.entered = 0;
         result = ranks_run(p.mode, w, 60000 * DDP_TEST_SLOWDOWN, rank_main, &p);
         if (result == DDP_OK) continue;
-        fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(p.mode), w, ddp_result_name(result), ddp_last_error());
+        fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(p.mode), w, ddp_result_name(result),
+                ddp_last_error());
         failures++;
     }
     return failures != 0;

@@ -13,7 +13,8 @@
 
 enum { PARAMS = 9, STEPS = 7, SAVED_HEADER = 40 /* bytes of a saved state before its numbers */ };
 
-static const int64_t SHAPES[PARAMS][4] = { /* ndim, then the shape; odd sizes, so that buckets are packed */
+static const int64_t SHAPES[PARAMS][4] = {
+    /* ndim, then the shape; odd sizes, so that buckets are packed */
     {2, 40, 30}, {1, 30}, {3, 7, 5, 6}, {0}, {2, 0, 4}, {2, 64, 48}, {1, 48}, {2, 3, 2}, {1, 9},
 };
 /* Different from the order of the first buckets, so that they are rebuilt. */
@@ -25,7 +26,10 @@ static void *counting_alloc(size_t size_bytes, void *user) {
     __atomic_add_fetch(&all_allocations, 1, __ATOMIC_RELAXED);
     return malloc(size_bytes);
 }
-static void counting_free(void *memory, void *user) { (void)user; free(memory); }
+static void counting_free(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
 //== a model ================================================================================
 
@@ -40,8 +44,8 @@ typedef struct model {
 
 typedef struct how {
     comm_hook_desc hook;
-    int given;               /* gradients are in memory of the model, in definition order */
-    int plain, find_unused;  /* no hook; the buckets are not rebuilt */
+    int given;              /* gradients are in memory of the model, in definition order */
+    int plain, find_unused; /* no hook; the buckets are not rebuilt */
     ddp_dtype comm_dtype;
     int micro_batch_count;
 } how;
@@ -76,7 +80,8 @@ static ddp_result model_open_as(model *m, ddp_group *group, const how *h, ddp_dt
     ddp_reducer_desc desc = DDP_ZERO;
     comm_hook_desc hook = h->hook;
     model_params(m, group, grad_dtype);
-    for (size_t i = 0, at = 0; i < PARAMS && h->given; at += m->count[i++]) m->params[i].grad.data = m->grads + at;
+    for (size_t i = 0, at = 0; i < PARAMS && h->given; at += m->count[i++])
+        m->params[i].grad.data = m->grads + at;
     desc.params = m->params;
     hook.params = m->params;
     desc.param_count = hook.param_count = PARAMS;
@@ -94,11 +99,14 @@ static ddp_result model_open_as(model *m, ddp_group *group, const how *h, ddp_dt
     return ddp_reducer_create(&m->reducer, group, &desc);
 }
 
-static ddp_result model_open(model *m, ddp_group *group, const how *h) { return model_open_as(m, group, h, DDP_F32); }
+static ddp_result model_open(model *m, ddp_group *group, const how *h) {
+    return model_open_as(m, group, h, DDP_F32);
+}
 
 /* A gradient between -1 and 1, the same on every rank. */
 static float number(int rank, int step, int param, size_t element) {
-    uint64_t h = ranks_mix(((uint64_t)rank << 40) + ((uint64_t)step << 32) + ((uint64_t)param << 24) + element);
+    uint64_t h = ranks_mix(((uint64_t)rank << 40) + ((uint64_t)step << 32) + ((uint64_t)param << 24)
+                           + element);
     return (float)(int32_t)(h >> 32) / 2147483648.0f;
 }
 
@@ -111,7 +119,9 @@ static ddp_result model_reduce(model *m) {
     ddp_result result = ddp_reducer_wait(m->reducer);
     if (result != DDP_OK) return result;
     for (size_t i = 0, at = 0; i < PARAMS; at += m->count[i++])
-        if (m->count[i]) ddp_device_cpu()->cast(m->out + at, DDP_F32, m->params[i].grad.data, m->params[i].grad.dtype, m->count[i]);
+        if (m->count[i])
+            ddp_device_cpu()->cast(m->out + at, DDP_F32, m->params[i].grad.data, m->params[i].grad.dtype,
+                                   m->count[i]);
     return DDP_OK;
 }
 
@@ -119,7 +129,9 @@ static ddp_result model_step(model *m, int step) {
     for (int i = 0; i < PARAMS; i++)
         for (size_t e = 0; e < m->count[i]; e++) {
             float x = number(ddp_rank(m->group), step, i, e);
-            ddp_device_cpu()->cast((char *)m->params[i].grad.data + e * ddp_dtype_size(m->params[i].grad.dtype), m->params[i].grad.dtype, &x, DDP_F32, 1);
+            ddp_device_cpu()->cast((char *)m->params[i].grad.data
+                                       + e * ddp_dtype_size(m->params[i].grad.dtype),
+                                   m->params[i].grad.dtype, &x, DDP_F32, 1);
         }
     return model_reduce(m);
 }
@@ -149,7 +161,11 @@ static how how_of(comm_hook_kind kind) {
 
 //== the view of a bucket ====================================================================
 
-typedef struct seen { model *m; size_t elements; int wrong, calls; } seen;
+typedef struct seen {
+    model *m;
+    size_t elements;
+    int wrong, calls;
+} seen;
 
 /* Gradients hold 1000 * parameter + element. */
 static ddp_result look(ddp_group *group, ddp_bucket *bucket, void *user) {
@@ -172,7 +188,8 @@ static ddp_result a_bucket_tells_whose_gradients_lie_where(ddp_group *group) {
         ddp_reducer_desc desc = DDP_ZERO;
         seen s = {&m, 0, 0, 0};
         model_params(&m, group, DDP_F32);
-        for (size_t i = 0, at = 0; i < PARAMS && given; at += m.count[i++]) m.params[i].grad.data = m.grads + (given == 2 ? 2 * at : at);
+        for (size_t i = 0, at = 0; i < PARAMS && given; at += m.count[i++])
+            m.params[i].grad.data = m.grads + (given == 2 ? 2 * at : at);
         desc.params = m.params;
         desc.param_count = PARAMS;
         desc.first_bucket_bytes = 500;
@@ -182,7 +199,8 @@ static ddp_result a_bucket_tells_whose_gradients_lie_where(ddp_group *group) {
         RANKS_OK(group, ddp_reducer_create(&m.reducer, group, &desc));
         for (int step = 0; step < 3; step++) {
             for (int i = 0; i < PARAMS; i++)
-                for (size_t e = 0; e < m.count[i]; e++) ((float *)m.params[i].grad.data)[e] = (float)(i * 10000) + (float)e;
+                for (size_t e = 0; e < m.count[i]; e++)
+                    ((float *)m.params[i].grad.data)[e] = (float)(i * 10000) + (float)e;
             RANKS_OK(group, model_reduce(&m));
         }
         RANKS_CHECK(group, s.wrong == 0 && s.elements == 3 * m.total && s.calls >= 4,
@@ -197,10 +215,18 @@ static ddp_result a_bucket_tells_whose_gradients_lie_where(ddp_group *group) {
 /* BF16 and F16 equal the reducer's comm_dtype. Steps before start_step are the plain reduction, bit for
    bit. */
 static ddp_result bits_of_the_reducer(ddp_group *group) {
-    static const struct { comm_hook_kind kind; ddp_dtype comm, grad; int start; } cases[] = {
-        {COMM_HOOK_BF16, DDP_BF16, DDP_F32, 0}, {COMM_HOOK_F16, DDP_F16, DDP_F32, 0}, {COMM_HOOK_F16, DDP_F16, DDP_F64, 0},
-        {COMM_HOOK_BF16, DDP_DTYPE_DEFAULT, DDP_F16, 0}, {COMM_HOOK_INT8, DDP_DTYPE_DEFAULT, DDP_F32, STEPS},
-        {COMM_HOOK_POWERSGD, DDP_DTYPE_DEFAULT, DDP_F32, STEPS}, {COMM_HOOK_DELAY, DDP_DTYPE_DEFAULT, DDP_BF16, STEPS},
+    static const struct {
+        comm_hook_kind kind;
+        ddp_dtype comm, grad;
+        int start;
+    } cases[] = {
+        {COMM_HOOK_BF16, DDP_BF16, DDP_F32, 0},
+        {COMM_HOOK_F16, DDP_F16, DDP_F32, 0},
+        {COMM_HOOK_F16, DDP_F16, DDP_F64, 0},
+        {COMM_HOOK_BF16, DDP_DTYPE_DEFAULT, DDP_F16, 0},
+        {COMM_HOOK_INT8, DDP_DTYPE_DEFAULT, DDP_F32, STEPS},
+        {COMM_HOOK_POWERSGD, DDP_DTYPE_DEFAULT, DDP_F32, STEPS},
+        {COMM_HOOK_DELAY, DDP_DTYPE_DEFAULT, DDP_BF16, STEPS},
     };
     for (int c = 0; c < (int)(sizeof cases / sizeof cases[0]); c++) {
         model with, without;
@@ -214,7 +240,8 @@ static ddp_result bits_of_the_reducer(ddp_group *group) {
         for (int step = 0; step < 3; step++) {
             RANKS_OK(group, model_step(&with, step));
             RANKS_OK(group, model_step(&without, step));
-            RANKS_CHECK(group, !memcmp(with.out, without.out, with.total * sizeof(float)), "case %d, step %d: other bits", c, step);
+            RANKS_CHECK(group, !memcmp(with.out, without.out, with.total * sizeof(float)),
+                        "case %d, step %d: other bits", c, step);
         }
         model_close(&with);
         model_close(&without);
@@ -243,7 +270,8 @@ static ddp_result nothing_is_lost(ddp_group *group, const how *h, double most, u
     model m;
     int ranks = ddp_world_size(group), power = h->hook.kind == COMM_HOOK_POWERSGD;
     RANKS_OK(group, model_open(&m, group, h));
-    double *gave = (double *)calloc(m.total, 8), *applied = (double *)calloc(m.total, 8), *kept = (double *)calloc(m.total, 8), greatest = 0;
+    double *gave = (double *)calloc(m.total, 8), *applied = (double *)calloc(m.total, 8),
+           *kept = (double *)calloc(m.total, 8), greatest = 0;
     *hash = 0;
     for (int step = 0; step < STEPS; step++) {
         RANKS_OK(group, model_step(&m, step));
@@ -267,7 +295,8 @@ static ddp_result nothing_is_lost(ddp_group *group, const how *h, double most, u
                     "element %zu: gave %g, applied %g, remembered %g", i, gave[i], applied[i], kept[i]);
         greatest = fabs(kept[i]) > greatest ? fabs(kept[i]) : greatest;
     }
-    RANKS_CHECK(group, ranks == 1 ? greatest == 0 : greatest > 0 && greatest < most * ranks, "the largest memory is %g", greatest);
+    RANKS_CHECK(group, ranks == 1 ? greatest == 0 : greatest > 0 && greatest < most * ranks,
+                "the largest memory is %g", greatest);
     free(gave);
     free(applied);
     free(kept);
@@ -303,19 +332,26 @@ static ddp_result low_rank_is_exact(ddp_group *group) {
     RANKS_OK(group, model_open(&m, group, &h));
     for (int step = 0; step < 4; step++) {
         for (int i = 0; i < PARAMS; i++) {
-            int64_t n = SHAPES[i][0] > 0 && m.count[i] ? SHAPES[i][1] : 1, columns = m.count[i] ? (int64_t)m.count[i] / n : 1;
+            int64_t n = SHAPES[i][0] > 0 && m.count[i] ? SHAPES[i][1] : 1,
+                    columns = m.count[i] ? (int64_t)m.count[i] / n : 1;
             for (size_t e = 0; e < m.count[i]; e++)
-                ((float *)m.params[i].grad.data)[e] = step < 2 ? 0 : number(ddp_rank(group), step, i, e / (size_t)columns) *
-                                                                         number(ddp_rank(group), 99, i, e % (size_t)columns);
+                ((float *)m.params[i].grad.data)[e] = step < 2 ? 0
+                                                               : number(ddp_rank(group), step, i,
+                                                                        e / (size_t)columns)
+                                                                     * number(ddp_rank(group), 99, i,
+                                                                              e % (size_t)columns);
         }
         RANKS_OK(group, model_reduce(&m));
         for (size_t i = 0, at = 0; i < PARAMS; at += m.count[i++])
             for (size_t e = 0; e < m.count[i]; e++) {
                 size_t columns = SHAPES[i][0] > 0 ? m.count[i] / (size_t)SHAPES[i][1] : m.count[i];
                 double sum = 0;
-                for (int r = 0; r < ranks && step >= 2; r++) sum += (double)(number(r, step, (int)i, e / columns) * number(r, 99, (int)i, e % columns));
+                for (int r = 0; r < ranks && step >= 2; r++)
+                    sum += (double)(number(r, step, (int)i, e / columns)
+                                    * number(r, 99, (int)i, e % columns));
                 RANKS_CHECK(group, fabs((double)m.out[at + e] - sum / ranks) < 1e-4,
-                            "step %d param %d element %zu: %g for %g", step, (int)i, e, m.out[at + e], sum / ranks);
+                            "step %d param %d element %zu: %g for %g", step, (int)i, e, m.out[at + e],
+                            sum / ranks);
             }
     }
     model_close(&m);
@@ -341,7 +377,8 @@ static ddp_result one_step_late(ddp_group *group) {
             RANKS_OK(group, model_step(&late, step));
             RANKS_OK(group, ddp_all_reduce(group, &word, &word, 1, DDP_F32, DDP_OP_MAX, NULL));
             if (step == start) memset(before, 0, plain.total * 4);
-            RANKS_CHECK(group, !memcmp(late.out, want, late.total * 4), "case %d, step %d: other bits", c, step);
+            RANKS_CHECK(group, !memcmp(late.out, want, late.total * 4), "case %d, step %d: other bits", c,
+                        step);
             memcpy(before, plain.out, plain.total * 4);
         }
         free(before);
@@ -361,16 +398,21 @@ static ddp_result not_a_number(ddp_group *group) {
         RANKS_OK(group, model_open(&m, group, &h));
         if (!overflow) RANKS_OK(group, model_step(&m, 0));
         for (int i = 0; i < PARAMS; i++)
-            for (size_t e = 0; e < m.count[i]; e++) ((float *)m.params[i].grad.data)[e] = number(ddp_rank(group), 1, i, e);
-        if (ddp_rank(group) == ddp_world_size(group) - 1 && !overflow) ((float *)m.params[5].grad.data)[77] = kind == COMM_HOOK_INT8 ? INFINITY : NAN;
-        for (int row = 0; row < 64 && overflow; row++) ((float *)m.params[5].grad.data)[48 * row + 29] = 3e38f / (float)ddp_world_size(group);
+            for (size_t e = 0; e < m.count[i]; e++)
+                ((float *)m.params[i].grad.data)[e] = number(ddp_rank(group), 1, i, e);
+        if (ddp_rank(group) == ddp_world_size(group) - 1 && !overflow)
+            ((float *)m.params[5].grad.data)[77] = kind == COMM_HOOK_INT8 ? INFINITY : NAN;
+        for (int row = 0; row < 64 && overflow; row++)
+            ((float *)m.params[5].grad.data)[48 * row + 29] = 3e38f / (float)ddp_world_size(group);
         RANKS_OK(group, model_reduce(&m));
         const float *there = m.out + m.count[0] + m.count[1] + m.count[2] + m.count[3];
         RANKS_CHECK(group, !isfinite(there[77]), "kind %d: it became %g", kind, there[77]);
         RANKS_CHECK(group, isfinite(m.out[0]), "kind %d: it spread", kind);
         for (int step = 2; step < 4; step++) {
             RANKS_OK(group, model_step(&m, step));
-            for (size_t i = 0; i < m.total; i++) RANKS_CHECK(group, fabsf(m.out[i]) < 10, "kind %d: element %zu is %g in step %d", kind, i, m.out[i], step);
+            for (size_t i = 0; i < m.total; i++)
+                RANKS_CHECK(group, fabsf(m.out[i]) < 10, "kind %d: element %zu is %g in step %d", kind, i,
+                            m.out[i], step);
         }
         model_close(&m);
     }
@@ -400,14 +442,22 @@ static ddp_result bytes_and_memory(ddp_group *group) {
             RANKS_OK(group, model_step(&m, step));
         }
         RANKS_OK(group, ddp_barrier(group));
-        RANKS_CHECK(group, before == __atomic_load_n(&all_allocations, __ATOMIC_RELAXED), "kind %d: steps took memory", kind);
+        RANKS_CHECK(group, before == __atomic_load_n(&all_allocations, __ATOMIC_RELAXED),
+                    "kind %d: steps took memory", kind);
         RANKS_OK(group, ddp_barrier(group));
         RANKS_OK(group, comm_hook_get_stats(m.hook, &stats));
-        uint64_t all = (uint64_t)m.total * 4 * STEPS, want = kind <= COMM_HOOK_F16 ? all / 2 : kind == COMM_HOOK_POWERSGD ? power * 4 * STEPS : all;
+        uint64_t all = (uint64_t)m.total * 4 * STEPS, want = kind <= COMM_HOOK_F16        ? all / 2
+                                                             : kind == COMM_HOOK_POWERSGD ? power * 4 * STEPS
+                                                                                          : all;
         if (ddp_world_size(group) == 1) want = 0;
-        RANKS_CHECK(group, stats.gradient_bytes == all, "kind %d: %llu bytes of gradients", kind, (unsigned long long)stats.gradient_bytes);
-        RANKS_CHECK(group, kind == COMM_HOOK_INT8 ? stats.sent_bytes <= all / 3 && (want == 0) == (stats.sent_bytes == 0) : stats.sent_bytes == want,
-                    "kind %d: %llu bytes sent, not %llu", kind, (unsigned long long)stats.sent_bytes, (unsigned long long)want);
+        RANKS_CHECK(group, stats.gradient_bytes == all, "kind %d: %llu bytes of gradients", kind,
+                    (unsigned long long)stats.gradient_bytes);
+        RANKS_CHECK(group,
+                    kind == COMM_HOOK_INT8
+                        ? stats.sent_bytes <= all / 3 && (want == 0) == (stats.sent_bytes == 0)
+                        : stats.sent_bytes == want,
+                    "kind %d: %llu bytes sent, not %llu", kind, (unsigned long long)stats.sent_bytes,
+                    (unsigned long long)want);
         model_close(&m);
     }
     return DDP_OK;
@@ -436,7 +486,8 @@ static ddp_result states_go_on(ddp_group *group, comm_hook_kind kind) {
     for (int step = 3; step < 6; step++) {
         RANKS_OK(group, model_step(&whole, step));
         RANKS_OK(group, model_step(&second, step));
-        RANKS_CHECK(group, !memcmp(whole.out, second.out, whole.total * 4), "kind %d, step %d: other bits", (int)kind, step);
+        RANKS_CHECK(group, !memcmp(whole.out, second.out, whole.total * 4), "kind %d, step %d: other bits",
+                    (int)kind, step);
     }
     free(state);
     model_close(&whole);
@@ -466,17 +517,21 @@ static ddp_result states_move(ddp_group *group, comm_hook_kind kind) {
     RANKS_OK(group, model_open(&other, group, &h));
     RANKS_OK(group, comm_hook_load(other.hook, list, sizes, ddp_rank(group) == 0 ? ranks : 0));
     RANKS_OK(group, memories(&other, have));
-    for (size_t i = 0; i < m.total; i++) RANKS_CHECK(group, fabs(have[i] - want[i]) < 1e-5, "element %zu: %g for %g", i, have[i], want[i]);
+    for (size_t i = 0; i < m.total; i++)
+        RANKS_CHECK(group, fabs(have[i] - want[i]) < 1e-5, "element %zu: %g for %g", i, have[i], want[i]);
 
-    RANKS_CHECK(group, is_equal(group, hash_floats(0, other.hook->q, other.hook->q_total)), "ranks start from other Q");
+    RANKS_CHECK(group, is_equal(group, hash_floats(0, other.hook->q, other.hook->q_total)),
+                "ranks start from other Q");
     RANKS_OK(group, model_step(&other, 3));
-    RANKS_CHECK(group, is_equal(group, hash_floats(0, other.out, other.total)), "ranks go on with other bits");
+    RANKS_CHECK(group, is_equal(group, hash_floats(0, other.out, other.total)),
+                "ranks go on with other bits");
 
     RANKS_OK(group, ddp_group_split(group, ddp_rank(group), 0, &one));
     RANKS_OK(group, model_open(&alone, one, &h));
     RANKS_OK(group, comm_hook_load(alone.hook, list, sizes, ranks));
     for (int turn = 0; turn < 2; turn++) {
-        for (int i = 0; i < PARAMS; i++) if (m.count[i]) memset(alone.params[i].grad.data, 0, m.count[i] * 4);
+        for (int i = 0; i < PARAMS; i++)
+            if (m.count[i]) memset(alone.params[i].grad.data, 0, m.count[i] * 4);
         RANKS_OK(group, model_reduce(&alone));
         for (size_t i = 0; i < m.total; i++)
             RANKS_CHECK(group, fabs((double)alone.out[i] - (turn ? 0 : want[i])) < 1e-5,
@@ -506,15 +561,26 @@ static ddp_result states(ddp_group *group) {
 /* One sentence with `text` in it. */
 static int said(ddp_result have, ddp_result want, const char *text) {
     if (have == want && strstr(ddp_last_error(), text) && !strchr(ddp_last_error(), '\n')) return 1;
-    fprintf(stderr, "%s for %s: '%s', and no '%s'\n", ddp_result_name(have), ddp_result_name(want), ddp_last_error(), text);
+    fprintf(stderr, "%s for %s: '%s', and no '%s'\n", ddp_result_name(have), ddp_result_name(want),
+            ddp_last_error(), text);
     return 0;
 }
 
 static ddp_result bad_creates(ddp_group *group) {
-    static const struct { const char *text; int kind, start, block, rank, count, where; } cases[] = {
-        {"set one of comm_hook_kind", 0, 0, 0, 0, PARAMS, 0}, {"set one of comm_hook_kind", 6, 0, 0, 0, PARAMS, 0}, {"start_step=-1", 3, -1, 0, 0, PARAMS, 0},
-        {"block=17", 3, 0, 17, 0, PARAMS, 0}, {"block=-16", 3, 0, -16, 0, PARAMS, 0}, {"rank=65", 4, 0, 0, 65, PARAMS, 0}, {"rank=-1", 4, 0, 0, -1, PARAMS, 0},
-        {"param_count=0", 5, 0, 0, 0, 0, 0}, {"params is NULL", 4, 0, 0, 0, PARAMS, 1}, {"params[2] (no name) has a negative", 4, 0, 0, 0, PARAMS, 2},
+    static const struct {
+        const char *text;
+        int kind, start, block, rank, count, where;
+    } cases[] = {
+        {"set one of comm_hook_kind", 0, 0, 0, 0, PARAMS, 0},
+        {"set one of comm_hook_kind", 6, 0, 0, 0, PARAMS, 0},
+        {"start_step=-1", 3, -1, 0, 0, PARAMS, 0},
+        {"block=17", 3, 0, 17, 0, PARAMS, 0},
+        {"block=-16", 3, 0, -16, 0, PARAMS, 0},
+        {"rank=65", 4, 0, 0, 65, PARAMS, 0},
+        {"rank=-1", 4, 0, 0, -1, PARAMS, 0},
+        {"param_count=0", 5, 0, 0, 0, 0, 0},
+        {"params is NULL", 4, 0, 0, 0, PARAMS, 1},
+        {"params[2] (no name) has a negative", 4, 0, 0, 0, PARAMS, 2},
     };
     model m;
     comm_hook *hook = NULL;
@@ -543,7 +609,10 @@ static ddp_result bad_creates(ddp_group *group) {
         snprintf(others, sizeof others, "rank %d has failed", last);
         hook = (comm_hook *)&m;
         ddp_result result = comm_hook_create(&hook, group, &bad);
-        RANKS_CHECK(group, said(result, wrong ? DDP_ERR_INVALID : DDP_ERR_MISMATCH, wrong ? cases[k].text : others) && !hook, "case %d", c);
+        RANKS_CHECK(group,
+                    said(result, wrong ? DDP_ERR_INVALID : DDP_ERR_MISMATCH, wrong ? cases[k].text : others)
+                        && !hook,
+                    "case %d", c);
     }
     RANKS_CHECK(group, said(comm_hook_create(&hook, NULL, &desc), DDP_ERR_INVALID, "group is NULL"), "group");
     RANKS_CHECK(group, said(comm_hook_create(NULL, group, &desc), DDP_ERR_INVALID, "out is NULL"), "out");
@@ -553,10 +622,12 @@ static ddp_result bad_creates(ddp_group *group) {
         desc.params = m.params;
         desc.param_count = PARAMS;
         desc.rank = mine ? 2 : 3;
-        RANKS_CHECK(group, said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "different descs"), "another rank");
+        RANKS_CHECK(group, said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "different descs"),
+                    "another rank");
         m.params[6].value.shape[0] += mine;
         desc.rank = 0;
-        RANKS_CHECK(group, said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "different descs"), "another shape");
+        RANKS_CHECK(group, said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "different descs"),
+                    "another shape");
     }
     comm_hook_destroy(NULL);
     model_close(&m);
@@ -575,26 +646,42 @@ static ddp_result bad_states(ddp_group *group) {
     RANKS_OK(group, saved(&m, &state, &bytes));
     small = bytes - 1;
     RANKS_CHECK(group, said(comm_hook_save(m.hook, state, &small), DDP_ERR_INVALID, "are needed"), "room");
-    RANKS_CHECK(group, said(comm_hook_save(NULL, state, &small), DDP_ERR_INVALID, "hook or size_bytes is NULL"), "NULL");
+    RANKS_CHECK(group,
+                said(comm_hook_save(NULL, state, &small), DDP_ERR_INVALID, "hook or size_bytes is NULL"),
+                "NULL");
     RANKS_CHECK(group, said(comm_hook_get_stats(m.hook, NULL), DDP_ERR_INVALID, "stats is NULL"), "NULL");
     for (int c = 0; c < 7; c++) {
-        static const char *const texts[] = {"is cut short", "was not written by", "another desc", "bytes, not", "states or state_bytes is NULL",
-                                            "is cut short", "state_count=-1"};
+        static const char *const texts[] = {"is cut short",
+                                            "was not written by",
+                                            "another desc",
+                                            "bytes, not",
+                                            "states or state_bytes is NULL",
+                                            "is cut short",
+                                            "state_count=-1"};
         ddp_result want = c == 2 || c == 4 || c == 6 ? DDP_ERR_INVALID : DDP_ERR_CORRUPT;
         list[0] = state, list[1] = NULL, sizes[0] = bytes, sizes[1] = bytes;
         if (mine && c == 0) sizes[0] = 39;
         if (c == 1) state[0] ^= (char)mine;
         if (mine && c == 3) sizes[0] = bytes - 4;
         int count = mine && c == 6 ? -1 : mine && c == 5 ? 2 : 1;
-        ddp_result result = comm_hook_load(c == 2 ? other.hook : m.hook, mine && c == 4 ? NULL : (const void *const *)list, sizes, count);
+        ddp_result result = comm_hook_load(c == 2 ? other.hook : m.hook,
+                                           mine && c == 4 ? NULL : (const void *const *)list, sizes, count);
         if (c == 1) state[0] ^= (char)mine;
-        RANKS_CHECK(group, said(result, mine || c == 2 ? want : DDP_ERR_MISMATCH, mine || c == 2 ? texts[c] : "has failed"), "case %d", c);
+        RANKS_CHECK(
+            group,
+            said(result, mine || c == 2 ? want : DDP_ERR_MISMATCH, mine || c == 2 ? texts[c] : "has failed"),
+            "case %d", c);
     }
     ddp_result result = comm_hook_load(m.hook, NULL, NULL, 0);
-    if (ddp_rank(group)) RANKS_CHECK(group, said(result, DDP_ERR_MISMATCH, "rank 0 has failed"), "no state");
-    else RANKS_CHECK(group, said(result, DDP_ERR_INVALID, "rank 0 has no state"), "no state");
+    if (ddp_rank(group))
+        RANKS_CHECK(group, said(result, DDP_ERR_MISMATCH, "rank 0 has failed"), "no state");
+    else
+        RANKS_CHECK(group, said(result, DDP_ERR_INVALID, "rank 0 has no state"), "no state");
     RANKS_OK(group, model_step(&m, 0));
-    RANKS_CHECK(group, said(comm_hook_load(m.hook, (const void *const *)list, sizes, 1), DDP_ERR_INVALID, "has run already"), "late");
+    RANKS_CHECK(
+        group,
+        said(comm_hook_load(m.hook, (const void *const *)list, sizes, 1), DDP_ERR_INVALID, "has run already"),
+        "late");
     free(state);
     model_close(&m);
     model_close(&other);
@@ -603,7 +690,9 @@ static ddp_result bad_states(ddp_group *group) {
 
 /* Detected in a step: the group is a split, since it fails then. */
 static ddp_result bad_steps(ddp_group *group) {
-    static const char *const texts[] = {"created on another group", "hook_user is NULL", "have another number in the hook's desc", "are f64", "leave per_token 0"};
+    static const char *const texts[] = {"created on another group", "hook_user is NULL",
+                                        "have another number in the hook's desc", "are f64",
+                                        "leave per_token 0"};
     for (int c = 0; c < 5; c++) {
         model m;
         ddp_group *child = NULL;
@@ -622,7 +711,9 @@ static ddp_result bad_steps(ddp_group *group) {
         desc.per_token = c == 4;
         RANKS_OK(group, ddp_reducer_create(&m.reducer, child, &desc));
         ddp_result result = model_step(&m, 0);
-        if (ddp_world_size(group) > 1 || c < 2) RANKS_CHECK(group, said(result, c == 3 ? DDP_ERR_UNSUPPORTED : DDP_ERR_INVALID, texts[c]), "case %d", c);
+        if (ddp_world_size(group) > 1 || c < 2)
+            RANKS_CHECK(group, said(result, c == 3 ? DDP_ERR_UNSUPPORTED : DDP_ERR_INVALID, texts[c]),
+                        "case %d", c);
         model_close(&m);
         ddp_group_destroy(child);
     }
@@ -631,7 +722,8 @@ static ddp_result bad_steps(ddp_group *group) {
 
 //== local SGD, DiLoCo ======================================================================
 
-static ddp_result local_open(model *m, local_sgd **local, ddp_group *group, int every, double lr, double momentum) {
+static ddp_result local_open(model *m, local_sgd **local, ddp_group *group, int every, double lr,
+                             double momentum) {
     local_sgd_desc desc = DDP_ZERO;
     model_params(m, group, DDP_F32);
     m->params[8].value = m->params[1].value; /* tied; the memory of the ninth is not used */
@@ -653,7 +745,8 @@ static ddp_result outer_steps(ddp_group *group, double lr, double momentum) {
     int ranks = ddp_world_size(group), synced;
     RANKS_OK(group, local_open(&m, &local, group, 3, lr, momentum));
     size_t n = m.total - 9, bytes; /* the ninth has no values of its own */
-    double *old = (double *)calloc(n, 8), *speed = (double *)calloc(n, 8), *mean = (double *)calloc(n, 8), eta = lr == 0 ? 1 : lr;
+    double *old = (double *)calloc(n, 8), *speed = (double *)calloc(n, 8), *mean = (double *)calloc(n, 8),
+           eta = lr == 0 ? 1 : lr;
     for (size_t i = 0; i < n; i++) {
         RANKS_CHECK(group, m.values[i] == number(0, 50, 0, i), "value %zu is not rank 0's", i);
         old[i] = (double)m.values[i];
@@ -673,9 +766,11 @@ static ddp_result outer_steps(ddp_group *group, double lr, double momentum) {
                 for (int s = step - 2; s <= step; s++) mean[i] -= 0.01 * (double)number(r, s, 1, i) / ranks;
             speed[i] = momentum * speed[i] + mean[i];
             old[i] -= eta * (momentum > 0 ? mean[i] + momentum * speed[i] : mean[i]);
-            RANKS_CHECK(group, fabs(old[i] - (double)m.values[i]) < 2e-6, "step %d value %zu: %g for %g", step, i, (double)m.values[i], old[i]);
+            RANKS_CHECK(group, fabs(old[i] - (double)m.values[i]) < 2e-6, "step %d value %zu: %g for %g",
+                        step, i, (double)m.values[i], old[i]);
         }
-        RANKS_CHECK(group, is_equal(group, hash_floats(0, m.values, n)), "step %d: ranks have other bits", step);
+        RANKS_CHECK(group, is_equal(group, hash_floats(0, m.values, n)), "step %d: ranks have other bits",
+                    step);
         if (step != 2) continue;
         RANKS_OK(group, local_sgd_save(local, NULL, &bytes)); /* continues in another object */
         char *state = (char *)malloc(bytes);
@@ -688,8 +783,9 @@ static ddp_result outer_steps(ddp_group *group, double lr, double momentum) {
         free(state);
     }
     RANKS_OK(group, local_sgd_get_stats(local, &stats));
-    RANKS_CHECK(group, stats.gradient_bytes == n * 4 * 6 && stats.sent_bytes == (ranks > 1 ? n * 4 * 2 : 0), "%llu of %llu bytes",
-                (unsigned long long)stats.sent_bytes, (unsigned long long)stats.gradient_bytes);
+    RANKS_CHECK(group, stats.gradient_bytes == n * 4 * 6 && stats.sent_bytes == (ranks > 1 ? n * 4 * 2 : 0),
+                "%llu of %llu bytes", (unsigned long long)stats.sent_bytes,
+                (unsigned long long)stats.gradient_bytes);
     free(old);
     free(speed);
     free(mean);
@@ -699,9 +795,13 @@ static ddp_result outer_steps(ddp_group *group, double lr, double momentum) {
 }
 
 static ddp_result bad_locals(ddp_group *group) {
-    static const struct { const char *text; int every; double lr, momentum; } cases[] = {
-        {"every=0", 0, 0, 0}, {"outer_lr=-1", 1, -1, 0}, {"outer_lr=nan", 1, NAN, 0}, {"outer_lr=11", 1, 11, 0},
-        {"outer_momentum=1", 1, 0, 1}, {"outer_momentum=-0.5", 1, 0, -0.5},
+    static const struct {
+        const char *text;
+        int every;
+        double lr, momentum;
+    } cases[] = {
+        {"every=0", 0, 0, 0},      {"outer_lr=-1", 1, -1, 0},     {"outer_lr=nan", 1, NAN, 0},
+        {"outer_lr=11", 1, 11, 0}, {"outer_momentum=1", 1, 0, 1}, {"outer_momentum=-0.5", 1, 0, -0.5},
     };
     model m;
     local_sgd *local, *other;
@@ -731,13 +831,18 @@ static ddp_result bad_locals(ddp_group *group) {
     RANKS_CHECK(group, said(local_sgd_get_stats(local, NULL), DDP_ERR_INVALID, "stats is NULL"), "stats");
     local_sgd_destroy(other);
     desc.every = mine ? 2 : 3;
-    if (ddp_world_size(group) > 1) RANKS_CHECK(group, said(local_sgd_create(&other, group, &desc), DDP_ERR_MISMATCH, "different descs"), "create");
+    if (ddp_world_size(group) > 1)
+        RANKS_CHECK(group, said(local_sgd_create(&other, group, &desc), DDP_ERR_MISMATCH, "different descs"),
+                    "create");
     desc.every = 2;
     m.params[5].value.dtype = DDP_F64;
-    RANKS_CHECK(group, said(local_sgd_create(&other, group, &desc), DDP_ERR_INVALID, "params[5] (no name)"), "create");
-    RANKS_CHECK(group, said(local_sgd_create(&other, NULL, &desc), DDP_ERR_INVALID, "group is NULL"), "create");
+    RANKS_CHECK(group, said(local_sgd_create(&other, group, &desc), DDP_ERR_INVALID, "params[5] (no name)"),
+                "create");
+    RANKS_CHECK(group, said(local_sgd_create(&other, NULL, &desc), DDP_ERR_INVALID, "group is NULL"),
+                "create");
     RANKS_CHECK(group, said(local_sgd_create(NULL, group, &desc), DDP_ERR_INVALID, "out is NULL"), "create");
-    RANKS_CHECK(group, said(local_sgd_create(&other, group, NULL), DDP_ERR_INVALID, "desc is NULL"), "create");
+    RANKS_CHECK(group, said(local_sgd_create(&other, group, NULL), DDP_ERR_INVALID, "desc is NULL"),
+                "create");
     local_sgd_destroy(local);
     local_sgd_destroy(NULL);
     free(state);
@@ -771,7 +876,10 @@ enum { W1, B1, W2, LAYERS };
 static const int64_t NET[LAYERS][3] = {{2, HIDDEN, IN}, {1, HIDDEN}, {2, OUT, HIDDEN}};
 
 enum { NET_COUNT = HIDDEN * IN + HIDDEN + OUT * HIDDEN };
-typedef struct net { ddp_param params[LAYERS]; float values[NET_COUNT], grads[NET_COUNT], speed[NET_COUNT]; } net;
+typedef struct net {
+    ddp_param params[LAYERS];
+    float values[NET_COUNT], grads[NET_COUNT], speed[NET_COUNT];
+} net;
 
 static void net_forward(const float *values, int sample, float *x, float *hidden, float *y) {
     const float *w1 = values, *b1 = w1 + HIDDEN * IN, *w2 = b1 + HIDDEN;
@@ -816,7 +924,8 @@ static double net_loss(const float *values, const float *teacher, float *grads, 
 }
 
 /* The loss after this many steps of SGD with momentum. every > 0: local SGD, or DiLoCo. */
-static ddp_result learn(ddp_group *group, const comm_hook_desc *how, int every, double outer_lr, double outer_momentum, int turns, double *loss) {
+static ddp_result learn(ddp_group *group, const comm_hook_desc *how, int every, double outer_lr,
+                        double outer_momentum, int turns, double *loss) {
     static const size_t count = NET_COUNT;
     float *teacher = (float *)calloc(count, 4);
     net *n = (net *)calloc(1, sizeof *n);
@@ -826,7 +935,8 @@ static ddp_result learn(ddp_group *group, const comm_hook_desc *how, int every, 
     comm_hook *hook = NULL;
     local_sgd_desc outer = DDP_ZERO;
     local_sgd *local = NULL;
-    for (size_t i = 0; i < count; i++) teacher[i] = number(0, 1, 1, i) * 0.5f, n->values[i] = number(0, 2, 2, i) * 0.3f;
+    for (size_t i = 0; i < count; i++)
+        teacher[i] = number(0, 1, 1, i) * 0.5f, n->values[i] = number(0, 2, 2, i) * 0.3f;
     for (size_t k = 0, at = 0; k < LAYERS; at += (size_t)ddp_tensor_count(&n->params[k++].value)) {
         ddp_tensor *value = &n->params[k].value;
         value->ndim = (int)NET[k][0];
@@ -847,8 +957,10 @@ static ddp_result learn(ddp_group *group, const comm_hook_desc *how, int every, 
     outer.every = every;
     outer.outer_lr = outer_lr;
     outer.outer_momentum = outer_momentum;
-    if (every) RANKS_OK(group, local_sgd_create(&local, group, &outer));
-    else RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    if (every)
+        RANKS_OK(group, local_sgd_create(&local, group, &outer));
+    else
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     for (int turn = 0; turn < turns; turn++) {
         net_loss(n->values, teacher, n->grads, ddp_rank(group), ddp_world_size(group));
         for (int k = LAYERS - 1; k >= 0 && reducer; k--) RANKS_OK(group, ddp_reducer_ready(reducer, k));
@@ -871,10 +983,15 @@ static ddp_result learn(ddp_group *group, const comm_hook_desc *how, int every, 
 
 /* Each reaches the loss of the plain all-reduce within a factor. */
 static ddp_result models_learn(ddp_group *group) {
-    static const struct { const char *name; int kind, rank, every; double lr, momentum, within; } cases[] = {
-        {"bf16", COMM_HOOK_BF16, 0, 0, 0, 0, 1.02}, {"f16", COMM_HOOK_F16, 0, 0, 0, 0, 1.02}, {"int8", COMM_HOOK_INT8, 0, 0, 0, 0, 1.05},
-        {"powersgd", COMM_HOOK_POWERSGD, 2, 0, 0, 0, 1.1}, {"delay", COMM_HOOK_DELAY, 0, 0, 0, 0, 1.1},
-        {"local SGD", 0, 0, 5, 0, 0, 1.2}, {"DiLoCo", 0, 0, 5, 0.7, 0.5, 1.1},
+    static const struct {
+        const char *name;
+        int kind, rank, every;
+        double lr, momentum, within;
+    } cases[] = {
+        {"bf16", COMM_HOOK_BF16, 0, 0, 0, 0, 1.02},  {"f16", COMM_HOOK_F16, 0, 0, 0, 0, 1.02},
+        {"int8", COMM_HOOK_INT8, 0, 0, 0, 0, 1.05},  {"powersgd", COMM_HOOK_POWERSGD, 2, 0, 0, 0, 1.1},
+        {"delay", COMM_HOOK_DELAY, 0, 0, 0, 0, 1.1}, {"local SGD", 0, 0, 5, 0, 0, 1.2},
+        {"DiLoCo", 0, 0, 5, 0.7, 0.5, 1.1},
     };
     comm_hook_desc none = DDP_ZERO;
     double start, plain, loss;
@@ -888,16 +1005,21 @@ static ddp_result models_learn(ddp_group *group) {
         desc.rank = cases[c].rank;
         RANKS_OK(group, learn(group, &desc, cases[c].every, cases[c].lr, cases[c].momentum, TURNS, &loss));
         if (ddp_rank(group) == 0)
-            printf("W=%d %-9s loss %.5f, plain %.5f: %.3f of it, allowed %.2f\n", ddp_world_size(group), cases[c].name, loss, plain, loss / plain,
-                   cases[c].within);
-        RANKS_CHECK(group, loss <= plain * cases[c].within, "%s: loss %g, plain %g", cases[c].name, loss, plain);
+            printf("W=%d %-9s loss %.5f, plain %.5f: %.3f of it, allowed %.2f\n", ddp_world_size(group),
+                   cases[c].name, loss, plain, loss / plain, cases[c].within);
+        RANKS_CHECK(group, loss <= plain * cases[c].within, "%s: loss %g, plain %g", cases[c].name, loss,
+                    plain);
     }
     return DDP_OK;
 }
 
 //== a rank that is lost ====================================================================
 
-typedef struct trouble { int kind, leaves; ddp_result result[8]; char text[8][400]; } trouble;
+typedef struct trouble {
+    int kind, leaves;
+    ddp_result result[8];
+    char text[8][400];
+} trouble;
 static trouble *troubles; /* shared by the ranks */
 
 /* Rank 1 is killed, or as a thread returns, before its fourth step. */
@@ -930,7 +1052,9 @@ static int trouble_ends(ranks_mode mode, int kind) {
     (void)ranks_run(mode, 3, 600000, into_trouble, NULL);
     for (int r = 0; r < 3; r += 2) {
         if (troubles->result[r] == DDP_ERR_PEER_LOST && strstr(troubles->text[r], "rank 1")) continue;
-        failed = fprintf(stderr, "FAIL kind %d, rank %d/3: %s '%s'\n", kind, r, ddp_result_name(troubles->result[r]), troubles->text[r]) > 0;
+        failed = fprintf(stderr, "FAIL kind %d, rank %d/3: %s '%s'\n", kind, r,
+                         ddp_result_name(troubles->result[r]), troubles->text[r])
+                 > 0;
     }
     return failed;
 }

@@ -11,7 +11,9 @@
 
 enum { COUNT = 300000 }; /* 1.2 MB: large enough for every method except the small one */
 
-typedef struct notices { int memfd, vm_read; } notices;
+typedef struct notices {
+    int memfd, vm_read;
+} notices;
 
 static void count_notice(const char *text, void *user) {
     notices *seen = (notices *)user;
@@ -31,12 +33,21 @@ static int files_left(void) {
     return left;
 }
 
-#define TRY(call) do { ddp_result r_ = (call); if (r_ != DDP_OK) return r_; } while (0)
-#define CHECK(condition) do { if (!(condition)) return ddp_fail(DDP_ERR_CORRUPT, "rank %d line %d: %s", ddp_rank(world), __LINE__, #condition); } while (0)
+#define TRY(call)                    \
+    do {                             \
+        ddp_result r_ = (call);      \
+        if (r_ != DDP_OK) return r_; \
+    } while (0)
+#define CHECK(condition)                                                                                    \
+    do {                                                                                                    \
+        if (!(condition))                                                                                   \
+            return ddp_fail(DDP_ERR_CORRUPT, "rank %d line %d: %s", ddp_rank(world), __LINE__, #condition); \
+    } while (0)
 
 static ddp_result rank_main(ddp_group *world, void *user) {
     notices *seen = (notices *)user; /* a forked rank has its own copy */
-    int rank = ddp_rank(world), size = ddp_world_size(world), next = (rank + 1) % size, last = (rank + size - 1) % size;
+    int rank = ddp_rank(world), size = ddp_world_size(world), next = (rank + 1) % size,
+        last = (rank + size - 1) % size;
     float *mine = (float *)malloc(COUNT * sizeof *mine), *theirs = (float *)malloc(COUNT * sizeof *theirs);
     void *shared = NULL;
     ddp_work work;
@@ -49,7 +60,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     for (int i = 0; i < COUNT; i++) CHECK(theirs[i] == (float)(last * 1000 + i % 1000));
     CHECK(seen->vm_read == 1);
     TRY(ddp_all_reduce(world, mine, theirs, COUNT, DDP_F32, DDP_OP_SUM, NULL));
-    for (int i = 0; i < COUNT; i++) CHECK(theirs[i] == (float)(1000 * (size * (size - 1) / 2) + size * (i % 1000)));
+    for (int i = 0; i < COUNT; i++)
+        CHECK(theirs[i] == (float)(1000 * (size * (size - 1) / 2) + size * (i % 1000)));
     TRY(ddp_group_alloc(world, COUNT * sizeof *mine, &shared));
     memcpy(shared, mine, COUNT * sizeof *mine);
     TRY(ddp_all_reduce(world, shared, shared, COUNT, DDP_F32, DDP_OP_SUM, NULL));
@@ -58,7 +70,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     shared = malloc(3 * COUNT * sizeof *mine); /* large moves cannot read their peers either */
     CHECK(shared && size == 3);
     TRY(ddp_all_gather(world, mine, shared, COUNT, DDP_F32, NULL));
-    for (int i = 0; i < 3 * COUNT; i++) CHECK(((float *)shared)[i] == (float)(i / COUNT * 1000 + i % COUNT % 1000));
+    for (int i = 0; i < 3 * COUNT; i++)
+        CHECK(((float *)shared)[i] == (float)(i / COUNT * 1000 + i % COUNT % 1000));
     CHECK(seen->vm_read == 1);
     free(shared);
     free(mine);
@@ -78,8 +91,14 @@ int main(void) {
     desc.group.log_fn = count_notice;
     desc.group.user = &seen;
     result = ddp_launch(&desc, rank_main, &seen);
-    if (result != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
-    if (files_left() != before) { fprintf(stderr, "a file named ddp-* was left\n"); return 1; }
+    if (result != DDP_OK) {
+        fprintf(stderr, "%s\n", ddp_last_error());
+        return 1;
+    }
+    if (files_left() != before) {
+        fprintf(stderr, "a file named ddp-* was left\n");
+        return 1;
+    }
     printf("fallbacks: ok\n");
     return 0;
 }

@@ -15,30 +15,37 @@ static ddp_result sum_is(ddp_group *g, int64_t mine, int64_t want, const char *w
     return DDP_OK;
 }
 
-#define SUM_IS(g, mine, want, what)                                                                                          \
-    do {                                                                                                                     \
-        ddp_result sum_result = sum_is((g), (mine), (want), (what));                                                         \
-        if (sum_result != DDP_OK) return sum_result;                                                                         \
+#define SUM_IS(g, mine, want, what)                                  \
+    do {                                                             \
+        ddp_result sum_result = sum_is((g), (mine), (want), (what)); \
+        if (sum_result != DDP_OK) return sum_result;                 \
     } while (0)
 
 /* Every rank reports its world rank; the group must list them in this order. */
 static ddp_result members_are(ddp_group *g, int world_rank, const int *want, int count, const char *what) {
     int have[DDP_MAX_LOCAL_RANKS];
     RANKS_CHECK(g, ddp_world_size(g) == count, "%s: size %d, wanted %d", what, ddp_world_size(g), count);
-    RANKS_CHECK(g, ddp_rank(g) < count && want[ddp_rank(g)] == world_rank, "%s: world rank %d has rank %d", what, world_rank, ddp_rank(g));
-    RANKS_CHECK(g, ddp_local_rank(g) <= ddp_rank(g) && (ddp_local_world_size(g) == count || ranks_per_machine() < 64), "%s: local rank %d/%d", what,
-                ddp_local_rank(g), ddp_local_world_size(g));
+    RANKS_CHECK(g, ddp_rank(g) < count && want[ddp_rank(g)] == world_rank, "%s: world rank %d has rank %d",
+                what, world_rank, ddp_rank(g));
+    RANKS_CHECK(
+        g, ddp_local_rank(g) <= ddp_rank(g) && (ddp_local_world_size(g) == count || ranks_per_machine() < 64),
+        "%s: local rank %d/%d", what, ddp_local_rank(g), ddp_local_world_size(g));
     RANKS_OK(g, ddp_all_gather(g, &world_rank, have, 1, DDP_I32, NULL));
-    for (int i = 0; i < count; i++) RANKS_CHECK(g, have[i] == want[i], "%s: rank %d is world rank %d, wanted %d", what, i, have[i], want[i]);
+    for (int i = 0; i < count; i++)
+        RANKS_CHECK(g, have[i] == want[i], "%s: rank %d is world rank %d, wanted %d", what, i, have[i],
+                    want[i]);
     return DDP_OK;
 }
 
 static ddp_result splits(ddp_group *world) {
     int rank = ddp_rank(world), w = ddp_world_size(world);
     /* colour and key of a rank, by method */
-    static const char *const names[] = {"parity", "one each", "all, keys reversed", "equal keys", "some in none", "blocks, odd keys", "key INT_MIN"};
+    static const char *const names[] = {"parity",     "one each",     "all, keys reversed",
+                                        "equal keys", "some in none", "blocks, odd keys",
+                                        "key INT_MIN"};
     for (int method = 0; method < 7; method++) {
-        int color[DDP_MAX_LOCAL_RANKS] = {0}, key[DDP_MAX_LOCAL_RANKS] = {0}, want[DDP_MAX_LOCAL_RANKS], count = 0;
+        int color[DDP_MAX_LOCAL_RANKS] = {0}, key[DDP_MAX_LOCAL_RANKS] = {0}, want[DDP_MAX_LOCAL_RANKS],
+            count = 0;
         ddp_group *child = NULL;
         ddp_result result = DDP_OK;
         for (int r = 0; r < w; r++) {
@@ -59,7 +66,8 @@ static ddp_result splits(ddp_group *world) {
             want[at] = r;
         }
         RANKS_OK(world, ddp_group_split(world, color[rank], key[rank], &child));
-        RANKS_CHECK(world, (child == NULL) == (color[rank] < 0), "%s: a negative colour, and only that, gives no group", names[method]);
+        RANKS_CHECK(world, (child == NULL) == (color[rank] < 0),
+                    "%s: a negative colour, and only that, gives no group", names[method]);
         if (child) result = members_are(child, rank, want, count, names[method]);
         if (result != DDP_OK) return result;
         SUM_IS(world, 1, w, "parent after split");
@@ -87,8 +95,11 @@ static ddp_result nested(ddp_group *world) {
             int64_t *cell = (int64_t *)memory[level / 2] + level; /* memory of an ancestor, or its own */
             *cell = rank + round;
             RANKS_OK(levels[level], ddp_all_reduce(levels[level], cell, cell, 1, DDP_I64, DDP_OP_MAX, NULL));
-            if (level == 0) RANKS_CHECK(world, *cell == w - 1 + round, "round %d: max over the world is %lld", round, (long long)*cell);
-            RANKS_CHECK(world, *cell >= rank + round && *cell < w + round, "round %d level %d: max is %lld", round, level, (long long)*cell);
+            if (level == 0)
+                RANKS_CHECK(world, *cell == w - 1 + round, "round %d: max over the world is %lld", round,
+                            (long long)*cell);
+            RANKS_CHECK(world, *cell >= rank + round && *cell < w + round, "round %d level %d: max is %lld",
+                        round, level, (long long)*cell);
         }
     while (depth-- > 0) {
         /* The others are left for the destroy of the world. */
@@ -138,14 +149,17 @@ static ddp_result many_groups_at_once(ddp_group *world) {
         /* Odd and even ranks issue in opposite order across groups: valid, since the order counts per
            group. */
         for (int i = 0; i < 3; i++)
-            RANKS_OK(world, ddp_all_reduce(groups[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]],
-                                           COUNT, DDP_F32, DDP_OP_SUM, &works[order[rank % 2 ? i : 2 - i]]));
+            RANKS_OK(world,
+                     ddp_all_reduce(groups[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]],
+                                    data[order[rank % 2 ? i : 2 - i]], COUNT, DDP_F32, DDP_OP_SUM,
+                                    &works[order[rank % 2 ? i : 2 - i]]));
         for (int i = 0; i < 3; i++) RANKS_OK(world, ddp_wait(groups[order[i]], &works[order[i]]));
         for (int i = 0; i < 3; i++) {
             int want = 0;
             for (int r = 0; r < w; r++) want += i == 1 && r % 2 != rank % 2 ? 0 : r + 1;
             for (int k = 0; k < COUNT; k += 997)
-                RANKS_CHECK(world, data[i][k] == (float)want, "round %d group %d: %g, wanted %d", round, i, (double)data[i][k], want);
+                RANKS_CHECK(world, data[i][k] == (float)want, "round %d group %d: %g, wanted %d", round, i,
+                            (double)data[i][k], want);
         }
     }
     for (int i = 0; i < 3; i++) free(data[i]);
@@ -166,7 +180,8 @@ static ddp_result memory(ddp_group *world) {
     static const size_t sizes[] = {1, 63, 64, 65, 4096, 100000, 1048577, (size_t)9 << 20};
     int rank = ddp_rank(world), w = ddp_world_size(world), lines[2] = {0, 0};
     void *out = &out;
-    RANKS_CHECK(world, ddp_group_alloc(world, 0, &out) == DDP_ERR_INVALID && out == NULL, "zero bytes give %p", out);
+    RANKS_CHECK(world, ddp_group_alloc(world, 0, &out) == DDP_ERR_INVALID && out == NULL,
+                "zero bytes give %p", out);
     RANKS_CHECK(world, ddp_group_alloc(world, 1, NULL) == DDP_ERR_INVALID, "out is NULL");
     RANKS_OK(world, ddp_group_free(world, NULL));
     /* Dirty memory is zeroed when it is allocated again, and mappings do not accumulate. */
@@ -178,7 +193,8 @@ static ddp_result memory(ddp_group *world) {
             b = (unsigned char *)blocks[i];
             RANKS_CHECK(world, (uintptr_t)b % 64 == 0, "alignment of %p", blocks[i]);
             for (size_t k = 0; k < sizes[(i + round) % 8]; k += 1 + (k > 4096) * 509)
-                RANKS_CHECK(world, b[k] == 0, "round %d: byte %zu of %zu is %d", round, k, sizes[(i + round) % 8], b[k]);
+                RANKS_CHECK(world, b[k] == 0, "round %d: byte %zu of %zu is %d", round, k,
+                            sizes[(i + round) % 8], b[k]);
             b[sizes[(i + round) % 8] - 1] = 0;
             memset(b, 0xdd, sizes[(i + round) % 8] < 200000 ? sizes[(i + round) % 8] : 200000);
         }
@@ -186,7 +202,8 @@ static ddp_result memory(ddp_group *world) {
         if (round == 9) lines[0] = count_lines("/proc/self/maps");
         if (round == 59) lines[1] = count_lines("/proc/self/maps");
     }
-    RANKS_CHECK(world, lines[1] <= lines[0] + 8 * w, "/proc/self/maps grew from %d to %d lines", lines[0], lines[1]);
+    RANKS_CHECK(world, lines[1] <= lines[0] + 8 * w, "/proc/self/maps grew from %d to %d lines", lines[0],
+                lines[1]);
     { /* blocks do not overlap, within and between ranks, and count as group memory at an offset */
         float *a, *b;
         void *pa, *pb;
@@ -198,8 +215,10 @@ static ddp_result memory(ddp_group *world) {
         for (int i = 0; i < MANY; i++) a[i] = (float)(rank + i), b[i] = -1;
         RANKS_OK(world, ddp_all_reduce(world, a, b, MANY, DDP_F32, DDP_OP_MAX, NULL));
         for (int i = 0; i < MANY; i++)
-            RANKS_CHECK(world, a[i] == (float)(rank + i) && b[i] == (float)(w - 1 + i), "element %d: %g %g", i, (double)a[i], (double)b[i]);
-        RANKS_CHECK(world, ddp_group_free(world, a) == DDP_ERR_INVALID, "a pointer into the middle was freed");
+            RANKS_CHECK(world, a[i] == (float)(rank + i) && b[i] == (float)(w - 1 + i), "element %d: %g %g",
+                        i, (double)a[i], (double)b[i]);
+        RANKS_CHECK(world, ddp_group_free(world, a) == DDP_ERR_INVALID,
+                    "a pointer into the middle was freed");
         RANKS_OK(world, ddp_group_free(world, pb));
         RANKS_OK(world, ddp_group_free(world, pa));
     }
@@ -207,7 +226,8 @@ static ddp_result memory(ddp_group *world) {
     if (w > 1) { /* ranks that free different blocks free none: both are still there */
         void *blocks[2];
         for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_group_alloc(world, 4096, &blocks[i]));
-        RANKS_CHECK(world, ddp_group_free(world, blocks[rank == w - 1]) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+        RANKS_CHECK(world, ddp_group_free(world, blocks[rank == w - 1]) == DDP_ERR_MISMATCH, "%s",
+                    ddp_last_error());
         for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_group_free(world, blocks[i]));
     }
     RANKS_OK(world, ddp_group_status(world));
@@ -228,19 +248,23 @@ static ddp_result words(ddp_group *world) {
     RANKS_OK(world, ddp_group_split(world, 0, 0, &child));
     RANKS_OK(child, ddp_group_alloc(child, 17 * sizeof *mine, &memory));
     mine = (uint64_t *)memory;
-    for (int r = 0; r < w; r++)
-        /* The same on all ranks. */
-        if (!ddp_group_peer(child, mine, r)) { ddp_group_destroy(child); return DDP_OK; }
+    for (int r = 0; r < w; r++) /* The same on all ranks. */
+        if (!ddp_group_peer(child, mine, r)) {
+            ddp_group_destroy(child);
+            return DDP_OK;
+        }
     for (uint64_t round = 1; round <= ROUNDS; round++) {
         RANKS_OK(child, ddp_group_wait_signal(child, mine + DONE, round - 1));
         mine[DATA] = round * 100 + (uint64_t)rank;
         ddp_group_signal(child, mine, round);
-        if (round % 50 == 0) RANKS_OK(child, ddp_all_reduce(child, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &work));
+        if (round % 50 == 0)
+            RANKS_OK(child, ddp_all_reduce(child, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &work));
         if (ranks_mix(round * 64 + (uint64_t)rank) % 16 == 0) ranks_sleep_us(100);
         RANKS_OK(child, ddp_group_wait_signal(child, mine, round));
         for (int r = 0; r < w; r++) {
             const uint64_t *theirs = (const uint64_t *)ddp_group_peer(child, mine, r);
-            RANKS_CHECK(world, theirs[DATA] == round * 100 + (uint64_t)r, "round %d: rank %d has %d", (int)round, r, (int)theirs[DATA]);
+            RANKS_CHECK(world, theirs[DATA] == round * 100 + (uint64_t)r, "round %d: rank %d has %d",
+                        (int)round, r, (int)theirs[DATA]);
         }
         ddp_group_signal(child, mine + DONE, round);
         if (round % 50 == 0) RANKS_OK(child, ddp_wait(child, &work));
@@ -253,10 +277,15 @@ static ddp_result words(ddp_group *world) {
     RANKS_OK(child, ddp_barrier(child));
     snprintf(text, sizeof text, "rank %d called ddp_barrier", w - 1);
     if (w > 1 && rank < w - 1) {
-        RANKS_CHECK(world, ddp_group_wait_signal(child, mine, ROUNDS + 2) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
-        RANKS_CHECK(world, strstr(ddp_last_error(), " after seq="), "no number of the last collective: %s", ddp_last_error());
+        RANKS_CHECK(world,
+                    ddp_group_wait_signal(child, mine, ROUNDS + 2) == DDP_ERR_MISMATCH
+                        && strstr(ddp_last_error(), text),
+                    "a stray: %s", ddp_last_error());
+        RANKS_CHECK(world, strstr(ddp_last_error(), " after seq="), "no number of the last collective: %s",
+                    ddp_last_error());
     } else if (w > 1) {
-        RANKS_CHECK(world, ddp_barrier(child) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "of the stray: %s", ddp_last_error());
+        RANKS_CHECK(world, ddp_barrier(child) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text),
+                    "of the stray: %s", ddp_last_error());
     }
     ddp_group_destroy(child);
     return DDP_OK;
@@ -268,7 +297,8 @@ static ddp_result too_much_memory(ddp_group *world) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         void *out = &out;
         ddp_result result = ddp_group_alloc(world, sizes[i], &out);
-        RANKS_CHECK(world, (result == DDP_ERR_NO_MEMORY || result == DDP_ERR_INVALID) && out == NULL, "%zu bytes: %s", sizes[i], ddp_result_name(result));
+        RANKS_CHECK(world, (result == DDP_ERR_NO_MEMORY || result == DDP_ERR_INVALID) && out == NULL,
+                    "%zu bytes: %s", sizes[i], ddp_result_name(result));
     }
     SUM_IS(world, 1, ddp_world_size(world), "after failed allocations");
     return DDP_OK;
@@ -289,8 +319,8 @@ static ddp_result split_churn(ddp_group *world, int rounds) {
         lines[round == rounds - 1] = count_lines("/proc/self/maps");
         RANKS_OK(world, ddp_barrier(world));
     }
-    RANKS_CHECK(world, lines[1] <= lines[0] + 4 * w + rounds / 20, "/proc/self/maps grew from %d to %d lines in %d rounds",
-                lines[0], lines[1], rounds / 2);
+    RANKS_CHECK(world, lines[1] <= lines[0] + 4 * w + rounds / 20,
+                "/proc/self/maps grew from %d to %d lines in %d rounds", lines[0], lines[1], rounds / 2);
     return DDP_OK;
 }
 
@@ -307,12 +337,15 @@ static ddp_result async_order(ddp_group *world) {
     RANKS_CHECK(world, done == 1, "a test of no work returned %d", done);
     /* Each call reads the output of the one before: issue order is execution order. */
     cells[0] = 1;
-    for (int i = 0; i < MANY; i++) RANKS_OK(world, ddp_all_reduce(world, &cells[i], &cells[i + 1], 1, DDP_I64, i % 16 ? DDP_OP_MAX : DDP_OP_SUM, &works[i]));
+    for (int i = 0; i < MANY; i++)
+        RANKS_OK(world, ddp_all_reduce(world, &cells[i], &cells[i + 1], 1, DDP_I64,
+                                       i % 16 ? DDP_OP_MAX : DDP_OP_SUM, &works[i]));
     { /* a blocking call is issued after them, so they are complete when it returns */
         int64_t want = 1;
         for (int i = 0; i < MANY; i++) want = i % 16 ? want : (int64_t)((uint64_t)want * (uint64_t)w);
         RANKS_OK(world, ddp_barrier(world));
-        RANKS_CHECK(world, cells[MANY] == want, "the last of %d dependent calls gave %lld, wanted %lld", MANY, (long long)cells[MANY], (long long)want);
+        RANKS_CHECK(world, cells[MANY] == want, "the last of %d dependent calls gave %lld, wanted %lld", MANY,
+                    (long long)cells[MANY], (long long)want);
     }
     for (int i = 0; i < MANY; i++) {
         RANKS_OK(world, ddp_test(world, &works[i], &done));
@@ -382,19 +415,22 @@ static ddp_result append_inside(ddp_group *group, void *argument) {
     if (!pthread_equal(pthread_self(), n->list->issuer))
         while (!__atomic_load_n(&n->list->issued_all, __ATOMIC_ACQUIRE)) ranks_sleep_us(100);
     RANKS_OK(group, ddp_group_enqueue(group, append, &inner, NULL));
-    RANKS_CHECK(group, n->list->count == inner.number + 1, "the task inside has not run: %d numbers", n->list->count);
+    RANKS_CHECK(group, n->list->count == inner.number + 1, "the task inside has not run: %d numbers",
+                n->list->count);
     return DDP_OK;
 }
 
 /* Tasks run in the order in which they are issued. A task that is issued inside a task runs at once. */
 static ddp_result task_order(ddp_group *world) {
-    for (int round = 0; round < 200; round++) { /* the first task may not have started when the second comes */
+    for (int round = 0; round < 200;
+         round++) { /* the first task may not have started when the second comes */
         number_list list = {{-1, -1, -1, -1}, 0, pthread_self(), 1};
         numbered first = {&list, 0}, second = {&list, 1};
         ddp_work work = DDP_ZERO;
         RANKS_OK(world, ddp_group_enqueue(world, append, &first, &work));
         RANKS_OK(world, ddp_group_enqueue(world, append, &second, NULL));
-        RANKS_CHECK(world, list.count == 2 && list.numbers[0] == 0 && list.numbers[1] == 1, "round %d: %d tasks, %d first", round, list.count, list.numbers[0]);
+        RANKS_CHECK(world, list.count == 2 && list.numbers[0] == 0 && list.numbers[1] == 1,
+                    "round %d: %d tasks, %d first", round, list.count, list.numbers[0]);
         RANKS_OK(world, ddp_wait(world, &work));
     }
     {
@@ -405,7 +441,8 @@ static ddp_result task_order(ddp_group *world) {
         RANKS_OK(world, ddp_group_enqueue(world, append, &last, &works[1]));
         __atomic_store_n(&list.issued_all, 1, __ATOMIC_RELEASE);
         for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_wait(world, &works[i]));
-        for (int i = 0; i < 3; i++) RANKS_CHECK(world, list.numbers[i] == i, "task %d ran as number %d", list.numbers[i], i);
+        for (int i = 0; i < 3; i++)
+            RANKS_CHECK(world, list.numbers[i] == i, "task %d ran as number %d", list.numbers[i], i);
     }
     return DDP_OK;
 }
@@ -414,7 +451,8 @@ static ddp_result task_order(ddp_group *world) {
 static ddp_result host_collectives(ddp_group *world) {
     enum { PIECE = 32768 / 4, COUNT = PIECE + 1, CANARY = PIECE };
     int w = ddp_world_size(world), rank = ddp_rank(world);
-    float *in = (float *)malloc((COUNT + CANARY) * sizeof *in), *out = (float *)malloc((COUNT + CANARY) * sizeof *out);
+    float *in = (float *)malloc((COUNT + CANARY) * sizeof *in),
+          *out = (float *)malloc((COUNT + CANARY) * sizeof *out);
     RANKS_CHECK(world, in && out, "no memory");
     for (int sums = 0; sums < 2; sums++) {
         float want = sums ? (float)(w * (w + 1) / 2) : 1;
@@ -422,10 +460,11 @@ static ddp_result host_collectives(ddp_group *world) {
             in[i] = (float)(rank + 1);
             out[i] = i < COUNT && !sums ? in[i] : (float)(-1 - rank);
         }
-        RANKS_OK(world, ddp_host_collective(world, sums ? DDP_CALL_ALL_REDUCE : DDP_CALL_BROADCAST, sums ? in : out, out, COUNT, DDP_F32, DDP_OP_SUM,
-                                            sums ? -1 : 0));
+        RANKS_OK(world, ddp_host_collective(world, sums ? DDP_CALL_ALL_REDUCE : DDP_CALL_BROADCAST,
+                                            sums ? in : out, out, COUNT, DDP_F32, DDP_OP_SUM, sums ? -1 : 0));
         for (int i = 0; i < COUNT + CANARY; i++)
-            RANKS_CHECK(world, out[i] == (i < COUNT ? want : (float)(-1 - rank)), "sums=%d: element %d of %d is %g", sums, i, COUNT, (double)out[i]);
+            RANKS_CHECK(world, out[i] == (i < COUNT ? want : (float)(-1 - rank)),
+                        "sums=%d: element %d of %d is %g", sums, i, COUNT, (double)out[i]);
     }
     free(in), free(out);
     return DDP_OK;
@@ -450,7 +489,8 @@ static ddp_result tasks(ddp_group *world) {
     /* The failure of a task is the result of its wait, including the text. */
     RANKS_OK(world, ddp_group_enqueue(world, failing_task, NULL, &last));
     RANKS_CHECK(world, ddp_wait(world, &last) == DDP_ERR_CORRUPT, "a failing task");
-    RANKS_CHECK(world, strstr(ddp_last_error(), "this task always fails"), "its text is '%s'", ddp_last_error());
+    RANKS_CHECK(world, strstr(ddp_last_error(), "this task always fails"), "its text is '%s'",
+                ddp_last_error());
     return DDP_OK;
 }
 
@@ -466,7 +506,8 @@ static ddp_result averages_of_calls(ddp_group *world) {
     call.count = 1;
     for (call.divisor = 0; call.divisor <= 4; call.divisor += 2) {
         RANKS_OK(world, ddp_group_call(world, &call, NULL));
-        RANKS_CHECK(world, got == w * (w + 1) / 2 / (call.divisor ? (float)call.divisor : w), "divisor %d gives %g", (int)call.divisor, (double)got);
+        RANKS_CHECK(world, got == w * (w + 1) / 2 / (call.divisor ? (float)call.divisor : w),
+                    "divisor %d gives %g", (int)call.divisor, (double)got);
     }
     return DDP_OK;
 }
@@ -534,11 +575,14 @@ static ddp_result abort_child(ddp_group *world) {
     }
     first = ddp_barrier(child);
     snprintf(text, sizeof text, "rank %d", w - 1);
-    RANKS_CHECK(world, first != DDP_OK && strstr(ddp_last_error(), text), "first call after an abort: %s '%s'", ddp_result_name(first), ddp_last_error());
-    RANKS_CHECK(world, ddp_group_status(child) == first || rank == w - 1, "status is another code than the first failure: %s",
+    RANKS_CHECK(world, first != DDP_OK && strstr(ddp_last_error(), text),
+                "first call after an abort: %s '%s'", ddp_result_name(first), ddp_last_error());
+    RANKS_CHECK(world, ddp_group_status(child) == first || rank == w - 1,
+                "status is another code than the first failure: %s",
                 ddp_result_name(ddp_group_status(child)));
     second = ddp_barrier(child);
-    RANKS_CHECK(world, second == DDP_ERR_POISONED && strstr(ddp_last_error(), text), "second: %s '%s'", ddp_result_name(second), ddp_last_error());
+    RANKS_CHECK(world, second == DDP_ERR_POISONED && strstr(ddp_last_error(), text), "second: %s '%s'",
+                ddp_result_name(second), ddp_last_error());
     ddp_group_destroy(child);
     RANKS_OK(world, ddp_group_status(world));
     SUM_IS(world, 1, w, "parent of an aborted group");
@@ -549,8 +593,10 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     double start = ranks_now();
     int w = ddp_world_size(world);
     int block = ranks_per_machine() < w ? ranks_per_machine() : w, here = w - ddp_rank(world) / block * block;
-    RANKS_CHECK(world, ddp_rank(world) >= 0 && ddp_rank(world) < w && ddp_local_rank(world) == ddp_rank(world) % block &&
-                ddp_local_world_size(world) == (here < block ? here : block),
+    RANKS_CHECK(world,
+                ddp_rank(world) >= 0 && ddp_rank(world) < w
+                    && ddp_local_rank(world) == ddp_rank(world) % block
+                    && ddp_local_world_size(world) == (here < block ? here : block),
                 "rank %d local %d/%d", ddp_rank(world), ddp_local_rank(world), ddp_local_world_size(world));
     RANKS_RUN(world, splits(world));
     RANKS_RUN(world, nested(world));
@@ -569,7 +615,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, destroy_right_away(world));
     RANKS_RUN(world, destroy_with_work_pending(world));
     RANKS_RUN(world, abort_child(world));
-    if (ddp_rank(world) == 0) printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), w, ranks_now() - start);
+    if (ddp_rank(world) == 0)
+        printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), w, ranks_now() - start);
     fflush(stdout);
     return DDP_OK;
 }

@@ -6,18 +6,21 @@
 #include "../support/ranks.h"
 
 /* The group along dimension d has the ranks that a plain loop over the grid finds. */
-static ddp_result members_of(ddp_group *world, ddp_mesh *mesh, const ddp_mesh_desc *desc, const int *shape, int d) {
+static ddp_result members_of(ddp_group *world, ddp_mesh *mesh, const ddp_mesh_desc *desc, const int *shape,
+                             int d) {
     int rank = ddp_rank(world), stride = 1, have[DDP_MAX_LOCAL_RANKS], place;
     ddp_group *group = ddp_mesh_group(mesh, desc->names[d]);
     RANKS_CHECK(world, group, "%s: %s", desc->names[d], ddp_last_error());
     for (int i = d + 1; i < desc->ndim; i++) stride *= shape[i];
     place = rank / stride % shape[d];
-    RANKS_CHECK(world, ddp_world_size(group) == shape[d] && ddp_rank(group) == place, "%s: rank %d of %d", desc->names[d], ddp_rank(group),
-                ddp_world_size(group));
-    RANKS_CHECK(world, strstr(ddp_group_name(group), desc->names[d]), "%s: its name is %s", desc->names[d], ddp_group_name(group));
+    RANKS_CHECK(world, ddp_world_size(group) == shape[d] && ddp_rank(group) == place, "%s: rank %d of %d",
+                desc->names[d], ddp_rank(group), ddp_world_size(group));
+    RANKS_CHECK(world, strstr(ddp_group_name(group), desc->names[d]), "%s: its name is %s", desc->names[d],
+                ddp_group_name(group));
     RANKS_OK(group, ddp_all_gather(group, &rank, have, 1, DDP_I32, NULL));
     for (int i = 0; i < shape[d]; i++)
-        RANKS_CHECK(world, have[i] == rank + (i - place) * stride, "%s: rank %d is %d of the world", desc->names[d], i, have[i]);
+        RANKS_CHECK(world, have[i] == rank + (i - place) * stride, "%s: rank %d is %d of the world",
+                    desc->names[d], i, have[i]);
     return DDP_OK;
 }
 
@@ -62,13 +65,17 @@ static ddp_result side_by_side(ddp_group *world) {
         ddp_work work[2];
         for (int i = 0; i < 2 * COUNT; i++) data[i] = (float)(rank + round);
         for (int g = 0; g < 2; g++)
-            RANKS_OK(world, ddp_all_reduce(ddp_mesh_group(mesh, names[g]), data + g * COUNT, data + g * COUNT, COUNT, DDP_F32, DDP_OP_SUM, &work[g]));
+            RANKS_OK(world, ddp_all_reduce(ddp_mesh_group(mesh, names[g]), data + g * COUNT, data + g * COUNT,
+                                           COUNT, DDP_F32, DDP_OP_SUM, &work[g]));
         for (int g = 1; g >= 0; g--) {
             ddp_group *group = ddp_mesh_group(mesh, names[g]);
-            int n = ddp_world_size(group), stride = g == 0 ? desc.shape[1] : 1, first = rank - ddp_rank(group) * stride;
+            int n = ddp_world_size(group), stride = g == 0 ? desc.shape[1] : 1,
+                first = rank - ddp_rank(group) * stride;
             float want = (float)(n * (first + round) + stride * n * (n - 1) / 2);
             RANKS_OK(world, ddp_wait(group, &work[g]));
-            for (int i = 0; i < COUNT; i++) RANKS_CHECK(world, data[g * COUNT + i] == want, "%s: %g, wanted %g", names[g], data[g * COUNT + i], want);
+            for (int i = 0; i < COUNT; i++)
+                RANKS_CHECK(world, data[g * COUNT + i] == want, "%s: %g, wanted %g", names[g],
+                            data[g * COUNT + i], want);
         }
     }
     ddp_mesh_destroy(mesh);
@@ -79,15 +86,15 @@ static ddp_result side_by_side(ddp_group *world) {
 static ddp_result refused(ddp_group *world, const ddp_mesh_desc *desc, const char *text) {
     ddp_mesh *mesh = (ddp_mesh *)(uintptr_t)1;
     ddp_result result = ddp_mesh_create(&mesh, world, desc);
-    RANKS_CHECK(world, result == DDP_ERR_INVALID && mesh == NULL && strstr(ddp_last_error(), text), "wanted \"%s\", have %s \"%s\"", text,
-                ddp_result_name(result), ddp_last_error());
+    RANKS_CHECK(world, result == DDP_ERR_INVALID && mesh == NULL && strstr(ddp_last_error(), text),
+                "wanted \"%s\", have %s \"%s\"", text, ddp_result_name(result), ddp_last_error());
     return DDP_OK;
 }
 
-#define REFUSED(world, desc, text)                                 \
-    do {                                                           \
+#define REFUSED(world, desc, text)                                    \
+    do {                                                              \
         ddp_result refused_result = refused((world), (desc), (text)); \
-        if (refused_result != DDP_OK) return refused_result;       \
+        if (refused_result != DDP_OK) return refused_result;          \
     } while (0)
 
 static ddp_result bad_input(ddp_group *world) {
@@ -131,7 +138,10 @@ static ddp_result bad_input(ddp_group *world) {
     desc.names[1] = "a name without an end";
     REFUSED(world, &desc, "of 1 to 15 bytes");
     RANKS_OK(world, ddp_mesh_create(&mesh, world, &good));
-    RANKS_CHECK(world, !ddp_mesh_group(mesh, "pp") && strstr(ddp_last_error(), "name \"pp\" is not a dimension of mesh dp="), "%s", ddp_last_error());
+    RANKS_CHECK(world,
+                !ddp_mesh_group(mesh, "pp")
+                    && strstr(ddp_last_error(), "name \"pp\" is not a dimension of mesh dp="),
+                "%s", ddp_last_error());
     RANKS_CHECK(world, !ddp_mesh_group(mesh, NULL) && !ddp_mesh_group(NULL, "dp"), "NULL");
     ddp_mesh_destroy(mesh);
     return DDP_OK;
@@ -149,8 +159,12 @@ static ddp_result different(ddp_group *world) {
     desc.shape[0] = last ? 1 : w, desc.shape[1] = last ? w : 1;
     desc.names[0] = "dp", desc.names[1] = "tp";
     result = ddp_mesh_create(&mesh, world, &desc);
-    snprintf(text, sizeof text, "ddp_mesh_create group=world: ranks differ: rank 0 dp=%d, rank %d dp=1; give every rank the same", w, w - 1);
-    RANKS_CHECK(world, result == DDP_ERR_MISMATCH && !mesh && strstr(ddp_last_error(), text), "%s \"%s\"", ddp_result_name(result), ddp_last_error());
+    snprintf(
+        text, sizeof text,
+        "ddp_mesh_create group=world: ranks differ: rank 0 dp=%d, rank %d dp=1; give every rank the same", w,
+        w - 1);
+    RANKS_CHECK(world, result == DDP_ERR_MISMATCH && !mesh && strstr(ddp_last_error(), text), "%s \"%s\"",
+                ddp_result_name(result), ddp_last_error());
     RANKS_OK(world, ddp_barrier(world));
     return DDP_OK;
 }
@@ -162,7 +176,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, bad_input(world));
     RANKS_RUN(world, different(world));
     if (ddp_rank(world) == 0)
-        printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world), ranks_now() - start);
+        printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world),
+               ranks_now() - start);
     return DDP_OK;
 }
 

@@ -19,9 +19,13 @@
 /* granted: the thread level that MPI_Init_thread returns. */
 static int finalized, fails_next, granted = -1;
 
-int MPI_Finalize(void) { finalized++; return PMPI_Finalize(); }
+int MPI_Finalize(void) {
+    finalized++;
+    return PMPI_Finalize();
+}
 
-int MPI_Iallreduce(const void *send, void *recv, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm, MPI_Request *request) {
+int MPI_Iallreduce(const void *send, void *recv, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
+                   MPI_Request *request) {
     int fail = fails_next;
     fails_next = 0;
     return fail ? MPI_ERR_OTHER : PMPI_Iallreduce(send, recv, count, type, op, comm, request);
@@ -31,7 +35,8 @@ int MPI_Iallreduce(const void *send, void *recv, int count, MPI_Datatype type, M
    meanwhile. */
 static int *leader_sleeps, is_sleepy_leader, probes;
 
-int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm,
+              MPI_Request *request) {
     if (is_sleepy_leader) {
         is_sleepy_leader = 0;
         __atomic_store_n(leader_sleeps, 1, __ATOMIC_RELEASE);
@@ -108,10 +113,10 @@ static ddp_result work_of_all_sorts(ddp_group *g) {
     return DDP_OK;
 }
 
-#define SAYS(g, ...)                                                                                       \
-    do {                                                                                                   \
-        char wanted[300];                                                                                  \
-        snprintf(wanted, sizeof wanted, __VA_ARGS__);                                                      \
+#define SAYS(g, ...)                                                                                        \
+    do {                                                                                                    \
+        char wanted[300];                                                                                   \
+        snprintf(wanted, sizeof wanted, __VA_ARGS__);                                                       \
         RANKS_CHECK(g, strstr(ddp_last_error(), wanted), "\"%s\" has no \"%s\"", ddp_last_error(), wanted); \
     } while (0)
 
@@ -201,7 +206,8 @@ static ddp_result from_mpi(void) {
     int rank, size, sum = 0, side;
     desc.order = DDP_ORDER_ANY;
     desc.name = "turned";
-    RANKS_CHECK(NULL, ddp_group_from_mpi(&g, MPI_COMM_WORLD, NULL) == DDP_ERR_INVALID && !g, "before MPI_Init");
+    RANKS_CHECK(NULL, ddp_group_from_mpi(&g, MPI_COMM_WORLD, NULL) == DDP_ERR_INVALID && !g,
+                "before MPI_Init");
     SAYS(NULL, "ddp_group_from_mpi: MPI is not initialized; call MPI_Init first");
     MPI_Init(NULL, NULL);
     RANKS_CHECK(NULL, ddp_group_from_mpi(NULL, MPI_COMM_WORLD, NULL) == DDP_ERR_INVALID, "out is NULL");
@@ -218,8 +224,11 @@ static ddp_result from_mpi(void) {
     MPI_Comm_split(MPI_COMM_WORLD, 0, -rank, &turned);
     for (int i = 0; i < 3; i++) {
         RANKS_OK(NULL, ddp_group_from_mpi(&g, i == 2 ? half : turned, i ? NULL : &desc));
-        if (i < 2) RANKS_CHECK(g, ddp_rank(g) == size - 1 - rank && ddp_world_size(g) == size, "rank %d", ddp_rank(g));
-        else RANKS_CHECK(g, ddp_rank(g) == rank - side * (size / 2), "rank %d", ddp_rank(g));
+        if (i < 2)
+            RANKS_CHECK(g, ddp_rank(g) == size - 1 - rank && ddp_world_size(g) == size, "rank %d",
+                        ddp_rank(g));
+        else
+            RANKS_CHECK(g, ddp_rank(g) == rank - side * (size / 2), "rank %d", ddp_rank(g));
         RANKS_CHECK(g, strcmp(ddp_group_name(g), i ? "world" : "turned") == 0, "%s", ddp_group_name(g));
         if (ddp_world_size(g) > 1) RANKS_OK(g, work_of_all_sorts(g));
         ddp_group_destroy(g);
@@ -245,7 +254,8 @@ static ddp_result text(void) {
     fails_next = rank == 1;
     result = ddp_all_reduce(g, &x, &x, 1, DDP_F32, DDP_OP_SUM, NULL);
     RANKS_CHECK(g, result == DDP_ERR_ENGINE, "%s: %s", ddp_result_name(result), ddp_last_error());
-    SAYS(g, "rank %d/%d ddp_all_reduce group=world seq=%d f32 count=1: MPI_Iallreduce: MPI_ERR_OTHER", rank, ddp_world_size(g), 2);
+    SAYS(g, "rank %d/%d ddp_all_reduce group=world seq=%d f32 count=1: MPI_Iallreduce: MPI_ERR_OTHER", rank,
+         ddp_world_size(g), 2);
     RANKS_CHECK(g, ddp_barrier(g) == DDP_ERR_POISONED, "the next call");
     ddp_group_destroy(g);
     finalized_at_exit = 0;
@@ -272,27 +282,34 @@ static ddp_result named(void) {
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
     rank = ddp_rank(g);
     last = ddp_world_size(g) - 1;
-    RANKS_CHECK(g, ddp_all_reduce(g, x, x, rank == last ? 2 : 1, DDP_F32, DDP_OP_SUM, NULL) == DDP_ERR_MISMATCH, "other counts");
+    RANKS_CHECK(g,
+                ddp_all_reduce(g, x, x, rank == last ? 2 : 1, DDP_F32, DDP_OP_SUM, NULL) == DDP_ERR_MISMATCH,
+                "other counts");
     SAYS(g, "ranks made different calls: rank ");
     SAYS(g, "rank %d ddp_all_reduce f32 count=2 sum", last);
     ddp_group_destroy(g);
 
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
     if (rank == last) gives[0] = 2;
-    RANKS_CHECK(g, ddp_all_to_all_v(g, x, gives, NULL, y, takes, NULL, DDP_F32, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+    RANKS_CHECK(g, ddp_all_to_all_v(g, x, gives, NULL, y, takes, NULL, DDP_F32, NULL) == DDP_ERR_MISMATCH,
+                "%s", ddp_last_error());
     SAYS(g, "counts disagree: rank %d sends 2 elements to rank 0, which expects 1", last);
     ddp_group_destroy(g);
 
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
     memset(takes, 0, sizeof takes);
     takes[rank == last] = 2; /* as many in all */
-    RANKS_CHECK(g, ddp_all_gather_v(g, x, takes[rank], y, takes, NULL, DDP_F32, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+    RANKS_CHECK(g, ddp_all_gather_v(g, x, takes[rank], y, takes, NULL, DDP_F32, NULL) == DDP_ERR_MISMATCH,
+                "%s", ddp_last_error());
     SAYS(g, "counts disagree: recv_counts");
     ddp_group_destroy(g);
 
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
-    if (rank == 0) RANKS_CHECK(g, ddp_send(g, x, 3, DDP_F32, last, 7, NULL) == DDP_OK || ddp_group_status(g) != DDP_OK, "%s", ddp_last_error());
-    if (rank == last) RANKS_CHECK(g, ddp_recv(g, x, 2, DDP_F32, 0, 7, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+    if (rank == 0)
+        RANKS_CHECK(g, ddp_send(g, x, 3, DDP_F32, last, 7, NULL) == DDP_OK || ddp_group_status(g) != DDP_OK,
+                    "%s", ddp_last_error());
+    if (rank == last)
+        RANKS_CHECK(g, ddp_recv(g, x, 2, DDP_F32, 0, 7, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
     RANKS_CHECK(g, ddp_barrier(g) != DDP_OK, "after a message of another count");
     SAYS(g, "rank 0 ddp_send f32 count=3");
     SAYS(g, "rank %d ddp_recv f32 count=2", last);
@@ -312,13 +329,17 @@ static ddp_result named(void) {
     RANKS_CHECK(g, ddp_barrier(g) == DDP_ERR_TIMEOUT, "a rank that does not come: %s", ddp_last_error());
     /* And ranks that stand still at this moment. */
     const char *missing = strstr(ddp_last_error(), "missing: rank ");
-    RANKS_CHECK(g, missing && strchr(missing, '0' + last) && strstr(ddp_last_error(), "timed out after"), "%s", ddp_last_error());
+    RANKS_CHECK(g, missing && strchr(missing, '0' + last) && strstr(ddp_last_error(), "timed out after"),
+                "%s", ddp_last_error());
     ddp_group_destroy(g);
 
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
     if (rank != last) {
         RANKS_CHECK(g, ddp_barrier(g) == DDP_ERR_PEER_LOST, "a rank has left: %s", ddp_last_error());
-        RANKS_CHECK(g, strstr(ddp_last_error(), "has destroyed this group") || strstr(ddp_last_error(), "has returned"), "%s", ddp_last_error());
+        RANKS_CHECK(g,
+                    strstr(ddp_last_error(), "has destroyed this group")
+                        || strstr(ddp_last_error(), "has returned"),
+                    "%s", ddp_last_error());
         SAYS(g, ": rank %d ", last);
     }
     ddp_group_destroy(g);
@@ -346,7 +367,11 @@ static ddp_result many(void) {
     for (int step = 1; step < w; step *= 2) /* the tree: neighbours, then their sums */
         for (int r = 0; r + step < w; r += 2 * step)
             for (int i = 0; i < COUNT; i++) rows[r][i] += rows[r + step][i];
-    for (int i = 0; i < COUNT; i++) { float own = (float)((rank * 7919 + i * 104729) % 2003 - 1001) / 37.0f; want[i] = rows[0][i]; have[i] = own; }
+    for (int i = 0; i < COUNT; i++) {
+        float own = (float)((rank * 7919 + i * 104729) % 2003 - 1001) / 37.0f;
+        want[i] = rows[0][i];
+        have[i] = own;
+    }
     RANKS_OK(g, ddp_all_reduce(g, have, have, COUNT, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_CHECK(g, memcmp(have, want, sizeof have) == 0, "%g, wanted %g", (double)have[0], (double)want[0]);
     for (int r = 0; r < w; r++) {
@@ -363,7 +388,8 @@ static ddp_result many(void) {
     memset(gives, 255, sizeof gives); /* they were copied */
     RANKS_OK(g, ddp_wait(g, &work));
     for (int r = 0; r < w; r++)
-        RANKS_CHECK(g, came[2 * r] == (r % 3 == rank % 3 ? r * 1000 + rank : -1) && came[2 * r + 1] == -1, "from %d: %d", r, came[2 * r]);
+        RANKS_CHECK(g, came[2 * r] == (r % 3 == rank % 3 ? r * 1000 + rank : -1) && came[2 * r + 1] == -1,
+                    "from %d: %d", r, came[2 * r]);
     for (int r = 0; r < w; r++) takes[r] = (size_t)(r % 2);
     RANKS_OK(g, ddp_all_gather_v(g, &blocks[0], takes[rank], came, takes, NULL, DDP_I32, NULL));
     RANKS_OK(g, ddp_group_split(g, rank % 2, -rank, &part));
@@ -382,26 +408,34 @@ static ddp_result many(void) {
 static ddp_result large(void) {
     const size_t page = (size_t)1 << 24, pages = 129, count = page * pages - 77;
     int fd = (int)syscall(SYS_memfd_create, "large", 0u), rank;
-    unsigned char *space = (unsigned char *)mmap(NULL, page * (pages + 1), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *space = (unsigned char *)mmap(NULL, page * (pages + 1), PROT_NONE,
+                                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     ddp_group *g = NULL;
-    RANKS_CHECK(NULL, fd >= 0 && space != (unsigned char *)MAP_FAILED && ftruncate(fd, (off_t)(2 * page)) == 0, "%s", strerror(errno));
+    RANKS_CHECK(NULL,
+                fd >= 0 && space != (unsigned char *)MAP_FAILED && ftruncate(fd, (off_t)(2 * page)) == 0,
+                "%s", strerror(errno));
     for (size_t i = 0; i < pages; i++) { /* the last one has separate pages */
         int own = i == pages - 1;
-        RANKS_CHECK(NULL, mmap(space + i * page, page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, own ? (off_t)page : 0) !=
-                    MAP_FAILED, "%s", strerror(errno));
+        RANKS_CHECK(NULL,
+                    mmap(space + i * page, page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
+                         own ? (off_t)page : 0)
+                        != MAP_FAILED,
+                    "%s", strerror(errno));
     }
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 60000));
     rank = ddp_rank(g);
-#define LARGE(call, first, last)                                                                                    \
-    do {                                                                                                            \
-        memset(space, rank + 1, page);                                                                              \
-        memset(space + (pages - 1) * page, 10 * (rank + 1), page);                                                  \
-        RANKS_OK(g, call);                                                                                          \
-        RANKS_CHECK(g, space[0] == (first) && space[count - 1] == (last) && space[count] == 10 * (rank + 1), "%d %d %d", space[0], space[count - 1], \
-                    space[count]);                                                                                  \
+#define LARGE(call, first, last)                                                                             \
+    do {                                                                                                     \
+        memset(space, rank + 1, page);                                                                       \
+        memset(space + (pages - 1) * page, 10 * (rank + 1), page);                                           \
+        RANKS_OK(g, call);                                                                                   \
+        RANKS_CHECK(g, space[0] == (first) && space[count - 1] == (last) && space[count] == 10 * (rank + 1), \
+                    "%d %d %d", space[0], space[count - 1], space[count]);                                   \
     } while (0)
     LARGE(ddp_broadcast(g, space, count, DDP_U8, 1, NULL), 2, 20);
-    LARGE(rank ? ddp_send(g, space, count, DDP_U8, 0, 1, NULL) : ddp_recv(g, space, count, DDP_U8, 1, 1, NULL), 2, 20);
+    LARGE(rank ? ddp_send(g, space, count, DDP_U8, 0, 1, NULL)
+               : ddp_recv(g, space, count, DDP_U8, 1, 1, NULL),
+          2, 20);
     LARGE(ddp_reduce(g, space, space, count, DDP_U8, DDP_OP_MAX, 0, NULL), 2, 20);
     ddp_group_destroy(g);
     finalized_at_exit = 1;
@@ -409,9 +443,21 @@ static ddp_result large(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct { const char *name; ddp_result (*run)(void); } scenarios[] = {
-        {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"orders", orders}, {"named", named},
-        {"many", many}, {"large", large}, {"probing", probing}};
+    static const struct {
+        const char *name;
+        ddp_result (*run)(void);
+    } scenarios[] = {
+        {"chosen", chosen},
+        {"users_single", users_single},
+        {"users_multiple", users_multiple},
+        {"from_mpi", from_mpi},
+        {"text", text},
+        {"orders", orders},
+        {"named", named},
+        {"many", many},
+        {"large", large},
+        {"probing", probing},
+    };
     watchdog_start(240);
     inner.mpi_chunk_bytes = (size_t)2 << 20; /* the normal size */
     inner.mpi_piece_bytes = (size_t)1 << 30;

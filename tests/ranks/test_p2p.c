@@ -29,11 +29,11 @@ static long message_check(const void *buf, size_t size_bytes, uint64_t number) {
     return at;
 }
 
-#define ARRIVED(group, buf, size_bytes, number)                                                                              \
-    do {                                                                                                                     \
-        long at = message_check((buf), (size_bytes), (number));                                                              \
-        RANKS_CHECK((group), at < 0, "%s: message %llu of %zu bytes is wrong at byte %ld", ranks_current,                    \
-                    (unsigned long long)(number), (size_t)(size_bytes), at);                                                 \
+#define ARRIVED(group, buf, size_bytes, number)                                                           \
+    do {                                                                                                  \
+        long at = message_check((buf), (size_bytes), (number));                                           \
+        RANKS_CHECK((group), at < 0, "%s: message %llu of %zu bytes is wrong at byte %ld", ranks_current, \
+                    (unsigned long long)(number), (size_t)(size_bytes), at);                              \
     } while (0)
 
 static unsigned char *bytes(size_t size_bytes) { return (unsigned char *)calloc(1, size_bytes + 1); }
@@ -56,7 +56,8 @@ static ddp_result all_pairs(ddp_group *g) {
                     buf[counts[n]] = 0x5a;
                     RANKS_OK(g, ddp_recv(g, buf, counts[n], DDP_U8, from, from + to, NULL));
                     ARRIVED(g, buf, counts[n], number);
-                    RANKS_CHECK(g, buf[counts[n]] == 0x5a, "count %zu: the byte after the message was changed", counts[n]);
+                    RANKS_CHECK(g, buf[counts[n]] == 0x5a,
+                                "count %zu: the byte after the message was changed", counts[n]);
                 }
             }
     free(buf);
@@ -75,7 +76,8 @@ static ddp_result tags_out_of_order(ddp_group *g) {
         memset(sent, 0, sizeof sent);
         for (int tag = 0; tag < 16; tag++) {
             message_fill(out + (size_t)tag * size, size, (uint64_t)(rank * 100 + tag));
-            RANKS_OK(g, ddp_send(g, out + (size_t)tag * size, size, DDP_I8, next, tag * 1000003 % 2147483647, &sent[tag]));
+            RANKS_OK(g, ddp_send(g, out + (size_t)tag * size, size, DDP_I8, next, tag * 1000003 % 2147483647,
+                                 &sent[tag]));
         }
         for (int i = 0; i < 16; i++) {
             int tag = i * 7 % 16;
@@ -154,16 +156,19 @@ static ddp_result outstanding_both_ways(ddp_group *g) {
     unsigned char *own = bytes(LINES * size);
     RANKS_OK(g, ddp_group_alloc(g, LINES * size, &shared));
     /* Bit 0: receives, bit 1: sends use group memory. */
-    for (int memory = 0; memory < 4; memory += DDP_TEST_SLOWDOWN > 3 ? 3 : 1) {
+    for (int memory = 0; memory<4; memory += DDP_TEST_SLOWDOWN> 3 ? 3 : 1) {
         ddp_work works[LINES];
         memset(works, 0, sizeof works);
         for (int phase = 0; phase < 2; phase++) {
             if (phase == 1) RANKS_OK(g, ddp_barrier(g));
             for (int i = 0; i < LINES; i++) {
                 int k = rank % 2 ? i ^ 1 : i; /* odd ranks send first */
-                int sends = k & 1, up = k >> 1 & 1, peer = (rank + (up ? 1 : w - 1)) % w, tag = sends ? !up : up;
-                uint64_t number = (uint64_t)(memory * 10000 + (sends ? rank : peer) * 100 + tag * 10 + (k >> 2));
-                unsigned char *line = (memory >> sends & 1 ? (unsigned char *)shared : own) + (size_t)k * size;
+                int sends = k & 1, up = k >> 1 & 1, peer = (rank + (up ? 1 : w - 1)) % w,
+                    tag = sends ? !up : up;
+                uint64_t number = (uint64_t)(memory * 10000 + (sends ? rank : peer) * 100 + tag * 10
+                                             + (k >> 2));
+                unsigned char *line = (memory >> sends & 1 ? (unsigned char *)shared : own)
+                                      + (size_t)k * size;
                 if (phase == 0 && sends) message_fill(line, size, number);
                 if (phase == 0 && sends) RANKS_OK(g, ddp_send(g, line, size, DDP_U8, peer, tag, &works[k]));
                 if (phase == 0 && !sends) RANKS_OK(g, ddp_recv(g, line, size, DDP_U8, peer, tag, &works[k]));
@@ -211,11 +216,13 @@ static ddp_result batches(ddp_group *g, size_t size) {
                 if ((phase == 0) == (round == 0)) {
                     message_fill(mine, size, (uint64_t)(round * 10000 + rank * 100 + peer));
                     RANKS_OK(g, ddp_send(g, mine, size, DDP_U8, peer, 3, NULL));
-                } else RANKS_OK(g, ddp_recv(g, in + size * (size_t)peer, size, DDP_U8, peer, 3, NULL));
+                } else
+                    RANKS_OK(g, ddp_recv(g, in + size * (size_t)peer, size, DDP_U8, peer, 3, NULL));
             }
         RANKS_OK(g, ddp_p2p_end(g));
         for (int peer = 0; peer < w && round < 2; peer++)
-            if (peer != rank) ARRIVED(g, in + size * (size_t)peer, size, (uint64_t)(round * 10000 + peer * 100 + rank));
+            if (peer != rank)
+                ARRIVED(g, in + size * (size_t)peer, size, (uint64_t)(round * 10000 + peer * 100 + rank));
     }
     free(out), free(in);
     return DDP_OK;
@@ -239,7 +246,7 @@ static ddp_result beside_collectives(ddp_group *g, size_t size) {
             if (!alone && !sends) RANKS_OK(g, ddp_recv(g, buf, size, DDP_U8, peer, 0, &p2p));
             RANKS_OK(g, ddp_all_reduce(g, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
             RANKS_OK(g, ddp_wait(g, &p2p));
-        /* Collective pending on the communication thread first, then a blocking half. */
+            /* Collective pending on the communication thread first, then a blocking half. */
         } else if (round % 2) {
             RANKS_OK(g, ddp_all_reduce(g, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &reduce));
             if (!alone && sends) RANKS_OK(g, ddp_send(g, buf, size, DDP_U8, peer, 0, NULL));
@@ -267,7 +274,8 @@ static ddp_result behind_pending_collective(ddp_group *g, size_t size) {
     unsigned char *buf = bytes(size);
     memset(reduce, 0, sizeof reduce);
     if (rank == 0)
-        for (int i = 0; i < 8; i++) RANKS_OK(g, ddp_all_reduce(g, &one, &sums[i], 1, DDP_I64, DDP_OP_SUM, &reduce[i]));
+        for (int i = 0; i < 8; i++)
+            RANKS_OK(g, ddp_all_reduce(g, &one, &sums[i], 1, DDP_I64, DDP_OP_SUM, &reduce[i]));
     for (int i = 0; i < 4; i++) { /* ping-pong of rank 0 with the last rank */
         if (rank == 0) {
             message_fill(buf, size, (uint64_t)i);
@@ -282,7 +290,8 @@ static ddp_result behind_pending_collective(ddp_group *g, size_t size) {
         }
     }
     for (int i = 0; i < 8; i++) {
-        if (rank != 0) RANKS_OK(g, ddp_all_reduce(g, &one, &sums[i], 1, DDP_I64, DDP_OP_SUM, i % 2 ? &reduce[i] : NULL));
+        if (rank != 0)
+            RANKS_OK(g, ddp_all_reduce(g, &one, &sums[i], 1, DDP_I64, DDP_OP_SUM, i % 2 ? &reduce[i] : NULL));
         RANKS_OK(g, ddp_wait(g, &reduce[i]));
         RANKS_CHECK(g, sums[i] == w, "all_reduce %d gave %lld", i, (long long)sums[i]);
     }
@@ -290,7 +299,10 @@ static ddp_result behind_pending_collective(ddp_group *g, size_t size) {
     return DDP_OK;
 }
 
-typedef struct message { int from, to, tag, asynchronous; size_t size; } message;
+typedef struct message {
+    int from, to, tag, asynchronous;
+    size_t size;
+} message;
 
 /* One random traffic plan, the same on all ranks; each rank issues its part in the order of the plan and
    waits in a random one. */
@@ -363,15 +375,23 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, beside_collectives(world, BIG + 5));
     RANKS_RUN(world, behind_pending_collective(world, 8));
     RANKS_RUN(world, behind_pending_collective(world, BIG / 4 + 5));
-    for (int round = 0; round < 4; round++) RANKS_RUN(world, random_traffic(world, 400, 1000000u * (uint64_t)(round + 1)));
-    if (ddp_rank(world) == 0) printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world), ranks_now() - start);
+    for (int round = 0; round < 4; round++)
+        RANKS_RUN(world, random_traffic(world, 400, 1000000u * (uint64_t)(round + 1)));
+    if (ddp_rank(world) == 0)
+        printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world),
+               ranks_now() - start);
     fflush(stdout);
     return DDP_OK;
 }
 
 //== receives that do not match the send =====================================================
 
-typedef struct unequal { const char *what; size_t send_count, recv_count; ddp_dtype send_dtype, recv_dtype; ddp_result *seen; } unequal;
+typedef struct unequal {
+    const char *what;
+    size_t send_count, recv_count;
+    ddp_dtype send_dtype, recv_dtype;
+    ddp_result *seen;
+} unequal;
 
 static ddp_result unequal_main(ddp_group *world, void *user) {
     const unequal *u = (const unequal *)user;
@@ -380,7 +400,8 @@ static ddp_result unequal_main(ddp_group *world, void *user) {
     if (rank == 0) u->seen[0] = ddp_send(world, buf, u->send_count, u->send_dtype, 1, 0, NULL);
     if (rank == 1) u->seen[1] = ddp_recv(world, buf, u->recv_count, u->recv_dtype, 0, 0, NULL);
     /* No text. */
-    if (rank < 2 && u->seen[rank] == DDP_ERR_MISMATCH && ddp_last_error()[0] == 0) u->seen[rank] = DDP_ERR_CORRUPT;
+    if (rank < 2 && u->seen[rank] == DDP_ERR_MISMATCH && ddp_last_error()[0] == 0)
+        u->seen[rank] = DDP_ERR_CORRUPT;
     free(buf);
     return DDP_OK;
 }
@@ -403,9 +424,11 @@ static int run_unequal(ranks_mode mode) {
         int small = u.send_count < 100; /* such a send may have returned already */
         u.seen = (ddp_result *)ranks_shared(4096);
         ranks_run(mode, 2, 20000 * DDP_TEST_SLOWDOWN, unequal_main, &u);
-        if (u.seen[1] == DDP_ERR_MISMATCH && (u.seen[0] == DDP_ERR_MISMATCH || (small && u.seen[0] == DDP_OK))) continue;
-        fprintf(stderr, "FAIL %s, %s: send gave %s, recv gave %s; wanted DDP_ERR_MISMATCH\n", ranks_mode_name(mode), u.what,
-                ddp_result_name(u.seen[0]), ddp_result_name(u.seen[1]));
+        if (u.seen[1] == DDP_ERR_MISMATCH
+            && (u.seen[0] == DDP_ERR_MISMATCH || (small && u.seen[0] == DDP_OK)))
+            continue;
+        fprintf(stderr, "FAIL %s, %s: send gave %s, recv gave %s; wanted DDP_ERR_MISMATCH\n",
+                ranks_mode_name(mode), u.what, ddp_result_name(u.seen[0]), ddp_result_name(u.seen[1]));
         failures++;
     }
     return failures;

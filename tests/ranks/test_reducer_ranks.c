@@ -33,7 +33,8 @@ static void model_open(model *m, ddp_group *group, int count) {
     m->values = (unsigned char *)calloc(PARAMS * ELEMENTS_MAX, 8);
     m->grads = (unsigned char *)calloc(PARAMS * (ELEMENTS_MAX + 64), 8);
     for (int i = 0; i < count; i++) {
-        static const int64_t rows[PARAMS] = {3, 17, 1, 100, 64, 5, 150, 2, 31, 1, 77, 8}, columns[PARAMS] = {5, 1, 1, 200, 16, 3, 200, 7, 33, 1, 13, 250};
+        static const int64_t rows[PARAMS] = {3, 17, 1, 100, 64, 5, 150, 2, 31, 1, 77, 8},
+                             columns[PARAMS] = {5, 1, 1, 200, 16, 3, 200, 7, 33, 1, 13, 250};
         ddp_tensor *value = &m->params[i].value;
         snprintf(m->names[i], sizeof m->names[i], "p%d", i);
         m->params[i].name = m->names[i];
@@ -117,8 +118,10 @@ static ddp_result check_param(model *m, int param, int step, uint64_t divisor) {
     void *want = malloc(count * size + 1), *have = m->params[param].grad.data;
     ranks_reduce(want, &data, DDP_OP_AVG, ddp_world_size(m->group), divisor, 0, count);
     for (size_t k = 0; k < count && memcmp(have, want, count * size) != 0; k++)
-        RANKS_CHECK(m->group, ranks_load(have, k, size) == ranks_load(want, k, size), "parameter %d (%s) element %zu step %d: have %llx, want %llx", param,
-                    ddp_dtype_name(data.dtype), k, step, (unsigned long long)ranks_load(have, k, size), (unsigned long long)ranks_load(want, k, size));
+        RANKS_CHECK(m->group, ranks_load(have, k, size) == ranks_load(want, k, size),
+                    "parameter %d (%s) element %zu step %d: have %llx, want %llx", param,
+                    ddp_dtype_name(data.dtype), k, step, (unsigned long long)ranks_load(have, k, size),
+                    (unsigned long long)ranks_load(want, k, size));
     free(want);
     return DDP_OK;
 }
@@ -139,14 +142,20 @@ static ddp_result checked_step(model *m, ddp_reducer *reducer, int step, uint32_
     return DDP_OK;
 }
 
-#define PASS(call) do { ddp_result pass_result = (call); if (pass_result != DDP_OK) return pass_result; } while (0)
+#define PASS(call)                                     \
+    do {                                               \
+        ddp_result pass_result = (call);               \
+        if (pass_result != DDP_OK) return pass_result; \
+    } while (0)
 
 //== averages ===============================================================================
 
 static ddp_result sum_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
-    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_SUM, NULL);
+    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
+                                       DDP_OP_SUM, NULL);
     (void)user;
-    if (result == DDP_OK) ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
+    if (result == DDP_OK)
+        ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
     return result;
 }
 
@@ -170,14 +179,27 @@ static ddp_result averages(ddp_group *group, void *user) {
             if (hooked) desc.hook = sum_hook;
             RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
             for (int step = 0; step < 3; step++)
-                PASS(checked_step(&m, reducer, step, (uint32_t)(round * 100 + ddp_rank(group) * 10 + step), (uint64_t)ddp_world_size(group) * (round == 4 ? 3 : 1)));
+                PASS(checked_step(&m, reducer, step, (uint32_t)(round * 100 + ddp_rank(group) * 10 + step),
+                                  (uint64_t)ddp_world_size(group) * (round == 4 ? 3 : 1)));
             RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
-            RANKS_CHECK(group, stats.steps == 3 && stats.rebuilt == 1, "steps=%d rebuilt=%d", (int)stats.steps, stats.rebuilt);
-            RANKS_CHECK(group, ddp_world_size(group) == 1 || stats.bytes_reduced >= stats.gradient_bytes, "%zu of %zu", stats.bytes_reduced, stats.gradient_bytes);
-            RANKS_CHECK(group, stats.overlap >= 0 && stats.overlap <= 1 && stats.total_wait_seconds >= stats.wait_seconds, "overlap %g", stats.overlap);
-            RANKS_CHECK(group, ddp_world_size(group) == 1 || (stats.comm_seconds > 0 && stats.total_comm_seconds > stats.comm_seconds), "%g s", stats.comm_seconds);
-            RANKS_CHECK(group, ddp_world_size(group) > 1 || (stats.overlap == 0 && (round >= 4 || stats.total_comm_seconds == 0)), "%g s alone", stats.total_comm_seconds);
-            RANKS_CHECK(group, how != PLACED || round != 0 || stats.bytes_copied == 0, "one range per bucket was copied: %zu bytes", stats.bytes_copied);
+            RANKS_CHECK(group, stats.steps == 3 && stats.rebuilt == 1, "steps=%d rebuilt=%d",
+                        (int)stats.steps, stats.rebuilt);
+            RANKS_CHECK(group, ddp_world_size(group) == 1 || stats.bytes_reduced >= stats.gradient_bytes,
+                        "%zu of %zu", stats.bytes_reduced, stats.gradient_bytes);
+            RANKS_CHECK(group,
+                        stats.overlap >= 0 && stats.overlap <= 1
+                            && stats.total_wait_seconds >= stats.wait_seconds,
+                        "overlap %g", stats.overlap);
+            RANKS_CHECK(group,
+                        ddp_world_size(group) == 1
+                            || (stats.comm_seconds > 0 && stats.total_comm_seconds > stats.comm_seconds),
+                        "%g s", stats.comm_seconds);
+            RANKS_CHECK(group,
+                        ddp_world_size(group) > 1
+                            || (stats.overlap == 0 && (round >= 4 || stats.total_comm_seconds == 0)),
+                        "%g s alone", stats.total_comm_seconds);
+            RANKS_CHECK(group, how != PLACED || round != 0 || stats.bytes_copied == 0,
+                        "one range per bucket was copied: %zu bytes", stats.bytes_copied);
             ddp_reducer_destroy(reducer);
             model_close(&m);
         }
@@ -209,17 +231,21 @@ static ddp_result sixteen_bit_communication(ddp_group *group, void *user) {
                 float parts[4] = {0, 0, 0, 0}, sum, have = ((const float *)m.params[i].grad.data)[k];
                 for (int r = 0; r < w; r++) {
                     float value = ranks_widen(DDP_F32, ranks_bits(&data, r, k)).f;
-                    parts[r] = which ? ranks_f16_to_f32(ranks_f32_to_f16(value)) : ranks_bf16_to_f32(ranks_f32_to_bf16(value));
+                    parts[r] = which ? ranks_f16_to_f32(ranks_f32_to_f16(value))
+                                     : ranks_bf16_to_f32(ranks_f32_to_bf16(value));
                 }
                 sum = parts[0] + parts[1];
                 if (w == 3) sum += parts[2];
                 if (w == 4) sum += parts[2] + parts[3];
                 sum /= (float)w;
-                sum = which ? ranks_f16_to_f32(ranks_f32_to_f16(sum)) : ranks_bf16_to_f32(ranks_f32_to_bf16(sum));
-                RANKS_CHECK(group, have == sum, "parameter %d element %zu: have %a, want %a", i, k, (double)have, (double)sum);
+                sum = which ? ranks_f16_to_f32(ranks_f32_to_f16(sum))
+                            : ranks_bf16_to_f32(ranks_f32_to_bf16(sum));
+                RANKS_CHECK(group, have == sum, "parameter %d element %zu: have %a, want %a", i, k,
+                            (double)have, (double)sum);
             }
         RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
-        RANKS_CHECK(group, w == 1 || stats.bytes_reduced == stats.gradient_bytes / 2, "%zu", stats.bytes_reduced);
+        RANKS_CHECK(group, w == 1 || stats.bytes_reduced == stats.gradient_bytes / 2, "%zu",
+                    stats.bytes_reduced);
         ddp_reducer_destroy(reducer);
         model_close(&m);
     }
@@ -234,16 +260,25 @@ static ddp_result values_and_buffers_come_from_rank_0(ddp_group *group, void *us
         ddp_reducer_desc desc;
         ddp_tensor buffers[11];
         int64_t counter[2];
-        unsigned char *bytes = (unsigned char *)malloc(160000), first = (unsigned char)(skip ? ddp_rank(group) + 1 : 1);
+        unsigned char *bytes = (unsigned char *)malloc(160000),
+                      first = (unsigned char)(skip ? ddp_rank(group) + 1 : 1);
         model_open(&m, group, PARAMS);
         m.params[9].value.data = m.params[2].value.data; /* a second use */
         memset(m.values, ddp_rank(group) + 1, PARAMS * ELEMENTS_MAX * 8);
         memset(bytes, ddp_rank(group) + 1, 160000);
         memset(buffers, 0, sizeof buffers);
         counter[0] = counter[1] = ddp_rank(group) + 1;
-        buffers[0].data = counter; buffers[0].dtype = DDP_I64; buffers[0].ndim = 1; buffers[0].shape[0] = 2;
-        buffers[1].data = bytes; buffers[1].dtype = DDP_U8; buffers[1].ndim = 2; buffers[1].shape[0] = 400; buffers[1].shape[1] = 100;
-        buffers[2].dtype = DDP_F32; buffers[2].ndim = 1; /* empty */
+        buffers[0].data = counter;
+        buffers[0].dtype = DDP_I64;
+        buffers[0].ndim = 1;
+        buffers[0].shape[0] = 2;
+        buffers[1].data = bytes;
+        buffers[1].dtype = DDP_U8;
+        buffers[1].ndim = 2;
+        buffers[1].shape[0] = 400;
+        buffers[1].shape[1] = 100;
+        buffers[2].dtype = DDP_F32;
+        buffers[2].ndim = 1;           /* empty */
         for (int i = 3; i < 11; i++) { /* 8 small ones, too many for one broadcast */
             buffers[i].data = bytes + 40000 + (i - 3) * 15000;
             buffers[i].dtype = DDP_I8;
@@ -257,9 +292,12 @@ static ddp_result values_and_buffers_come_from_rank_0(ddp_group *group, void *us
         RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
         for (int i = 0; i < PARAMS; i++)
             for (size_t k = 0; k < param_elements(&m.params[i]) * 4; k++)
-                RANKS_CHECK(group, ((unsigned char *)m.params[i].value.data)[k] == first, "parameter %d byte %zu", i, k);
-        RANKS_CHECK(group, counter[0] == (skip ? ddp_rank(group) + 1 : 1) && counter[1] == counter[0], "%d", (int)counter[0]);
-        for (int i = 0; i < 160000; i++) RANKS_CHECK(group, bytes[i] == first, "byte %d of the buffers is %d", i, bytes[i]);
+                RANKS_CHECK(group, ((unsigned char *)m.params[i].value.data)[k] == first,
+                            "parameter %d byte %zu", i, k);
+        RANKS_CHECK(group, counter[0] == (skip ? ddp_rank(group) + 1 : 1) && counter[1] == counter[0], "%d",
+                    (int)counter[0]);
+        for (int i = 0; i < 160000; i++)
+            RANKS_CHECK(group, bytes[i] == first, "byte %d of the buffers is %d", i, bytes[i]);
         ddp_reducer_destroy(reducer);
         free(bytes);
         model_close(&m);
@@ -269,7 +307,10 @@ static ddp_result values_and_buffers_come_from_rank_0(ddp_group *group, void *us
 
 //== order and use ==========================================================================
 
-typedef struct seen { int count; size_t elements[PARAMS]; } seen;
+typedef struct seen {
+    int count;
+    size_t elements[PARAMS];
+} seen;
 
 static ddp_result record_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     seen *s = (seen *)user;
@@ -300,7 +341,8 @@ static ddp_result buckets_follow_rank_0(ddp_group *group, void *user) {
         RANKS_CHECK(group, s.count == PARAMS, "%d buckets", s.count);
         for (int i = 0; i < PARAMS; i++) {
             size_t want = param_elements(&m.params[step == 0 ? PARAMS - 1 - i : of_rank_0[i]]);
-            RANKS_CHECK(group, s.elements[i] == want, "step %d bucket %d: %zu elements, want %zu", step, i, s.elements[i], want);
+            RANKS_CHECK(group, s.elements[i] == want, "step %d bucket %d: %zu elements, want %zu", step, i,
+                        s.elements[i], want);
         }
     }
     ddp_reducer_destroy(reducer);
@@ -318,8 +360,10 @@ static ddp_result unused_is_zero_here_and_reported_when_nobody_used_it(ddp_group
         model_open(&m, group, 5);
         desc = model_desc(&m);
         desc.first_bucket_bytes = desc.bucket_cap_bytes = 100;
-        if (fixed) desc.static_graph = 1;
-        else desc.find_unused = 1;
+        if (fixed)
+            desc.static_graph = 1;
+        else
+            desc.find_unused = 1;
         RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
         for (int step = 0; step < 4; step++) {
             /* nobody: a parameter used by no rank; somebody: one used only by the last rank. */
@@ -332,10 +376,14 @@ static ddp_result unused_is_zero_here_and_reported_when_nobody_used_it(ddp_group
             }
             RANKS_OK(group, ddp_reducer_wait(reducer));
             for (int i = 0; i < 5; i++) {
-                float want = i == nobody ? 0 : i == somebody ? (float)(w + i) : (float)(w * (w + 1) / 2 + w * i);
+                float want = i == nobody     ? 0
+                             : i == somebody ? (float)(w + i)
+                                             : (float)(w * (w + 1) / 2 + w * i);
                 const float *grad = (const float *)m.params[i].grad.data;
-                RANKS_CHECK(group, grad[0] == want / (float)w, "step %d parameter %d: have %g, want %g", step, i, (double)grad[0], (double)(want / (float)w));
-                RANKS_CHECK(group, ddp_reducer_is_unused(reducer, i) == (i == nobody), "step %d parameter %d", step, i);
+                RANKS_CHECK(group, grad[0] == want / (float)w, "step %d parameter %d: have %g, want %g", step,
+                            i, (double)grad[0], (double)(want / (float)w));
+                RANKS_CHECK(group, ddp_reducer_is_unused(reducer, i) == (i == nobody), "step %d parameter %d",
+                            step, i);
             }
         }
         ddp_reducer_destroy(reducer);
@@ -392,10 +440,13 @@ static ddp_result tied_uses(ddp_group *group, int fixed) {
                 ranks_data data = param_data(&m, i, step);
                 float part;
                 ranks_reduce(&part, &data, DDP_OP_AVG, w, (uint64_t)w, k, 1);
-                if (i == 0) want = part;
-                else if (i == 2 || i == 5) want += part;
+                if (i == 0)
+                    want = part;
+                else if (i == 2 || i == 5)
+                    want += part;
             }
-            RANKS_CHECK(group, ((float *)m.params[0].grad.data)[k] == want, "static_graph=%d step %d element %zu", fixed, step, k);
+            RANKS_CHECK(group, ((float *)m.params[0].grad.data)[k] == want,
+                        "static_graph=%d step %d element %zu", fixed, step, k);
         }
         PASS(check_param(&m, 1, step, (uint64_t)w));
         PASS(check_param(&m, 4, step, (uint64_t)w));
@@ -413,13 +464,15 @@ static ddp_result tied_uses_add_up_after_the_average(ddp_group *group, void *use
 
 //== disagreements ==========================================================================
 
-#define EXPECT_ERROR(group, call, code, ...)                                                                              \
-    do {                                                                                                                  \
-        const char *expect_words[] = {__VA_ARGS__};                                                                       \
-        ddp_result expect_result = (call);                                                                                \
-        RANKS_CHECK(group, expect_result == (code), "%s: %s", ddp_result_name(expect_result), ddp_last_error());          \
-        for (size_t expect_i = 0; expect_i < sizeof expect_words / sizeof expect_words[0]; expect_i++)                    \
-            RANKS_CHECK(group, strstr(ddp_last_error(), expect_words[expect_i]), "'%s' is not in: %s", expect_words[expect_i], ddp_last_error()); \
+#define EXPECT_ERROR(group, call, code, ...)                                                           \
+    do {                                                                                               \
+        const char *expect_words[] = {__VA_ARGS__};                                                    \
+        ddp_result expect_result = (call);                                                             \
+        RANKS_CHECK(group, expect_result == (code), "%s: %s", ddp_result_name(expect_result),          \
+                    ddp_last_error());                                                                 \
+        for (size_t expect_i = 0; expect_i < sizeof expect_words / sizeof expect_words[0]; expect_i++) \
+            RANKS_CHECK(group, strstr(ddp_last_error(), expect_words[expect_i]), "'%s' is not in: %s", \
+                        expect_words[expect_i], ddp_last_error());                                     \
     } while (0)
 
 static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void *user) {
@@ -437,7 +490,11 @@ static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void
     for (int round = 0; round < 3; round++) {
         for (int i = 5; i >= 0; i--)
             if (rank != w - 1 || i != 2 * round) RANKS_OK(group, ddp_reducer_ready(reducer, i));
-        EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_INVALID, round == 0 ? "'p0'" : round == 1 ? "'p2'" : "'p4'", culprit);
+        EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_INVALID,
+                     round == 0   ? "'p0'"
+                     : round == 1 ? "'p2'"
+                                  : "'p4'",
+                     culprit);
         if (round == 1) PASS(checked_step(&m, reducer, round, 0, (uint64_t)w)); /* the group is whole */
     }
     /* A wait without any ready is the same mistake; a second ready is an error of only this rank. */
@@ -447,7 +504,8 @@ static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void
     for (int i = 0; i < 6; i++) {
         fill_param(&m, i, 50);
         RANKS_OK(group, ddp_reducer_ready(reducer, i));
-        if (rank == 0) EXPECT_ERROR(group, ddp_reducer_ready(reducer, i), DDP_ERR_INVALID, "is ready twice", m.names[i]);
+        if (rank == 0)
+            EXPECT_ERROR(group, ddp_reducer_ready(reducer, i), DDP_ERR_INVALID, "is ready twice", m.names[i]);
     }
     RANKS_OK(group, ddp_reducer_wait(reducer));
     for (int i = 0; i < 6; i++) PASS(check_param(&m, i, 50, (uint64_t)w));
@@ -457,11 +515,38 @@ static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void
 }
 
 typedef enum difference {
-    NAME, LATE_NAME, VALUE_DTYPE, GRAD_DTYPE, SHAPE, NDIM, ORDER, FEWER, MORE, TIED, GIVEN, CAP, FIRST, MICRO, PER_TOKEN, UNUSED_FLAG, STATIC_FLAG, COMM, HOOK, SKIP,
-    BUFFER_SHAPE, BUFFER_COUNT, BAD_ARGUMENT, BAD_OUT, BAD_DESC, DIFFERENCES
+    NAME,
+    LATE_NAME,
+    VALUE_DTYPE,
+    GRAD_DTYPE,
+    SHAPE,
+    NDIM,
+    ORDER,
+    FEWER,
+    MORE,
+    TIED,
+    GIVEN,
+    CAP,
+    FIRST,
+    MICRO,
+    PER_TOKEN,
+    UNUSED_FLAG,
+    STATIC_FLAG,
+    COMM,
+    HOOK,
+    SKIP,
+    BUFFER_SHAPE,
+    BUFFER_COUNT,
+    BAD_ARGUMENT,
+    BAD_OUT,
+    BAD_DESC,
+    DIFFERENCES
 } difference;
 
-static const struct { const char *words[3]; ddp_result code; } differences[DIFFERENCES] = {
+static const struct {
+    const char *words[3];
+    ddp_result code;
+} differences[DIFFERENCES] = {
     {{"rank 0 parameter 0", "'p0'", "'other'"}, DDP_ERR_MISMATCH},
     {{"rank 0 parameter 9", "'p9'", "'other'"}, DDP_ERR_MISMATCH},
     {{"rank 0 parameter 3", "f32 [100,200]", "f64 [100,200]"}, DDP_ERR_MISMATCH},
@@ -473,15 +558,20 @@ static const struct { const char *words[3]; ddp_result code; } differences[DIFFE
     {{"ranks differ: rank 0 ", "no parameter 10", "'p10'"}, DDP_ERR_MISMATCH},
     {{"rank 0 parameter 9", "tied to parameter 2", "'p9'"}, DDP_ERR_MISMATCH},
     {{"rank 0 parameter 6", "NULL", "given"}, DDP_ERR_MISMATCH},
-    {{"ranks differ: rank 0 bucket_cap_bytes=", " bucket_cap_bytes=26214400", " bucket_cap_bytes=1000"}, DDP_ERR_MISMATCH},
-    {{"ranks differ: rank 0 first_bucket_bytes=", " first_bucket_bytes=1048576", " first_bucket_bytes=1000"}, DDP_ERR_MISMATCH},
-    {{"ranks differ: rank 0 micro_batch_count=", " micro_batch_count=1", " micro_batch_count=2"}, DDP_ERR_MISMATCH},
+    {{"ranks differ: rank 0 bucket_cap_bytes=", " bucket_cap_bytes=26214400", " bucket_cap_bytes=1000"},
+     DDP_ERR_MISMATCH},
+    {{"ranks differ: rank 0 first_bucket_bytes=", " first_bucket_bytes=1048576", " first_bucket_bytes=1000"},
+     DDP_ERR_MISMATCH},
+    {{"ranks differ: rank 0 micro_batch_count=", " micro_batch_count=1", " micro_batch_count=2"},
+     DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 per_token=", " per_token=0", " per_token=1"}, DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 find_unused=", " find_unused=0", " find_unused=1"}, DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 static_graph=", " static_graph=0", " static_graph=1"}, DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 comm_dtype=", " comm_dtype=0", " comm_dtype="}, DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 hook=", " hook=0", " hook=1"}, DDP_ERR_MISMATCH},
-    {{"ranks differ: rank 0 skip_initial_broadcast=", " skip_initial_broadcast=0", " skip_initial_broadcast=1"}, DDP_ERR_MISMATCH},
+    {{"ranks differ: rank 0 skip_initial_broadcast=", " skip_initial_broadcast=0",
+      " skip_initial_broadcast=1"},
+     DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 buffer 1 f32", "f32 [4]", "f32 [5]"}, DDP_ERR_MISMATCH},
     {{"ranks differ: rank 0 ", "buffer 1 f32 [4]", "no buffer 1"}, DDP_ERR_MISMATCH},
     {{"parameter 3 'p3'", "value.data is NULL", "set it to"}, DDP_ERR_INVALID},
@@ -495,11 +585,24 @@ static void make_different(model *m, ddp_reducer_desc *desc, difference which) {
     switch (which) {
     case NAME: m->params[0].name = "other"; break;
     case LATE_NAME: m->params[9].name = "other"; break;
-    case VALUE_DTYPE: m->params[3].value.dtype = DDP_F64; m->params[3].grad.dtype = DDP_F32; break;
+    case VALUE_DTYPE:
+        m->params[3].value.dtype = DDP_F64;
+        m->params[3].grad.dtype = DDP_F32;
+        break;
     case GRAD_DTYPE: m->params[3].grad.dtype = DDP_BF16; break;
-    case SHAPE: m->params[3].value.shape[0] = 200; m->params[3].value.shape[1] = 100; break;
-    case NDIM: m->params[3].value.ndim = 3; m->params[3].value.shape[2] = 1; break;
-    case ORDER: swap = m->params[4]; m->params[4] = m->params[5]; m->params[5] = swap; break;
+    case SHAPE:
+        m->params[3].value.shape[0] = 200;
+        m->params[3].value.shape[1] = 100;
+        break;
+    case NDIM:
+        m->params[3].value.ndim = 3;
+        m->params[3].value.shape[2] = 1;
+        break;
+    case ORDER:
+        swap = m->params[4];
+        m->params[4] = m->params[5];
+        m->params[5] = swap;
+        break;
     case FEWER: desc->param_count = 9; break;
     case MORE: desc->param_count = 11; break;
     case TIED: m->params[9].value.data = m->params[2].value.data; break;
@@ -545,11 +648,17 @@ static ddp_result every_difference_is_named_on_every_rank(ddp_group *group, void
             untouched = m;
             if (rank == odd) make_different(&m, &desc, (difference)which);
             snprintf(name, sizeof name, "rank %d", odd);
-            EXPECT_ERROR(group, ddp_reducer_create(which == BAD_OUT && rank == odd ? NULL : &reducer, group, which == BAD_DESC && rank == odd ? NULL : &desc),
-                         differences[which].code, differences[which].words[0], differences[which].words[1], differences[which].words[2],
-                         differences[which].code == DDP_ERR_MISMATCH || rank != odd ? name : "ddp_reducer_create");
+            EXPECT_ERROR(group,
+                         ddp_reducer_create(which == BAD_OUT && rank == odd ? NULL : &reducer, group,
+                                            which == BAD_DESC && rank == odd ? NULL : &desc),
+                         differences[which].code, differences[which].words[0], differences[which].words[1],
+                         differences[which].words[2],
+                         differences[which].code == DDP_ERR_MISMATCH || rank != odd ? name
+                                                                                    : "ddp_reducer_create");
             RANKS_CHECK(group, reducer == NULL, "difference %d", which);
-            for (int i = 0; i < 10; i++) RANKS_CHECK(group, which == GIVEN || m.params[i].grad.data == NULL, "difference %d filled in parameter %d", which, i);
+            for (int i = 0; i < 10; i++)
+                RANKS_CHECK(group, which == GIVEN || m.params[i].grad.data == NULL,
+                            "difference %d filled in parameter %d", which, i);
             /* Afterwards everything is as before the call. */
             memcpy(m.params, untouched.params, sizeof m.params);
             for (int i = 0; i < 10; i++) m.params[i].name = m.names[i];
@@ -563,7 +672,8 @@ static ddp_result every_difference_is_named_on_every_rank(ddp_group *group, void
 
 static ddp_result odd_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     (void)user;
-    if (bucket->index == 1 && ddp_rank(group) == ddp_world_size(group) - 1) return ddp_fail(DDP_ERR_CORRUPT, "no more paper");
+    if (bucket->index == 1 && ddp_rank(group) == ddp_world_size(group) - 1)
+        return ddp_fail(DDP_ERR_CORRUPT, "no more paper");
     return ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_AVG, NULL);
 }
 
@@ -642,7 +752,11 @@ static ddp_result destroy_in_the_middle_of_a_step(ddp_group *group, void *user) 
 
 //== join ===================================================================================
 
-typedef struct trainer { model *m; int steps; float lr; } trainer;
+typedef struct trainer {
+    model *m;
+    int steps;
+    float lr;
+} trainer;
 
 static ddp_result plain_step(void *user) {
     trainer *t = (trainer *)user;
@@ -684,30 +798,41 @@ static ddp_result uneven_inputs(ddp_group *group, void *user) {
                 int active = -1, want_active = 0;
                 float sum = 0;
                 for (int r = 0; r < w; r++)
-                    if (s < r + 2) { want_active++; sum += (float)(s * 10 + r + 1); }
+                    if (s < r + 2) {
+                        want_active++;
+                        sum += (float)(s * 10 + r + 1);
+                    }
                 RANKS_OK(group, ddp_join_step(join, s < rank + 2, &active));
                 if (!active) break;
-                RANKS_CHECK(group, active == want_active && s < last, "step %d: active %d, want %d", s, active, want_active);
+                RANKS_CHECK(group, active == want_active && s < last, "step %d: active %d, want %d", s,
+                            active, want_active);
                 for (int i = 4; i >= 0; i--) {
-                    for (size_t k = 0; k < param_elements(&m.params[i]); k++) ((float *)m.params[i].grad.data)[k] = (float)(s * 10 + rank + 1);
+                    for (size_t k = 0; k < param_elements(&m.params[i]); k++)
+                        ((float *)m.params[i].grad.data)[k] = (float)(s * 10 + rank + 1);
                     RANKS_OK(group, ddp_reducer_ready(reducer, i));
                 }
                 RANKS_OK(group, ddp_reducer_wait(reducer));
-                RANKS_CHECK(group, ((float *)m.params[2].grad.data)[0] == sum / (float)(2 * active), "step %d: gradient %g, want %g", s,
-                            (double)((float *)m.params[2].grad.data)[0], (double)(sum / (float)(2 * active)));
+                RANKS_CHECK(group, ((float *)m.params[2].grad.data)[0] == sum / (float)(2 * active),
+                            "step %d: gradient %g, want %g", s, (double)((float *)m.params[2].grad.data)[0],
+                            (double)(sum / (float)(2 * active)));
                 RANKS_OK(group, plain_step(&t));
             }
             for (int s = 0; s < last; s++) {
                 float sum = 0;
                 int active = 0;
                 for (int r = 0; r < w; r++)
-                    if (s < r + 2) { active++; sum += (float)(s * 10 + r + 1); }
+                    if (s < r + 2) {
+                        active++;
+                        sum += (float)(s * 10 + r + 1);
+                    }
                 want -= 0.5f * (sum / (float)(2 * active));
             }
-            RANKS_CHECK(group, variant == 1 || t.steps == last * (epoch + 1), "variant %d: %d steps", variant, t.steps);
+            RANKS_CHECK(group, variant == 1 || t.steps == last * (epoch + 1), "variant %d: %d steps", variant,
+                        t.steps);
             for (int i = 0; i < 5; i++)
                 for (size_t k = 0; k < param_elements(&m.params[i]); k++)
-                    RANKS_CHECK(group, ((float *)m.params[i].value.data)[k] == want, "variant %d parameter %d: %g, want %g", variant, i,
+                    RANKS_CHECK(group, ((float *)m.params[i].value.data)[k] == want,
+                                "variant %d parameter %d: %g, want %g", variant, i,
                                 (double)((float *)m.params[i].value.data)[k], (double)want);
         }
         PASS(checked_step(&m, reducer, 3, 0, (uint64_t)w * 2)); /* outside a join all ranks count again */
@@ -730,8 +855,10 @@ static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
         ddp_join_desc join_desc = DDP_ZERO;
         model_open(&m, group, 4);
         desc = model_desc(&m);
-        if (fixed) desc.static_graph = 1;
-        else desc.find_unused = 1;
+        if (fixed)
+            desc.static_graph = 1;
+        else
+            desc.find_unused = 1;
         RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
         join_desc.reducer = reducer;
         RANKS_OK(group, ddp_join_create(&join, group, &join_desc));
@@ -746,8 +873,12 @@ static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
                     RANKS_OK(group, ddp_reducer_ready(reducer, i));
                 }
                 RANKS_OK(group, ddp_reducer_wait(reducer));
-                RANKS_CHECK(group, ddp_reducer_is_unused(reducer, 2) && !ddp_reducer_is_unused(reducer, 1), "epoch %d", epoch);
-                RANKS_CHECK(group, ((float *)m.params[2].grad.data)[0] == 0 && ((float *)m.params[1].grad.data)[0] != 0, "epoch %d", epoch);
+                RANKS_CHECK(group, ddp_reducer_is_unused(reducer, 2) && !ddp_reducer_is_unused(reducer, 1),
+                            "epoch %d", epoch);
+                RANKS_CHECK(group,
+                            ((float *)m.params[2].grad.data)[0] == 0
+                                && ((float *)m.params[1].grad.data)[0] != 0,
+                            "epoch %d", epoch);
             }
         ddp_join_destroy(join);
         ddp_reducer_destroy(reducer);
@@ -764,7 +895,9 @@ enum { MICRO_BATCHES = 4 }; /* of all ranks */
 #define ON_ITS_OWN __attribute__((noinline))
 static int tokens_of(int step, int m) { return step == 3 ? 0 : (m * 7 + step * 3) % 5; }
 static ON_ITS_OWN double loss_of(int step, int m) { return 0.1 * (m + 1) * tokens_of(step, m) + 1e-9 * step; }
-static ON_ITS_OWN float token_gradient(int step, int m, int param, size_t k) { return 1.0f / (float)(3 + m + step * 7 + param) + 0.01f * (float)(k % 97); }
+static ON_ITS_OWN float token_gradient(int step, int m, int param, size_t k) {
+    return 1.0f / (float)(3 + m + step * 7 + param) + 0.01f * (float)(k % 97);
+}
 
 /* One, two and four ranks, each with its block of the same four micro-batches, end a step with the same bits:
    gradients, loss and norm, for any tokens. On three ranks the first four of their micro-batches have tokens.
@@ -802,26 +935,31 @@ static ddp_result means_are_over_tokens(ddp_group *group, void *user) {
         }
         RANKS_OK(group, ddp_reducer_wait_mean(reducer, &loss));
         for (int n = 0; n < MICRO_BATCHES; n++) ddp_mean_add(&whole, loss_of(step, n), tokens_of(step, n));
-        RANKS_CHECK(group, loss.count == whole.count && ddp_mean_value(&loss) == ddp_mean_value(&whole), "step %d: %.17g over %lld, want %.17g over %lld", step,
-                    ddp_mean_value(&loss), (long long)loss.count, ddp_mean_value(&whole), (long long)whole.count);
+        RANKS_CHECK(group, loss.count == whole.count && ddp_mean_value(&loss) == ddp_mean_value(&whole),
+                    "step %d: %.17g over %lld, want %.17g over %lld", step, ddp_mean_value(&loss),
+                    (long long)loss.count, ddp_mean_value(&whole), (long long)whole.count);
         for (int i = 0; i < 4; i++) {
             float *grad = (float *)m.params[i].grad.data;
             float *expected = (float *)malloc(param_elements(&m.params[i]) * sizeof *expected);
             for (size_t k = 0; k < param_elements(&m.params[i]); k++) {
                 float sum = 0;
                 for (int use = i; use <= (i == 1 ? 4 : i); use += 3) {
-                    float a = token_gradient(step, 0, use, k) + token_gradient(step, 1, use, k), b = token_gradient(step, 2, use, k) + token_gradient(step, 3, use, k);
+                    float a = token_gradient(step, 0, use, k) + token_gradient(step, 1, use, k),
+                          b = token_gradient(step, 2, use, k) + token_gradient(step, 3, use, k);
                     sum += a + b;
                 }
                 expected[k] = whole.count ? sum / (float)whole.count : sum;
-                RANKS_CHECK(group, grad[k] == expected[k], "step %d parameter %d[%zu]: %.9g, want %.9g", step, i, k, (double)grad[k], (double)expected[k]);
+                RANKS_CHECK(group, grad[k] == expected[k], "step %d parameter %d[%zu]: %.9g, want %.9g", step,
+                            i, k, (double)grad[k], (double)expected[k]);
             }
-            ddp_device_cpu()->sum_squares(&squares, expected, (size_t)m.params[i].value.shape[0], (size_t)m.params[i].value.shape[1], DDP_F32);
+            ddp_device_cpu()->sum_squares(&squares, expected, (size_t)m.params[i].value.shape[0],
+                                          (size_t)m.params[i].value.shape[1], DDP_F32);
             free(expected);
         }
         want_norm = (float)sqrt(ddp_exact_sum_value(&squares));
         RANKS_OK(group, ddp_reducer_clip_grad_norm(reducer, 1e9f, &norm));
-        RANKS_CHECK(group, norm == want_norm, "step %d: norm %.9g, want %.9g", step, (double)norm, (double)want_norm);
+        RANKS_CHECK(group, norm == want_norm, "step %d: norm %.9g, want %.9g", step, (double)norm,
+                    (double)want_norm);
     }
     ddp_accumulator_destroy(accumulator);
     ddp_reducer_destroy(reducer);
@@ -844,7 +982,10 @@ static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
     model_open(&m, group, 2);
     desc = model_desc(&m);
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
-    RANKS_CHECK(group, ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "desc.per_token=0"), "%s", ddp_last_error());
+    RANKS_CHECK(group,
+                ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "desc.per_token=0"),
+                "%s", ddp_last_error());
     ddp_reducer_destroy(reducer);
     for (int i = 0; i < 2; i++) m.params[i].grad.data = NULL;
     desc.per_token = 1;
@@ -858,22 +999,29 @@ static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
         if (!active) break;
         for (int r = steps; r < w; r++) sum += (float)(r + 1), count += r + 2;
         for (int i = 1; i >= 0; i--) {
-            for (size_t k = 0; k < param_elements(&m.params[i]); k++) ((float *)m.params[i].grad.data)[k] = (float)(rank + 1);
+            for (size_t k = 0; k < param_elements(&m.params[i]); k++)
+                ((float *)m.params[i].grad.data)[k] = (float)(rank + 1);
             RANKS_OK(group, ddp_reducer_ready(reducer, i));
         }
         memset(&loss, 0, sizeof loss);
         ddp_mean_add(&loss, steps * (rank + 2), rank + 2);
         RANKS_OK(group, ddp_reducer_wait_mean(reducer, &loss));
-        RANKS_CHECK(group, loss.count == count && ddp_mean_value(&loss) == steps && ((float *)m.params[0].grad.data)[0] == sum / (float)count,
-                    "step %d: loss %g over %lld, gradient %g", steps, ddp_mean_value(&loss), (long long)loss.count, (double)((float *)m.params[0].grad.data)[0]);
+        RANKS_CHECK(group,
+                    loss.count == count && ddp_mean_value(&loss) == steps
+                        && ((float *)m.params[0].grad.data)[0] == sum / (float)count,
+                    "step %d: loss %g over %lld, gradient %g", steps, ddp_mean_value(&loss),
+                    (long long)loss.count, (double)((float *)m.params[0].grad.data)[0]);
     }
     RANKS_CHECK(group, steps == rank + 1, "%d steps", steps);
     ddp_join_destroy(join);
     for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
     memset(&loss, 0, sizeof loss);
     ddp_mean_add(&loss, 1, rank == w - 1 ? -3 : 1);
-    snprintf(text, sizeof text, "mean->count is negative on 1 ranks, and %d on this rank", rank == w - 1 ? -3 : 1);
-    RANKS_CHECK(group, ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), text), "%s", ddp_last_error());
+    snprintf(text, sizeof text, "mean->count is negative on 1 ranks, and %d on this rank",
+             rank == w - 1 ? -3 : 1);
+    RANKS_CHECK(group,
+                ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), text),
+                "%s", ddp_last_error());
     for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
     memset(&loss, 0, sizeof loss);
     RANKS_OK(group, ddp_reducer_wait_mean(reducer, &loss));
@@ -888,7 +1036,8 @@ static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
 enum { TIMED_BUCKETS = 5, BUCKET_US = 10000 /* the minimum time of a bucket */ };
 
 static ddp_result timed_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
-    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_AVG, NULL);
+    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
+                                       DDP_OP_AVG, NULL);
     ranks_sleep_us(BUCKET_US);
     __atomic_fetch_add((int *)user, 1, __ATOMIC_SEQ_CST);
     return result;
@@ -897,13 +1046,15 @@ static ddp_result timed_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
 /* One step. hide: compute after each gradient lasts until its bucket is reduced, except after the last one,
    which is left to ddp_reducer_wait. Otherwise all are ready at once. *before: seconds from the first call to
    the wait; *inside: of the wait. */
-static ddp_result timed_step(model *m, ddp_reducer *reducer, int hide, const int *through, double *before, double *inside) {
+static ddp_result timed_step(model *m, ddp_reducer *reducer, int hide, const int *through, double *before,
+                             double *inside) {
     int first = __atomic_load_n(through, __ATOMIC_SEQ_CST);
     double begin = ranks_now();
     for (int i = m->count - 1; i >= 0; i--) {
         RANKS_OK(m->group, ddp_reducer_ready(reducer, i));
         while (hide && i > 0 && __atomic_load_n(through, __ATOMIC_SEQ_CST) - first < m->count - i) {
-            RANKS_CHECK(m->group, ranks_now() - begin < 20.0 * DDP_TEST_SLOWDOWN, "bucket %d is not carried out before the wait", m->count - 1 - i);
+            RANKS_CHECK(m->group, ranks_now() - begin < 20.0 * DDP_TEST_SLOWDOWN,
+                        "bucket %d is not carried out before the wait", m->count - 1 - i);
             ranks_sleep_us(100);
         }
     }
@@ -939,19 +1090,27 @@ static ddp_result overlap_is_the_share_that_compute_hid(ddp_group *group, void *
             RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
             comm += stats.comm_seconds;
             wait += stats.wait_seconds;
-            RANKS_CHECK(group, stats.bucket_count == buckets && through == buckets * (step + 1), "%d buckets, %d through", stats.bucket_count, through);
-            RANKS_CHECK(group, stats.comm_seconds >= least && stats.comm_seconds <= before + inside, "%g s of communication in %g s", stats.comm_seconds, before + inside);
-            RANKS_CHECK(group, stats.wait_seconds >= least / buckets && stats.wait_seconds <= inside, "%g s of waiting in %g s", stats.wait_seconds, inside);
-            RANKS_CHECK(group, stats.overlap >= 0 && stats.overlap <= 1 && stats.overlap * stats.comm_seconds <= before + 1e-9,
+            RANKS_CHECK(group, stats.bucket_count == buckets && through == buckets * (step + 1),
+                        "%d buckets, %d through", stats.bucket_count, through);
+            RANKS_CHECK(group, stats.comm_seconds >= least && stats.comm_seconds <= before + inside,
+                        "%g s of communication in %g s", stats.comm_seconds, before + inside);
+            RANKS_CHECK(group, stats.wait_seconds >= least / buckets && stats.wait_seconds <= inside,
+                        "%g s of waiting in %g s", stats.wait_seconds, inside);
+            RANKS_CHECK(group,
+                        stats.overlap >= 0 && stats.overlap <= 1
+                            && stats.overlap * stats.comm_seconds <= before + 1e-9,
                         "%g of %g s hidden in %g s", stats.overlap, stats.comm_seconds, before);
-            RANKS_CHECK(group, (buckets > 1 && ddp_world_size(group) > 1) || stats.overlap == 0, "overlap %g where nothing can be hidden", stats.overlap);
-            RANKS_CHECK(group, stats.total_comm_seconds == comm && stats.total_wait_seconds == wait, "totals %g %g, want %g %g",
-                        stats.total_comm_seconds, stats.total_wait_seconds, comm, wait);
+            RANKS_CHECK(group, (buckets > 1 && ddp_world_size(group) > 1) || stats.overlap == 0,
+                        "overlap %g where nothing can be hidden", stats.overlap);
+            RANKS_CHECK(group, stats.total_comm_seconds == comm && stats.total_wait_seconds == wait,
+                        "totals %g %g, want %g %g", stats.total_comm_seconds, stats.total_wait_seconds, comm,
+                        wait);
             mine = variant == 1 && ddp_world_size(group) > 1 ? stats.overlap > 0.5 : stats.overlap < 0.25;
             RANKS_OK(group, ddp_all_reduce(group, &mine, &now, 1, DDP_I32, DDP_OP_MIN, NULL));
             seen |= now;
         }
-        RANKS_CHECK(group, seen, "variant %d: no step in which every rank had %s overlap", variant, variant == 1 ? "much" : "little");
+        RANKS_CHECK(group, seen, "variant %d: no step in which every rank had %s overlap", variant,
+                    variant == 1 ? "much" : "little");
         ddp_reducer_destroy(reducer);
         model_close(&m);
     }
@@ -990,7 +1149,9 @@ static ddp_result steps_allocate_nothing(ddp_group *group, void *user) {
         RANKS_OK(group, ddp_barrier(group));
         before = __atomic_load_n(&allocations, __ATOMIC_SEQ_CST);
         RANKS_OK(group, ddp_barrier(group));
-        for (int step = 1; step < 6; step++) PASS(checked_step(&m, reducer, step, (uint32_t)ddp_rank(group) + 5, (uint64_t)ddp_world_size(group)));
+        for (int step = 1; step < 6; step++)
+            PASS(checked_step(&m, reducer, step, (uint32_t)ddp_rank(group) + 5,
+                              (uint64_t)ddp_world_size(group)));
         RANKS_OK(group, ddp_barrier(group));
         after = __atomic_load_n(&allocations, __ATOMIC_SEQ_CST);
         RANKS_OK(group, ddp_barrier(group));
@@ -1004,17 +1165,23 @@ static ddp_result steps_allocate_nothing(ddp_group *group, void *user) {
 //== main ===================================================================================
 
 int main(int argc, char **argv) {
-    static const struct { const char *name; ddp_rank_fn fn; ddp_result want; } scenarios[] = {
+    static const struct {
+        const char *name;
+        ddp_rank_fn fn;
+        ddp_result want;
+    } scenarios[] = {
         {"averages", averages, DDP_OK},
         {"sixteen_bit_communication", sixteen_bit_communication, DDP_OK},
         {"values_and_buffers_come_from_rank_0", values_and_buffers_come_from_rank_0, DDP_OK},
         {"buckets_follow_rank_0", buckets_follow_rank_0, DDP_OK},
-        {"unused_is_zero_here_and_reported_when_nobody_used_it", unused_is_zero_here_and_reported_when_nobody_used_it, DDP_OK},
+        {"unused_is_zero_here_and_reported_when_nobody_used_it",
+         unused_is_zero_here_and_reported_when_nobody_used_it, DDP_OK},
         {"no_sync_then_sync", no_sync_then_sync, DDP_OK},
         {"tied_uses_add_up_after_the_average", tied_uses_add_up_after_the_average, DDP_OK},
         {"a_missing_parameter_is_named_everywhere", a_missing_parameter_is_named_everywhere, DDP_OK},
         {"every_difference_is_named_on_every_rank", every_difference_is_named_on_every_rank, DDP_OK},
-        {"a_hook_that_fails_on_one_rank_fails_everywhere", a_hook_that_fails_on_one_rank_fails_everywhere, DDP_OK},
+        {"a_hook_that_fails_on_one_rank_fails_everywhere", a_hook_that_fails_on_one_rank_fails_everywhere,
+         DDP_OK},
         {"a_rank_dies_in_the_middle_of_a_step", a_rank_dies_in_the_middle_of_a_step, DDP_ERR_PEER_LOST},
         {"destroy_in_the_middle_of_a_step", destroy_in_the_middle_of_a_step, DDP_OK},
         {"uneven_inputs", uneven_inputs, DDP_OK},
@@ -1025,19 +1192,25 @@ int main(int argc, char **argv) {
         {"steps_allocate_nothing", steps_allocate_nothing, DDP_OK},
     };
     int failures = 0;
-    if (argc > 1 && ranks_mode_parse(argv[1], &run_mode) != 0) { fprintf(stderr, "usage: test_reducer_ranks BACKEND [CASE]\n"); return 2; }
+    if (argc > 1 && ranks_mode_parse(argv[1], &run_mode) != 0) {
+        fprintf(stderr, "usage: test_reducer_ranks BACKEND [CASE]\n");
+        return 2;
+    }
     watchdog_start(100);
     ranks_memory.alloc_fn = counting_alloc;
     ranks_memory.free_fn = counting_free;
     for (size_t i = 0; i < sizeof scenarios / sizeof scenarios[0]; i++) {
         if (argc > 2 && strcmp(argv[2], scenarios[i].name) != 0) continue;
-        if (ranks_joins(run_mode) && (scenarios[i].want != DDP_OK || scenarios[i].fn == a_hook_that_fails_on_one_rank_fails_everywhere))
+        if (ranks_joins(run_mode)
+            && (scenarios[i].want != DDP_OK
+                || scenarios[i].fn == a_hook_that_fails_on_one_rank_fails_everywhere))
             continue; /* a launcher ends all ranks once a world has failed */
         for (int w = scenarios[i].want == DDP_OK ? 1 : 2; w <= (ranks_joins(run_mode) ? 1 : 4); w++) {
             if (DDP_TEST_SLOWDOWN > 1 && !ranks_joins(run_mode) && w % 3 == 1) continue; /* 2 and 3 ranks */
             ddp_result result = ranks_run(run_mode, w, 20000 * DDP_TEST_SLOWDOWN, scenarios[i].fn, NULL);
             if (result != scenarios[i].want) {
-                fprintf(stderr, "FAIL %s on %d ranks: %s: %s\n", scenarios[i].name, w, ddp_result_name(result), ddp_last_error());
+                fprintf(stderr, "FAIL %s on %d ranks: %s: %s\n", scenarios[i].name, w,
+                        ddp_result_name(result), ddp_last_error());
                 failures++;
             }
         }

@@ -23,7 +23,10 @@ static __thread int taken_count;
 /* Zeroed, until drop. */
 static void *take(size_t elements) {
     void *memory = calloc(elements + 1, 8);
-    if (!memory || taken_count == TAKEN_MAX) { fprintf(stderr, "no memory for the test\n"); exit(2); }
+    if (!memory || taken_count == TAKEN_MAX) {
+        fprintf(stderr, "no memory for the test\n");
+        exit(2);
+    }
     return taken[taken_count++] = memory;
 }
 
@@ -35,8 +38,10 @@ static void drop(void) {
 static double number(uint64_t seed) { return (double)(ranks_mix(seed) >> 40) / 8388608.0 - 1; }
 
 static void put(const place *at, void *memory, int64_t index, double value) {
-    if (at->dtype == DDP_F32) ((float *)memory)[index] = (float)value;
-    else ((double *)memory)[index] = value;
+    if (at->dtype == DDP_F32)
+        ((float *)memory)[index] = (float)value;
+    else
+        ((double *)memory)[index] = value;
 }
 
 static double get(const place *at, const void *memory, int64_t index) {
@@ -62,18 +67,25 @@ static double *exactly(uint64_t seed, int64_t count) {
 static int64_t own_rows(const place *at) { return at->sequence_parallel ? ROWS / at->ranks : ROWS; }
 static int64_t first_row(const place *at) { return at->sequence_parallel ? ROWS / at->ranks * at->rank : 0; }
 
-static ddp_result compare(const place *at, const char *what, const void *have, const double *want, int64_t count, double near) {
+static ddp_result compare(const place *at, const char *what, const void *have, const double *want,
+                          int64_t count, double near) {
     double most = 0.01; /* expected zeros can be off by the rounding of numbers near 1 */
-    for (int64_t i = 0; i < count; i++) most = isfinite(want[i]) && fabs(want[i]) > most ? fabs(want[i]) : most;
+    for (int64_t i = 0; i < count; i++)
+        most = isfinite(want[i]) && fabs(want[i]) > most ? fabs(want[i]) : most;
     for (int64_t i = 0; i < count; i++) {
         double value = get(at, have, i);
         int fine = isnan(want[i]) ? isnan(value) : fabs(value - want[i]) <= near * most;
-        RANKS_CHECK(at->group, fine, "%s %s sp=%d: element %lld of %lld is %.17g, not %.17g", what, ddp_dtype_name(at->dtype), at->sequence_parallel,
-                    (long long)i, (long long)count, value, want[i]);
+        RANKS_CHECK(at->group, fine, "%s %s sp=%d: element %lld of %lld is %.17g, not %.17g", what,
+                    ddp_dtype_name(at->dtype), at->sequence_parallel, (long long)i, (long long)count, value,
+                    want[i]);
     }
     return DDP_OK;
 }
-#define TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
+#define TRY(call)                          \
+    do {                                   \
+        ddp_result tried = (call);         \
+        if (tried != DDP_OK) return tried; \
+    } while (0)
 #define NEAR(at, have, want, count) TRY(compare(at, #have, have, want, count, (at)->near))
 #define SAME(at, have, want, count) TRY(compare(at, #have, have, want, count, 0))
 
@@ -83,23 +95,27 @@ static ddp_result counted(const place *at, const char *what, uint64_t collective
     ddp_tp_stats stats = DDP_ZERO;
     RANKS_OK(at->group, ddp_tp_get_stats(at->tp, &stats));
     if (at->ranks == 1) collectives = 0, elements = 0;
-    RANKS_CHECK(at->group, stats.collectives == collectives && fabs((double)stats.elements_sent - elements) < 1.5,
-                "%s sp=%d: %llu collectives of %llu elements, not %llu of %g", what, at->sequence_parallel, (unsigned long long)stats.collectives,
-                (unsigned long long)stats.elements_sent, (unsigned long long)collectives, elements);
+    RANKS_CHECK(at->group,
+                stats.collectives == collectives && fabs((double)stats.elements_sent - elements) < 1.5,
+                "%s sp=%d: %llu collectives of %llu elements, not %llu of %g", what, at->sequence_parallel,
+                (unsigned long long)stats.collectives, (unsigned long long)stats.elements_sent,
+                (unsigned long long)collectives, elements);
     ddp_tp_reset_stats(at->tp);
     return DDP_OK;
 }
 
 /* The sum over ranks of the parts of a sharded value; a replicated value as it is. */
 static ddp_result joined(const place *at, double *value) {
-    if (at->sequence_parallel) RANKS_OK(at->group, ddp_all_reduce(at->group, value, value, 1, DDP_F64, DDP_OP_SUM, NULL));
+    if (at->sequence_parallel)
+        RANKS_OK(at->group, ddp_all_reduce(at->group, value, value, 1, DDP_F64, DDP_OP_SUM, NULL));
     return DDP_OK;
 }
 
 /* The derivative of value(it) by *x, an f64 of this rank, or of another one (x NULL). Every rank makes the
    same call. */
 typedef ddp_result (*objective)(void *it, double *value);
-static ddp_result slope_is(const place *at, const char *what, objective value, void *it, double *x, double want) {
+static ddp_result slope_is(const place *at, const char *what, objective value, void *it, double *x,
+                           double want) {
     const double step = 1e-5;
     double from = x ? *x : 0, up, down, slope;
     if (x) *x = from + step;
@@ -108,8 +124,9 @@ static ddp_result slope_is(const place *at, const char *what, objective value, v
     TRY(value(it, &down));
     if (x) *x = from;
     slope = (up - down) / (2 * step);
-    RANKS_CHECK(at->group, !x || fabs(slope - want) < 1e-6 * (1 + fabs(want)), "%s sp=%d: the slope is %.12g, backward gives %.12g", what,
-                at->sequence_parallel, slope, want);
+    RANKS_CHECK(at->group, !x || fabs(slope - want) < 1e-6 * (1 + fabs(want)),
+                "%s sp=%d: the slope is %.12g, backward gives %.12g", what, at->sequence_parallel, slope,
+                want);
     return DDP_OK;
 }
 
@@ -117,17 +134,25 @@ static ddp_result slope_is(const place *at, const char *what, objective value, v
 
 static void tokens_of(int32_t *tokens, int64_t vocab) {
     /* Some tokens are frequent. */
-    for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? vocab : (vocab + 3) / 4));
+    for (int i = 0; i < ROWS; i++)
+        tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? vocab : (vocab + 3) / 4));
 }
 
-typedef struct embedded { const place *at; ddp_tp_embedding *embedding; void *weight, *y; const int32_t *tokens; int64_t channels; } embedded;
+typedef struct embedded {
+    const place *at;
+    ddp_tp_embedding *embedding;
+    void *weight, *y;
+    const int32_t *tokens;
+    int64_t channels;
+} embedded;
 
 static ddp_result embedded_value(void *user, double *value) {
     embedded *it = (embedded *)user;
     int64_t count = own_rows(it->at) * it->channels, first = first_row(it->at) * it->channels;
     RANKS_OK(it->at->group, ddp_tp_embedding_forward(it->embedding, it->weight, it->tokens, ROWS, it->y));
     *value = 0;
-    for (int64_t i = 0; i < count; i++) *value += number(5 * 1000003 + (uint64_t)(first + i)) * get(it->at, it->y, i);
+    for (int64_t i = 0; i < count; i++)
+        *value += number(5 * 1000003 + (uint64_t)(first + i)) * get(it->at, it->y, i);
     return joined(it->at, value);
 }
 
@@ -137,7 +162,8 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
     embedded it = DDP_ZERO;
     ddp_tensor_box box = DDP_ZERO;
     int32_t tokens[ROWS];
-    double *table = exactly(1, table_rows * channels), *dy = exactly(5, ROWS * channels), *want = (double *)take((size_t)(table_rows * channels));
+    double *table = exactly(1, table_rows * channels), *dy = exactly(5, ROWS * channels),
+           *want = (double *)take((size_t)(table_rows * channels));
     desc.vocab = vocab;
     desc.padded_vocab = padded;
     desc.channels = channels;
@@ -148,18 +174,23 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
     RANKS_OK(at->group, ddp_tp_embedding_create(&it.embedding, at->tp, &desc));
     RANKS_OK(at->group, ddp_tp_embedding_box(it.embedding, &box));
     mine = (table_rows + at->ranks - 1) / at->ranks;
-    RANKS_CHECK(at->group, box.ndim == 2 && box.global_shape[0] == table_rows && box.global_shape[1] == channels && box.shape[1] == channels &&
-                box.offset[1] == 0 && box.offset[0] == (mine * at->rank < table_rows ? mine * at->rank : table_rows) &&
-                box.shape[0] == (table_rows - box.offset[0] < mine ? table_rows - box.offset[0] : mine), "vocab %lld: rows %lld + %lld", (long long)vocab,
-                (long long)box.offset[0], (long long)box.shape[0]);
+    RANKS_CHECK(
+        at->group,
+        box.ndim == 2 && box.global_shape[0] == table_rows && box.global_shape[1] == channels
+            && box.shape[1] == channels && box.offset[1] == 0
+            && box.offset[0] == (mine * at->rank < table_rows ? mine * at->rank : table_rows)
+            && box.shape[0] == (table_rows - box.offset[0] < mine ? table_rows - box.offset[0] : mine),
+        "vocab %lld: rows %lld + %lld", (long long)vocab, (long long)box.offset[0], (long long)box.shape[0]);
     it.weight = numbers(at, 1, box.offset[0] * channels, box.shape[0] * channels);
     it.y = take((size_t)(rows * channels));
 
     ddp_tp_reset_stats(at->tp);
     RANKS_OK(at->group, ddp_tp_embedding_forward(it.embedding, it.weight, tokens, ROWS, it.y));
-    TRY(counted(at, "embedding forward", 1, (at->sequence_parallel ? 1.0 : 2.0) * ROWS * (double)channels * (at->ranks - 1) / at->ranks));
+    TRY(counted(at, "embedding forward", 1,
+                (at->sequence_parallel ? 1.0 : 2.0) * ROWS * (double)channels * (at->ranks - 1) / at->ranks));
     for (int64_t i = 0; i < rows; i++)
-        SAME(at, (char *)it.y + bytes_of(at, i * channels), table + tokens[first_row(at) + i] * channels, channels);
+        SAME(at, (char *)it.y + bytes_of(at, i * channels), table + tokens[first_row(at) + i] * channels,
+             channels);
 
     void *grad = numbers(at, 7, 0, box.shape[0] * channels);
     for (int64_t i = 0; i < box.shape[0] * channels; i++) want[i] = at->accumulate ? get(at, grad, i) : 0;
@@ -167,14 +198,17 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
         for (int64_t j = 0; j < channels; j++)
             if (tokens[i] >= box.offset[0] && tokens[i] < box.offset[0] + box.shape[0])
                 want[(tokens[i] - box.offset[0]) * channels + j] += dy[i * channels + j];
-    RANKS_OK(at->group, ddp_tp_embedding_backward(it.embedding, tokens, numbers(at, 5, first, rows * channels), ROWS, grad));
-    TRY(counted(at, "embedding backward", (uint64_t)at->sequence_parallel, at->sequence_parallel * ROWS * (double)channels * (at->ranks - 1) / at->ranks));
+    RANKS_OK(at->group, ddp_tp_embedding_backward(it.embedding, tokens,
+                                                  numbers(at, 5, first, rows * channels), ROWS, grad));
+    TRY(counted(at, "embedding backward", (uint64_t)at->sequence_parallel,
+                at->sequence_parallel * ROWS * (double)channels * (at->ranks - 1) / at->ranks));
     NEAR(at, grad, want, box.shape[0] * channels);
     for (int64_t row = 0; row < table_rows && at->dtype == DDP_F64; row += 5) {
         int64_t k = (row - box.offset[0]) * channels + row % channels;
         int is_mine = row >= box.offset[0] && row < box.offset[0] + box.shape[0];
         double before = is_mine && at->accumulate ? number(7 * 1000003 + (uint64_t)k) : 0;
-        TRY(slope_is(at, "embedding", embedded_value, &it, is_mine ? (double *)it.weight + k : NULL, is_mine ? ((double *)grad)[k] - before : 0));
+        TRY(slope_is(at, "embedding", embedded_value, &it, is_mine ? (double *)it.weight + k : NULL,
+                     is_mine ? ((double *)grad)[k] - before : 0));
     }
     ddp_tp_embedding_destroy(it.embedding);
     drop();
@@ -184,7 +218,8 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
 //== cross-entropy ==========================================================================
 
 /* Mean, loss of each row, and d (with the columns of x). */
-static double loss_plain(const ddp_tp_loss_desc *desc, const double *x, int64_t columns, const int32_t *targets, double *losses, double *d) {
+static double loss_plain(const ddp_tp_loss_desc *desc, const double *x, int64_t columns,
+                         const int32_t *targets, double *losses, double *d) {
     int32_t ignore = desc->ignore_index ? desc->ignore_index : -100;
     double total = 0, scale = desc->scale;
     int64_t counting = 0;
@@ -200,16 +235,23 @@ static double loss_plain(const ddp_tp_loss_desc *desc, const double *x, int64_t 
         all = most + log(sum);
         losses[i] = log(sum) - (x[targets[i]] - most) + desc->z_loss * all * all;
         total += losses[i];
-        for (int64_t j = 0; j < desc->vocab; j++) d[j] = scale * (exp(x[j] - most) / sum * (1 + 2 * desc->z_loss * all) - (j == targets[i]));
+        for (int64_t j = 0; j < desc->vocab; j++)
+            d[j] = scale * (exp(x[j] - most) / sum * (1 + 2 * desc->z_loss * all) - (j == targets[i]));
     }
     return counting ? total / (double)counting : 0;
 }
 
-typedef struct entropy { const place *at; const ddp_tp_loss_desc *desc; const void *logits; const int32_t *targets; } entropy;
+typedef struct entropy {
+    const place *at;
+    const ddp_tp_loss_desc *desc;
+    const void *logits;
+    const int32_t *targets;
+} entropy;
 
 static ddp_result entropy_value(void *user, double *value) {
     entropy *it = (entropy *)user;
-    RANKS_OK(it->at->group, ddp_tp_cross_entropy(it->at->tp, it->desc, it->logits, it->targets, ROWS, NULL, value, NULL));
+    RANKS_OK(it->at->group,
+             ddp_tp_cross_entropy(it->at->tp, it->desc, it->logits, it->targets, ROWS, NULL, value, NULL));
     return DDP_OK;
 }
 
@@ -225,7 +267,8 @@ static double logit(int kind, int row, int64_t column, int64_t vocab, int32_t ta
 /* Every rank has the bits of rank 0. */
 static ddp_result alike(const place *at, const void *losses, double mean) {
     size_t bytes = ROWS * ddp_dtype_size(at->dtype) + 8;
-    unsigned char *mine = (unsigned char *)take(bytes), *all = (unsigned char *)take(bytes * (size_t)at->ranks);
+    unsigned char *mine = (unsigned char *)take(bytes),
+                  *all = (unsigned char *)take(bytes * (size_t)at->ranks);
     memcpy(mine, losses, bytes - 8);
     memcpy(mine + bytes - 8, &mean, 8);
     RANKS_OK(at->group, ddp_all_gather(at->group, mine, all, bytes, DDP_U8, NULL));
@@ -234,12 +277,16 @@ static ddp_result alike(const place *at, const void *losses, double mean) {
 }
 
 static ddp_result entropies(const place *at, const ddp_tp_loss_desc *desc, int kind, const int32_t *targets) {
-    int64_t columns = desc->padded_vocab ? desc->padded_vocab : desc->vocab, piece = (columns + at->ranks - 1) / at->ranks;
-    int64_t first = piece * at->rank < columns ? piece * at->rank : columns, count = columns - first < piece ? columns - first : piece;
+    int64_t columns = desc->padded_vocab ? desc->padded_vocab : desc->vocab,
+            piece = (columns + at->ranks - 1) / at->ranks;
+    int64_t first = piece * at->rank < columns ? piece * at->rank : columns,
+            count = columns - first < piece ? columns - first : piece;
     size_t bytes = bytes_of(at, ROWS * count);
-    double *x = (double *)take((size_t)(ROWS * columns)), *want_d = (double *)take((size_t)(ROWS * columns)), *want = (double *)take(ROWS);
+    double *x = (double *)take((size_t)(ROWS * columns)), *want_d = (double *)take((size_t)(ROWS * columns)),
+           *want = (double *)take(ROWS);
     double *mine = (double *)take((size_t)(ROWS * count)), mean = -1, again = -1, want_mean;
-    void *logits = take((size_t)(ROWS * count)), *losses = take(ROWS), *d = take((size_t)(ROWS * count)), *kept = take((size_t)(ROWS * count));
+    void *logits = take((size_t)(ROWS * count)), *losses = take(ROWS), *d = take((size_t)(ROWS * count)),
+         *kept = take((size_t)(ROWS * count));
     entropy it = {at, desc, logits, targets};
     for (int i = 0; i < ROWS; i++)
         for (int64_t j = 0; j < columns; j++) x[i * columns + j] = logit(kind, i, j, desc->vocab, targets[i]);
@@ -256,18 +303,21 @@ static ddp_result entropies(const place *at, const ddp_tp_loss_desc *desc, int k
     RANKS_CHECK(at->group, memcmp(kept, logits, bytes) == 0, "%s", "logits have changed");
     NEAR(at, losses, want, ROWS);
     NEAR(at, d, mine, ROWS * count);
-    RANKS_CHECK(at->group, isnan(want_mean) ? isnan(mean) : fabs(mean - want_mean) <= at->near * (1 + fabs(want_mean)), "mean %.12g, not %.12g", mean,
-                want_mean);
+    RANKS_CHECK(at->group,
+                isnan(want_mean) ? isnan(mean) : fabs(mean - want_mean) <= at->near * (1 + fabs(want_mean)),
+                "mean %.12g, not %.12g", mean, want_mean);
     TRY(alike(at, losses, mean));
     RANKS_OK(at->group, ddp_tp_cross_entropy(at->tp, desc, logits, targets, ROWS, NULL, &again, NULL));
-    RANKS_CHECK(at->group, memcmp(&again, &mean, sizeof mean) == 0, "only the mean: %.12g, not %.12g", again, mean);
+    RANKS_CHECK(at->group, memcmp(&again, &mean, sizeof mean) == 0, "only the mean: %.12g, not %.12g", again,
+                mean);
     RANKS_OK(at->group, ddp_tp_cross_entropy(at->tp, desc, logits, targets, ROWS, NULL, NULL, logits));
     RANKS_CHECK(at->group, memcmp(d, logits, bytes) == 0, "%s", "in place the gradient differs");
     memcpy(logits, kept, bytes);
     for (int i = 0; i < ROWS && at->dtype == DDP_F64 && kind == LOGITS_PLAIN && desc->scale == 0; i += 5) {
         int64_t column = (i * 7) % desc->vocab, k = i * count + column - first;
         int is_mine = column >= first && column < first + count;
-        TRY(slope_is(at, "cross-entropy", entropy_value, &it, is_mine ? (double *)logits + k : NULL, is_mine ? ((double *)d)[k] : 0));
+        TRY(slope_is(at, "cross-entropy", entropy_value, &it, is_mine ? (double *)logits + k : NULL,
+                     is_mine ? ((double *)d)[k] : 0));
     }
     drop();
     return DDP_OK;
@@ -278,7 +328,8 @@ static ddp_result cross_entropy(const place *at, int64_t vocab, int64_t padded) 
     int32_t targets[ROWS];
     desc.vocab = vocab;
     desc.padded_vocab = padded;
-    for (int i = 0; i < ROWS; i++) targets[i] = i % 6 == 4 ? -100 : (int32_t)(ranks_mix((uint64_t)i + 77) % (uint64_t)vocab);
+    for (int i = 0; i < ROWS; i++)
+        targets[i] = i % 6 == 4 ? -100 : (int32_t)(ranks_mix((uint64_t)i + 77) % (uint64_t)vocab);
     for (int kind = LOGITS_PLAIN; kind <= LOGITS_NAN; kind++) TRY(entropies(at, &desc, kind, targets));
     desc.z_loss = 0.01;
     TRY(entropies(at, &desc, LOGITS_PLAIN, targets));
@@ -296,8 +347,8 @@ static ddp_result cross_entropy(const place *at, int64_t vocab, int64_t padded) 
 
 //== norms ==================================================================================
 
-static void norm_plain(int rms, double eps, const double *x, const double *w, const double *b, const double *dy, int64_t n, double *y, double *dx,
-                       double *dw, double *db) {
+static void norm_plain(int rms, double eps, const double *x, const double *w, const double *b,
+                       const double *dy, int64_t n, double *y, double *dx, double *dw, double *db) {
     for (int i = 0; i < ROWS; i++, x += n, dy += n, y += n, dx += n) {
         double mean = 0, squares = 0, g = 0, gx = 0, r;
         for (int64_t j = 0; j < n && !rms; j++) mean += x[j] / (double)n;
@@ -315,14 +366,20 @@ static void norm_plain(int rms, double eps, const double *x, const double *w, co
     }
 }
 
-typedef struct normed { const place *at; ddp_tp_layer_norm *norm; void *x, *w, *b, *stats, *y; int64_t n; } normed;
+typedef struct normed {
+    const place *at;
+    ddp_tp_layer_norm *norm;
+    void *x, *w, *b, *stats, *y;
+    int64_t n;
+} normed;
 
 static ddp_result normed_value(void *user, double *value) {
     normed *it = (normed *)user;
     int64_t rows = own_rows(it->at), first = first_row(it->at) * it->n;
     RANKS_OK(it->at->group, ddp_tp_layer_norm_forward(it->norm, it->w, it->b, it->x, rows, it->stats, it->y));
     *value = 0;
-    for (int64_t i = 0; i < rows * it->n; i++) *value += number(24 * 1000003 + (uint64_t)(first + i)) * get(it->at, it->y, i);
+    for (int64_t i = 0; i < rows * it->n; i++)
+        *value += number(24 * 1000003 + (uint64_t)(first + i)) * get(it->at, it->y, i);
     return joined(it->at, value);
 }
 
@@ -332,7 +389,8 @@ static ddp_result norm_slopes(normed *it, const double *dx, const double *dw, co
     for (int64_t k = 0; k < ROWS * it->n; k += ROWS * it->n / 9 + 1) {
         int64_t mine = k - first_row(at) * it->n;
         int is_mine = mine >= 0 && mine < rows * it->n;
-        TRY(slope_is(at, "norm dx", normed_value, it, is_mine ? (double *)it->x + mine : NULL, is_mine ? dx[mine] : 0));
+        TRY(slope_is(at, "norm dx", normed_value, it, is_mine ? (double *)it->x + mine : NULL,
+                     is_mine ? dx[mine] : 0));
     }
     for (int64_t j = 0; j < it->n; j += it->n / 4 + 1) {
         TRY(slope_is(at, "norm weight", normed_value, it, (double *)it->w + j, dw[j]));
@@ -347,7 +405,8 @@ static ddp_result norm(const place *at, int rms, int64_t n, double eps) {
     normed it = DDP_ZERO;
     size_t many = (size_t)(ROWS * n);
     double *x = exactly(21, ROWS * n), *w = exactly(22, n), *b = exactly(23, n), *dy = exactly(24, ROWS * n);
-    double *y = (double *)take(many), *want_dx = (double *)take(many), *want_dw = (double *)take((size_t)n), *want_db = (double *)take((size_t)n);
+    double *y = (double *)take(many), *want_dx = (double *)take(many), *want_dw = (double *)take((size_t)n),
+           *want_db = (double *)take((size_t)n);
     void *dy_mine = numbers(at, 24, first, rows * n), *dx = take(many), *dx_alone = take(many);
     void *dw = numbers(at, 25, 0, n), *db = rms ? NULL : numbers(at, 26, 0, n),
          *dw_alone = numbers(at, 25, 0, n), *db_alone = rms ? NULL : numbers(at, 26, 0, n);
@@ -365,20 +424,28 @@ static ddp_result norm(const place *at, int rms, int64_t n, double eps) {
     RANKS_OK(at->group, ddp_tp_layer_norm_create(&it.norm, at->tp, &desc));
     ddp_tp_reset_stats(at->tp);
     RANKS_OK(at->group, ddp_tp_layer_norm_forward(it.norm, it.w, it.b, it.x, rows, it.stats, it.y));
-    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dx_alone, NULL, NULL));
+    RANKS_OK(at->group,
+             ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dx_alone, NULL, NULL));
     TRY(counted(at, "norm forward, and backward without weights", 0, 0));
     NEAR(at, it.y, y + first, rows * n);
     RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dx, dw, db));
-    TRY(counted(at, "norm backward", (uint64_t)at->sequence_parallel, at->sequence_parallel * (rms ? 2.0 : 4.0) * (double)n * (at->ranks - 1) / at->ranks));
+    TRY(counted(at, "norm backward", (uint64_t)at->sequence_parallel,
+                at->sequence_parallel * (rms ? 2.0 : 4.0) * (double)n * (at->ranks - 1) / at->ranks));
     NEAR(at, dx, want_dx + first, rows * n);
     RANKS_CHECK(at->group, memcmp(dx, dx_alone, bytes_of(at, rows * n)) == 0, "%s", "dx by itself differs");
     if (at->dtype == DDP_F64) TRY(norm_slopes(&it, (double *)dx, want_dw, want_db));
-    for (int64_t j = 0; j < n && at->accumulate; j++) want_dw[j] += number(25 * 1000003 + (uint64_t)j), want_db[j] += number(26 * 1000003 + (uint64_t)j);
+    for (int64_t j = 0; j < n && at->accumulate; j++)
+        want_dw[j] += number(25 * 1000003 + (uint64_t)j), want_db[j] += number(26 * 1000003 + (uint64_t)j);
     NEAR(at, dw, want_dw, n);
     if (db) NEAR(at, db, want_db, n);
-    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, NULL, dw_alone, db_alone));
-    RANKS_CHECK(at->group, memcmp(dw, dw_alone, bytes_of(at, n)) == 0 && (rms || memcmp(db, db_alone, bytes_of(at, n)) == 0), "%s", "weights by themselves differ");
-    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dy_mine, dw, db));
+    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, NULL,
+                                                   dw_alone, db_alone));
+    RANKS_CHECK(at->group,
+                memcmp(dw, dw_alone, bytes_of(at, n)) == 0
+                    && (rms || memcmp(db, db_alone, bytes_of(at, n)) == 0),
+                "%s", "weights by themselves differ");
+    RANKS_OK(at->group,
+             ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dy_mine, dw, db));
     RANKS_CHECK(at->group, memcmp(dx, dy_mine, bytes_of(at, rows * n)) == 0, "%s", "in place dx differs");
     ddp_tp_layer_norm_destroy(it.norm);
     drop();
@@ -391,12 +458,15 @@ static ddp_result norm_far(const place *at) {
     ddp_tp_layer_norm_desc desc = DDP_ZERO;
     ddp_tp_layer_norm *layer;
     double *want = (double *)take((size_t)(rows * n));
-    void *x = take((size_t)(rows * n)), *y = take((size_t)(rows * n)), *stats = take((size_t)(2 * rows)), *w = take((size_t)n), *b = take((size_t)n);
+    void *x = take((size_t)(rows * n)), *y = take((size_t)(rows * n)), *stats = take((size_t)(2 * rows)),
+         *w = take((size_t)n), *b = take((size_t)n);
     desc.channels = n;
     for (int64_t j = 0; j < n; j++) put(at, w, j, 1);
     for (int64_t i = 0; i < rows; i++) {
         double squares = 0;
-        for (int64_t j = 0; j < n; j++) put(at, x, i * n + j, 65536 + (double)(j - 16) / 64), squares += (double)((j - 16) * (j - 16)) / 4096 / (double)n;
+        for (int64_t j = 0; j < n; j++)
+            put(at, x, i * n + j, 65536 + (double)(j - 16) / 64),
+                squares += (double)((j - 16) * (j - 16)) / 4096 / (double)n;
         for (int64_t j = 0; j < n; j++) want[i * n + j] = (double)(j - 16) / 64 / sqrt(squares + 1e-5);
     }
     RANKS_OK(at->group, ddp_tp_layer_norm_create(&layer, at->tp, &desc));
@@ -415,7 +485,8 @@ static void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t ou
     memcpy(out, counter, 16);
     for (int round = 0; round < 10; round++) {
         uint64_t p0 = UINT64_C(0xD2511F53) * out[0], p1 = UINT64_C(0xCD9E8D57) * out[2];
-        uint32_t next[4] = {(uint32_t)(p1 >> 32) ^ out[1] ^ k[0], (uint32_t)p1, (uint32_t)(p0 >> 32) ^ out[3] ^ k[1], (uint32_t)p0};
+        uint32_t next[4] = {(uint32_t)(p1 >> 32) ^ out[1] ^ k[0], (uint32_t)p1,
+                            (uint32_t)(p0 >> 32) ^ out[3] ^ k[1], (uint32_t)p0};
         memcpy(out, next, 16);
         k[0] += 0x9E3779B9u;
         k[1] += 0xBB67AE85u;
@@ -423,11 +494,16 @@ static void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t ou
 }
 
 static ddp_result philox_is_philox(ddp_group *group) {
-    static const uint32_t in[3][6] = {{0, 0, 0, 0, 0, 0},
-                                      {0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu},
-                                      {0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u, 0xa4093822u, 0x299f31d0u}};
-    static const uint32_t known[3][4] = {{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}, {0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu},
-                                         {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}};
+    static const uint32_t in[3][6] = {
+        {0, 0, 0, 0, 0, 0},
+        {0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu},
+        {0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u, 0xa4093822u, 0x299f31d0u},
+    };
+    static const uint32_t known[3][4] = {
+        {0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u},
+        {0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu},
+        {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u},
+    };
     for (int i = 0; i < 3; i++) {
         uint32_t out[4];
         philox(in[i], in[i] + 4, out);
@@ -437,20 +513,25 @@ static ddp_result philox_is_philox(ddp_group *group) {
 }
 
 static int is_dropped(uint64_t key, uint64_t element, double rate) {
-    uint32_t counter[4] = {(uint32_t)(element / 4), (uint32_t)(element / 4 >> 32), 0, 0}, k[2] = {(uint32_t)key, (uint32_t)(key >> 32)}, out[4];
+    uint32_t counter[4] = {(uint32_t)(element / 4), (uint32_t)(element / 4 >> 32), 0, 0},
+             k[2] = {(uint32_t)key, (uint32_t)(key >> 32)}, out[4];
     philox(counter, k, out);
     return (double)out[element % 4] < rate * 4294967296.0;
 }
 
 /* A part of an activation has the mask of the full one, wherever it is sharded and however large its offset
    is. */
-static ddp_result dropout_part(const place *at, const ddp_tp_dropout_desc *desc, int64_t rows, int64_t columns) {
+static ddp_result dropout_part(const place *at, const ddp_tp_dropout_desc *desc, int64_t rows,
+                               int64_t columns) {
     int64_t width = desc->columns ? desc->columns : columns;
-    void *x = numbers(at, 31, 0, rows * columns), *y = take((size_t)(rows * columns)), *dx = take((size_t)(rows * columns));
+    void *x = numbers(at, 31, 0, rows * columns), *y = take((size_t)(rows * columns)),
+         *dx = take((size_t)(rows * columns));
     void *dy = numbers(at, 32, 0, rows * columns);
-    double *want = (double *)take((size_t)(rows * columns)), *want_dx = (double *)take((size_t)(rows * columns));
+    double *want = (double *)take((size_t)(rows * columns)),
+           *want_dx = (double *)take((size_t)(rows * columns));
     for (int64_t k = 0; k < rows * columns; k++) {
-        uint64_t element = (uint64_t)((desc->first_row + k / columns) * width + desc->first_column + k % columns);
+        uint64_t element = (uint64_t)((desc->first_row + k / columns) * width + desc->first_column
+                                      + k % columns);
         int dropped = is_dropped(desc->key, element, desc->rate);
         if (dropped && k % 2) put(at, x, k, NAN); /* a dropped element must not be read */
         want[k] = dropped ? 0 : get(at, x, k) / (1 - desc->rate);
@@ -468,7 +549,8 @@ static ddp_result dropout_part(const place *at, const ddp_tp_dropout_desc *desc,
 
 static ddp_result dropout_rate(const place *at) {
     const int64_t rows = 250, columns = 401;
-    void *x = take((size_t)(rows * columns)), *y = take((size_t)(rows * columns)), *other = take((size_t)(rows * columns));
+    void *x = take((size_t)(rows * columns)), *y = take((size_t)(rows * columns)),
+         *other = take((size_t)(rows * columns));
     for (int64_t k = 0; k < rows * columns; k++) put(at, x, k, 1);
     for (int r = 0; r < 4; r++) {
         static const double rates[] = {0.1, 0.5, 0.9, 0.0001};
@@ -485,9 +567,12 @@ static ddp_result dropout_rate(const place *at) {
             both += gone && get(at, other, k) == 0;
             beside += gone && k && get(at, y, k - 1) == 0;
         }
-        RANKS_CHECK(at->group, fabs(zeros - n * p) < 4 * sqrt(n * p * (1 - p)), "rate %g: %g of %g are dropped", p, zeros, n);
-        RANKS_CHECK(at->group, fabs(both - n * p * p) < 4 * sqrt(n * p * p) + 1, "rate %g: keys share %g of %g", p, both, n);
-        RANKS_CHECK(at->group, fabs(beside - n * p * p) < 6 * sqrt(n * p * p) + 1, "rate %g: %g of %g neighbours", p, beside, n);
+        RANKS_CHECK(at->group, fabs(zeros - n * p) < 4 * sqrt(n * p * (1 - p)),
+                    "rate %g: %g of %g are dropped", p, zeros, n);
+        RANKS_CHECK(at->group, fabs(both - n * p * p) < 4 * sqrt(n * p * p) + 1,
+                    "rate %g: keys share %g of %g", p, both, n);
+        RANKS_CHECK(at->group, fabs(beside - n * p * p) < 6 * sqrt(n * p * p) + 1,
+                    "rate %g: %g of %g neighbours", p, beside, n);
     }
     drop();
     return DDP_OK;
@@ -523,10 +608,11 @@ static ddp_result dropout(const place *at) {
 //== bad input ==============================================================================
 
 /* The call fails with such a line; two words of it. */
-static ddp_result fails(ddp_group *group, const char *what, ddp_result have, ddp_result want, const char *one, const char *two) {
+static ddp_result fails(ddp_group *group, const char *what, ddp_result have, ddp_result want, const char *one,
+                        const char *two) {
     RANKS_CHECK(group, have == want && strstr(ddp_last_error(), one) && strstr(ddp_last_error(), two),
-                "%s is %s: \"%s\", which should be %s and have \"%s\" and \"%s\"", what, ddp_result_name(have), ddp_last_error(), ddp_result_name(want),
-                one, two);
+                "%s is %s: \"%s\", which should be %s and have \"%s\" and \"%s\"", what,
+                ddp_result_name(have), ddp_last_error(), ddp_result_name(want), one, two);
     return DDP_OK;
 }
 #define FAILS(at, call, one, two) TRY(fails((at)->group, #call, call, DDP_ERR_INVALID, one, two))
@@ -549,26 +635,37 @@ static ddp_result bad_embedding(const place *at) {
     desc.padded_vocab = 0;
     if (at->ranks > 1) {
         desc.vocab = at->rank == 1 ? 11 : 10;
-        TRY(fails(at->group, "other vocab", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH, "rank 0 vocab=10,", "rank 1 vocab=11;"));
-        desc.padded_vocab = 16;
-        TRY(fails(at->group, "other vocab, same padding", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH,
+        TRY(fails(at->group, "other vocab", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH,
                   "rank 0 vocab=10,", "rank 1 vocab=11;"));
+        desc.padded_vocab = 16;
+        TRY(fails(at->group, "other vocab, same padding", ddp_tp_embedding_create(&layer, at->tp, &desc),
+                  DDP_ERR_MISMATCH, "rank 0 vocab=10,", "rank 1 vocab=11;"));
         desc.padded_vocab = 0;
-        TRY(fails(at->group, "bad on one", ddp_tp_embedding_create(&layer, at->tp, at->rank == 1 ? NULL : &desc), DDP_ERR_INVALID, "rank 1", "desc is NULL"));
+        TRY(fails(at->group, "bad on one",
+                  ddp_tp_embedding_create(&layer, at->tp, at->rank == 1 ? NULL : &desc), DDP_ERR_INVALID,
+                  "rank 1", "desc is NULL"));
         desc.vocab = 10;
     }
     RANKS_CHECK(at->group, layer == NULL, "%s", "a layer after all");
     RANKS_OK(at->group, ddp_tp_embedding_create(&layer, at->tp, &desc));
     FAILS(at, ddp_tp_embedding_box(layer, NULL), "ddp_tp_embedding_box", "box is NULL");
     FAILS(at, ddp_tp_embedding_box(NULL, NULL), "ddp_tp_embedding_box", "embedding is NULL");
-    FAILS(at, ddp_tp_embedding_forward(NULL, weight, tokens, 1, y), "ddp_tp_embedding_forward", "embedding is NULL");
-    FAILS(at, ddp_tp_embedding_backward(NULL, tokens, y, 1, weight), "ddp_tp_embedding_backward", "embedding is NULL");
+    FAILS(at, ddp_tp_embedding_forward(NULL, weight, tokens, 1, y), "ddp_tp_embedding_forward",
+          "embedding is NULL");
+    FAILS(at, ddp_tp_embedding_backward(NULL, tokens, y, 1, weight), "ddp_tp_embedding_backward",
+          "embedding is NULL");
     FAILS(at, ddp_tp_embedding_forward(layer, weight, tokens, -1, y), "ddp_tp_embedding_forward", "rows=-1");
-    FAILS(at, ddp_tp_embedding_forward(layer, weight, tokens, ROWS + 1, y), "ddp_tp_embedding_forward", "rows=25");
-    if (at->sequence_parallel && at->ranks > 1) FAILS(at, ddp_tp_embedding_backward(layer, tokens, y, at->ranks + 1, weight), "rows=", "sequence_parallel");
-    FAILS(at, ddp_tp_embedding_forward(layer, weight, NULL, ROWS, y), "ddp_tp_embedding_forward", "tokens is NULL");
-    FAILS(at, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, NULL), "ddp_tp_embedding_forward", "y is NULL");
-    FAILS(at, ddp_tp_embedding_backward(layer, tokens, NULL, ROWS, weight), "ddp_tp_embedding_backward", "dy is NULL");
+    FAILS(at, ddp_tp_embedding_forward(layer, weight, tokens, ROWS + 1, y), "ddp_tp_embedding_forward",
+          "rows=25");
+    if (at->sequence_parallel && at->ranks > 1)
+        FAILS(at, ddp_tp_embedding_backward(layer, tokens, y, at->ranks + 1, weight),
+              "rows=", "sequence_parallel");
+    FAILS(at, ddp_tp_embedding_forward(layer, weight, NULL, ROWS, y), "ddp_tp_embedding_forward",
+          "tokens is NULL");
+    FAILS(at, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, NULL), "ddp_tp_embedding_forward",
+          "y is NULL");
+    FAILS(at, ddp_tp_embedding_backward(layer, tokens, NULL, ROWS, weight), "ddp_tp_embedding_backward",
+          "dy is NULL");
     tokens[5] = 10;
     FAILS(at, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, y), "tokens[5]=10", "0 to 9");
     tokens[5] = -1;
@@ -595,30 +692,42 @@ static ddp_result bad_loss(const place *at) {
     ddp_tp_loss_desc desc = DDP_ZERO;
     int32_t targets[ROWS + 1] = {0};
     double logits[16 * ROWS] = {0}, mean = 7;
-    FAILS(at, ddp_tp_cross_entropy(NULL, &desc, logits, targets, 1, NULL, NULL, NULL), "ddp_tp_cross_entropy", "tp is NULL");
-    FAILS(at, ddp_tp_cross_entropy(at->tp, NULL, logits, targets, 1, NULL, NULL, NULL), "ddp_tp_cross_entropy", "desc is NULL");
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "ddp_tp_cross_entropy", "vocab=0");
+    FAILS(at, ddp_tp_cross_entropy(NULL, &desc, logits, targets, 1, NULL, NULL, NULL), "ddp_tp_cross_entropy",
+          "tp is NULL");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, NULL, logits, targets, 1, NULL, NULL, NULL),
+          "ddp_tp_cross_entropy", "desc is NULL");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL),
+          "ddp_tp_cross_entropy", "vocab=0");
     desc.vocab = 10;
     desc.padded_vocab = 8;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "padded_vocab=8", "vocab=10");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "padded_vocab=8",
+          "vocab=10");
     desc.padded_vocab = 12;
     desc.z_loss = -1;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "z_loss=-1", "0 or more");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "z_loss=-1",
+          "0 or more");
     desc.z_loss = NAN;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "z_loss=", "0 or more");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL),
+          "z_loss=", "0 or more");
     desc.z_loss = 0;
     desc.scale = INFINITY;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "scale=inf", "finite");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, 1, NULL, NULL, NULL), "scale=inf",
+          "finite");
     desc.scale = 0;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, ROWS + 1, NULL, NULL, NULL), "rows=25", "max_rows=24");
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, NULL, ROWS, NULL, NULL, NULL), "ddp_tp_cross_entropy", "targets is NULL");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, ROWS + 1, NULL, NULL, NULL), "rows=25",
+          "max_rows=24");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, NULL, ROWS, NULL, NULL, NULL),
+          "ddp_tp_cross_entropy", "targets is NULL");
     if (at->rank == 0 || at->ranks == 1) { /* a rank without logits needs none */
-        FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, NULL, targets, ROWS, NULL, NULL, NULL), "ddp_tp_cross_entropy", "logits is NULL");
+        FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, NULL, targets, ROWS, NULL, NULL, NULL),
+              "ddp_tp_cross_entropy", "logits is NULL");
     }
     targets[3] = 10;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, ROWS, NULL, NULL, NULL), "targets[3]=10", "0 to 9");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, ROWS, NULL, NULL, NULL), "targets[3]=10",
+          "0 to 9");
     targets[3] = -1;
-    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, ROWS, NULL, NULL, NULL), "targets[3]=-1", "ignore_index=-100");
+    FAILS(at, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, ROWS, NULL, NULL, NULL), "targets[3]=-1",
+          "ignore_index=-100");
     targets[3] = 9;
     RANKS_OK(at->group, ddp_tp_cross_entropy(at->tp, &desc, logits, targets, ROWS, NULL, &mean, NULL));
     RANKS_CHECK(at->group, fabs(mean - log(10)) < 1e-5, "%g, not log 10", mean);
@@ -636,34 +745,49 @@ static ddp_result bad_norm(const place *at) {
     FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, NULL), "ddp_tp_layer_norm_create", "desc is NULL");
     FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, &desc), "ddp_tp_layer_norm_create", "channels=0");
     desc.channels = INT64_MAX;
-    FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, &desc), "ddp_tp_layer_norm_create", "channels=9223372036854775807");
+    FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, &desc), "ddp_tp_layer_norm_create",
+          "channels=9223372036854775807");
     desc.channels = 4;
     desc.eps = -1;
     FAILS(at, ddp_tp_layer_norm_create(&layer, at->tp, &desc), "eps=-1", "0 or more");
     desc.eps = 0;
     if (at->ranks > 1) {
         desc.eps = at->rank ? 1e-6 : 0;
-        TRY(fails(at->group, "other eps", ddp_tp_layer_norm_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH, "rank 0 eps=", "rank 1 eps="));
+        TRY(fails(at->group, "other eps", ddp_tp_layer_norm_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH,
+                  "rank 0 eps=", "rank 1 eps="));
         desc.eps = 0;
     }
     RANKS_CHECK(at->group, layer == NULL, "%s", "a layer after all");
     RANKS_OK(at->group, ddp_tp_layer_norm_create(&layer, at->tp, &desc));
     desc.rms = 1;
     RANKS_OK(at->group, ddp_tp_layer_norm_create(&rms, at->tp, &desc));
-    FAILS(at, ddp_tp_layer_norm_forward(NULL, w, w, x, 1, stats, y), "ddp_tp_layer_norm_forward", "norm is NULL");
-    FAILS(at, ddp_tp_layer_norm_backward(NULL, w, x, stats, x, 1, y, NULL, NULL), "ddp_tp_layer_norm_backward", "norm is NULL");
+    FAILS(at, ddp_tp_layer_norm_forward(NULL, w, w, x, 1, stats, y), "ddp_tp_layer_norm_forward",
+          "norm is NULL");
+    FAILS(at, ddp_tp_layer_norm_backward(NULL, w, x, stats, x, 1, y, NULL, NULL),
+          "ddp_tp_layer_norm_backward", "norm is NULL");
     FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, own_rows(at) + 1, stats, y), "rows=", "on this rank");
-    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, -1, stats, y), "ddp_tp_layer_norm_forward", "rows=-1");
-    FAILS(at, ddp_tp_layer_norm_forward(layer, NULL, w, x, 1, stats, y), "ddp_tp_layer_norm_forward", "weight is NULL");
-    FAILS(at, ddp_tp_layer_norm_forward(layer, w, NULL, x, 1, stats, y), "ddp_tp_layer_norm_forward", "bias is NULL");
-    FAILS(at, ddp_tp_layer_norm_forward(rms, w, w, x, 1, stats, y), "ddp_tp_layer_norm_forward", "but RMSNorm has no");
-    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, NULL, 1, stats, y), "ddp_tp_layer_norm_forward", "x is NULL");
-    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, 1, NULL, y), "ddp_tp_layer_norm_forward", "stats is NULL");
-    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, 1, stats, NULL), "ddp_tp_layer_norm_forward", "y is NULL");
-    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, NULL, 1, y, NULL, NULL), "ddp_tp_layer_norm_backward", "dy is NULL");
-    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, w, NULL), "ddp_tp_layer_norm_backward", "both, or neither");
-    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, NULL, w), "ddp_tp_layer_norm_backward", "both, or neither");
-    FAILS(at, ddp_tp_layer_norm_backward(rms, w, x, stats, x, 1, y, w, w), "ddp_tp_layer_norm_backward", "but RMSNorm has no");
+    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, -1, stats, y), "ddp_tp_layer_norm_forward",
+          "rows=-1");
+    FAILS(at, ddp_tp_layer_norm_forward(layer, NULL, w, x, 1, stats, y), "ddp_tp_layer_norm_forward",
+          "weight is NULL");
+    FAILS(at, ddp_tp_layer_norm_forward(layer, w, NULL, x, 1, stats, y), "ddp_tp_layer_norm_forward",
+          "bias is NULL");
+    FAILS(at, ddp_tp_layer_norm_forward(rms, w, w, x, 1, stats, y), "ddp_tp_layer_norm_forward",
+          "but RMSNorm has no");
+    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, NULL, 1, stats, y), "ddp_tp_layer_norm_forward",
+          "x is NULL");
+    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, 1, NULL, y), "ddp_tp_layer_norm_forward",
+          "stats is NULL");
+    FAILS(at, ddp_tp_layer_norm_forward(layer, w, w, x, 1, stats, NULL), "ddp_tp_layer_norm_forward",
+          "y is NULL");
+    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, NULL, 1, y, NULL, NULL),
+          "ddp_tp_layer_norm_backward", "dy is NULL");
+    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, w, NULL), "ddp_tp_layer_norm_backward",
+          "both, or neither");
+    FAILS(at, ddp_tp_layer_norm_backward(layer, w, x, stats, x, 1, y, NULL, w), "ddp_tp_layer_norm_backward",
+          "both, or neither");
+    FAILS(at, ddp_tp_layer_norm_backward(rms, w, x, stats, x, 1, y, w, w), "ddp_tp_layer_norm_backward",
+          "but RMSNorm has no");
     ddp_tp_layer_norm_destroy(layer);
     ddp_tp_layer_norm_destroy(rms);
     ddp_tp_layer_norm_destroy(NULL);
@@ -719,7 +843,8 @@ static ddp_result nothing_is_allocated(const place *at) {
     ddp_tp_layer_norm *normed;
     int64_t rows = own_rows(at), before = 0;
     int32_t tokens[ROWS];
-    void *table = take(VOCAB * CHANNELS), *x = take(ROWS * CHANNELS), *y = take(ROWS * CHANNELS), *stats = take(2 * ROWS);
+    void *table = take(VOCAB * CHANNELS), *x = take(ROWS * CHANNELS), *y = take(ROWS * CHANNELS),
+         *stats = take(2 * ROWS);
     void *logits = take(ROWS * VOCAB), *w = take(CHANNELS), *b = take(CHANNELS);
     words.vocab = loss.vocab = VOCAB;
     words.channels = normal.channels = CHANNELS;
@@ -738,7 +863,8 @@ static ddp_result nothing_is_allocated(const place *at) {
         RANKS_OK(at->group, ddp_tp_layer_norm_backward(normed, w, x, stats, y, rows, x, w, b));
         RANKS_OK(at->group, ddp_tp_embedding_backward(embedded, tokens, x, ROWS, table));
         RANKS_OK(at->group, ddp_barrier(at->group));
-        RANKS_CHECK(at->group, turn == 0 || before == __atomic_load_n(&allocations, __ATOMIC_SEQ_CST), "turn %d takes memory", turn);
+        RANKS_CHECK(at->group, turn == 0 || before == __atomic_load_n(&allocations, __ATOMIC_SEQ_CST),
+                    "turn %d takes memory", turn);
         RANKS_OK(at->group, ddp_barrier(at->group));
     }
     ddp_tp_embedding_destroy(embedded);
@@ -767,7 +893,8 @@ static ddp_result in_a_context(ddp_group *group, ddp_dtype dtype, int sequence_p
     desc.accumulate_grads = accumulate;
     RANKS_OK(group, ddp_tp_create(&at.tp, group, &desc));
     RANKS_OK(group, ddp_tp_get_stats(at.tp, &stats));
-    RANKS_CHECK(group, stats.workspace_bytes >= 3 * ROWS * ddp_dtype_size(dtype), "%zu bytes are too few for cross-entropy", stats.workspace_bytes);
+    RANKS_CHECK(group, stats.workspace_bytes >= 3 * ROWS * ddp_dtype_size(dtype),
+                "%zu bytes are too few for cross-entropy", stats.workspace_bytes);
     for (int v = 0; v < 5; v++) {
         RANKS_RUN(group, embedding(&at, vocabs[v][0], vocabs[v][1], v == 2 ? 1 : 6 + v));
         RANKS_RUN(group, cross_entropy(&at, vocabs[v][0], vocabs[v][1]));

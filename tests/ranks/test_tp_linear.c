@@ -7,7 +7,11 @@
 #include "ddp_tensor.h"
 #include "../support/ranks.h"
 
-enum { M = 24 /* 1, 2, 3, 4 and 8 ranks cut the rows evenly */, CHUNKS = 2 /* contexts: of 1 chunk and of 3 */, TAKEN_MAX = 512 };
+enum {
+    M = 24 /* 1, 2, 3, 4 and 8 ranks cut the rows evenly */,
+    CHUNKS = 2 /* contexts: of 1 chunk and of 3 */,
+    TAKEN_MAX = 512
+};
 
 typedef struct place { /* where a test runs */
     ddp_group *group;
@@ -25,7 +29,10 @@ static __thread int taken_count;
 /* Zeroed, until drop. */
 static void *take(int64_t elements) {
     void *memory = calloc((size_t)elements + 1, 8);
-    if (!memory || taken_count == TAKEN_MAX) { fprintf(stderr, "no memory for the test\n"); exit(2); }
+    if (!memory || taken_count == TAKEN_MAX) {
+        fprintf(stderr, "no memory for the test\n");
+        exit(2);
+    }
     return taken[taken_count++] = memory;
 }
 
@@ -33,10 +40,17 @@ static void drop(void) {
     while (taken_count) free(taken[--taken_count]);
 }
 
-#define TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
+#define TRY(call)                          \
+    do {                                   \
+        ddp_result tried = (call);         \
+        if (tried != DDP_OK) return tried; \
+    } while (0)
 
 /* A full matrix in double, the same on every rank. */
-typedef struct matrix { int64_t rows, columns; double *v; } matrix;
+typedef struct matrix {
+    int64_t rows, columns;
+    double *v;
+} matrix;
 
 static matrix zeros(int64_t rows, int64_t columns) {
     matrix m;
@@ -50,7 +64,8 @@ static matrix zeros(int64_t rows, int64_t columns) {
 static matrix numbers(uint64_t seed, int64_t rows, int64_t columns, double scale) {
     matrix m = zeros(rows, columns);
     for (int64_t i = 0; i < rows * columns; i++)
-        m.v[i] = (double)(float)(scale * (double)(int64_t)ranks_mix(seed * 1000003 + (uint64_t)i) / 9223372036854775808.0);
+        m.v[i] = (double)(float)(scale * (double)(int64_t)ranks_mix(seed * 1000003 + (uint64_t)i)
+                                 / 9223372036854775808.0);
     return m;
 }
 
@@ -61,7 +76,8 @@ static matrix product(matrix a, int trans_a, matrix b, int trans_b) {
     for (int64_t i = 0; i < c.rows; i++)
         for (int64_t j = 0; j < n; j++)
             for (int64_t k = 0; k < depth; k++)
-                c.v[i * n + j] += (trans_a ? a.v[k * a.columns + i] : a.v[i * a.columns + k]) * (trans_b ? b.v[j * b.columns + k] : b.v[k * b.columns + j]);
+                c.v[i * n + j] += (trans_a ? a.v[k * a.columns + i] : a.v[i * a.columns + k])
+                                  * (trans_b ? b.v[j * b.columns + k] : b.v[k * b.columns + j]);
     return c;
 }
 
@@ -78,7 +94,9 @@ static matrix sum_of_rows(matrix from) {
 //== a rank's part of a full matrix ===========================================================
 
 /* Rows and columns by their numbers in the full matrix. */
-typedef struct piece { int64_t rows, columns, *row, *column; } piece;
+typedef struct piece {
+    int64_t rows, columns, *row, *column;
+} piece;
 
 static void range(int64_t **list, int64_t *count, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; i++) (*list)[(*count)++] = first + i;
@@ -109,8 +127,10 @@ static piece own_rows(const place *at, matrix of) {
 }
 
 static void put(const place *at, void *memory, int64_t i, double value) {
-    if (at->dtype == DDP_F32) ((float *)memory)[i] = (float)value;
-    else ((double *)memory)[i] = value;
+    if (at->dtype == DDP_F32)
+        ((float *)memory)[i] = (float)value;
+    else
+        ((double *)memory)[i] = value;
 }
 
 static double get(const place *at, const void *memory, int64_t i) {
@@ -119,18 +139,24 @@ static double get(const place *at, const void *memory, int64_t i) {
 
 static void *cut(const place *at, matrix of, piece p) {
     void *memory = take(p.rows * p.columns);
-    for (int64_t i = 0; i < p.rows * p.columns; i++) put(at, memory, i, of.v[p.row[i / p.columns] * of.columns + p.column[i % p.columns]]);
+    for (int64_t i = 0; i < p.rows * p.columns; i++)
+        put(at, memory, i, of.v[p.row[i / p.columns] * of.columns + p.column[i % p.columns]]);
     return memory;
 }
 
 /* have is p of want, plus the earlier contents (of gradients that accumulate). */
-static ddp_result compare(const place *at, const char *layer, const char *what, const void *have, matrix want, piece p, double before) {
+static ddp_result compare(const place *at, const char *layer, const char *what, const void *have, matrix want,
+                          piece p, double before) {
     double most = 1e-30;
-    for (int64_t i = 0; i < want.rows * want.columns; i++) most = fabs(want.v[i]) > most ? fabs(want.v[i]) : most;
+    for (int64_t i = 0; i < want.rows * want.columns; i++)
+        most = fabs(want.v[i]) > most ? fabs(want.v[i]) : most;
     for (int64_t i = 0; i < p.rows * p.columns; i++) {
-        double value = get(at, have, i), wanted = want.v[p.row[i / p.columns] * want.columns + p.column[i % p.columns]] + before;
-        RANKS_CHECK(at->group, fabs(value - wanted) <= at->near * (most + before), "%s: %s %s sp=%d: (%lld, %lld) is %.17g, not %.17g", layer, what,
-                    ddp_dtype_name(at->dtype), at->sequence_parallel, (long long)p.row[i / p.columns], (long long)p.column[i % p.columns], value, wanted);
+        double value = get(at, have, i),
+               wanted = want.v[p.row[i / p.columns] * want.columns + p.column[i % p.columns]] + before;
+        RANKS_CHECK(at->group, fabs(value - wanted) <= at->near * (most + before),
+                    "%s: %s %s sp=%d: (%lld, %lld) is %.17g, not %.17g", layer, what,
+                    ddp_dtype_name(at->dtype), at->sequence_parallel, (long long)p.row[i / p.columns],
+                    (long long)p.column[i % p.columns], value, wanted);
     }
     return DDP_OK;
 }
@@ -138,7 +164,13 @@ static ddp_result compare(const place *at, const char *layer, const char *what, 
 //== slopes ================================================================================
 
 /* A parameter or input, this rank's part of it, and its gradient from backward. */
-typedef struct variable { const char *name; void *memory; const void *grad; matrix whole; piece p; } variable;
+typedef struct variable {
+    const char *name;
+    void *memory;
+    const void *grad;
+    matrix whole;
+    piece p;
+} variable;
 typedef ddp_result (*objective)(void *it, double *value);
 
 static int64_t find(const variable *v, int64_t row, int64_t column) {
@@ -149,12 +181,14 @@ static int64_t find(const variable *v, int64_t row, int64_t column) {
 
 /* Changes an element of the full tensor on every rank that has it, and compares the derivative of the
    objective with the gradient. f64. */
-static ddp_result slopes(const place *at, const char *layer, objective value, void *it, const variable *v, int count) {
+static ddp_result slopes(const place *at, const char *layer, objective value, void *it, const variable *v,
+                         int count) {
     const double step = 1e-5;
     for (int i = 0; i < 4 * count; i++) {
         const variable *of = &v[i / 4];
         uint64_t pick = ranks_mix((uint64_t)i + 99);
-        int64_t row = (int64_t)(pick % (uint64_t)of->whole.rows), column = (int64_t)((pick >> 32) % (uint64_t)of->whole.columns), place = find(of, row, column);
+        int64_t row = (int64_t)(pick % (uint64_t)of->whole.rows),
+                column = (int64_t)((pick >> 32) % (uint64_t)of->whole.columns), place = find(of, row, column);
         double *x = place < 0 ? NULL : (double *)of->memory + place, from = x ? *x : 0, up, down, slope;
         if (x) *x = from + step;
         TRY(value(it, &up));
@@ -162,9 +196,11 @@ static ddp_result slopes(const place *at, const char *layer, objective value, vo
         TRY(value(it, &down));
         if (x) *x = from;
         slope = (up - down) / (2 * step);
-        RANKS_CHECK(at->group, !x || fabs(slope - ((const double *)of->grad)[place]) < 1e-6 * (1 + fabs(slope)),
-                    "%s sp=%d: the slope along %s (%lld, %lld) is %.12g, backward gives %.12g", layer, at->sequence_parallel, of->name, (long long)row,
-                    (long long)column, slope, x ? ((const double *)of->grad)[place] : 0);
+        RANKS_CHECK(at->group,
+                    !x || fabs(slope - ((const double *)of->grad)[place]) < 1e-6 * (1 + fabs(slope)),
+                    "%s sp=%d: the slope along %s (%lld, %lld) is %.12g, backward gives %.12g", layer,
+                    at->sequence_parallel, of->name, (long long)row, (long long)column, slope,
+                    x ? ((const double *)of->grad)[place] : 0);
     }
     return DDP_OK;
 }
@@ -184,19 +220,24 @@ static ddp_result linear_value(void *user, double *value) {
     *value = 0;
     RANKS_OK(r->at->group, ddp_tp_linear_forward(r->layer, r->weight, r->bias, r->x, M, r->y));
     for (int64_t i = 0; i < r->y_count; i++) *value += get(r->at, r->y, i) * get(r->at, r->dy, i);
-    if (!r->y_is_shared) RANKS_OK(r->at->group, ddp_all_reduce(r->at->group, value, value, 1, DDP_F64, DDP_OP_SUM, NULL));
+    if (!r->y_is_shared)
+        RANKS_OK(r->at->group, ddp_all_reduce(r->at->group, value, value, 1, DDP_F64, DDP_OP_SUM, NULL));
     return DDP_OK;
 }
 
 /* This rank's rows and columns of the weight, by its boxes, which must agree with those of the bias. */
-static ddp_result weight_piece(const place *at, ddp_tp_linear *layer, matrix weight, int no_bias, piece *p, piece *bias) {
+static ddp_result weight_piece(const place *at, ddp_tp_linear *layer, matrix weight, int no_bias, piece *p,
+                               piece *bias) {
     int row_split = ddp_tp_linear_in_features(layer) != weight.columns;
     ddp_tensor_box box, b;
     *p = no_piece(weight);
     *bias = no_piece(zeros(1, weight.rows));
     bias->row[bias->rows++] = 0;
     for (int part = 0; ddp_tp_linear_weight_box(layer, part, &box) == DDP_OK; part++) {
-        RANKS_CHECK(at->group, box.ndim == 2 && box.global_shape[0] == weight.rows && box.global_shape[1] == weight.columns, "part %d", part);
+        RANKS_CHECK(at->group,
+                    box.ndim == 2 && box.global_shape[0] == weight.rows
+                        && box.global_shape[1] == weight.columns,
+                    "part %d", part);
         range(&p->row, &p->rows, box.offset[0], box.shape[0]);
         if (part == 0) range(&p->column, &p->columns, box.offset[1], box.shape[1]);
         if (no_bias) continue;
@@ -205,8 +246,12 @@ static ddp_result weight_piece(const place *at, ddp_tp_linear *layer, matrix wei
         RANKS_CHECK(at->group, b.offset[0] == box.offset[0] && b.shape[0] == box.shape[0], "part %d", part);
         range(&bias->column, &bias->columns, b.offset[0], b.shape[0]);
     }
-    RANKS_CHECK(at->group, p->rows == ddp_tp_linear_out_features(layer) && p->columns == ddp_tp_linear_in_features(layer), "split %d", row_split);
-    if (no_bias) RANKS_CHECK(at->group, ddp_tp_linear_bias_box(layer, 0, &b) == DDP_ERR_INVALID, "a missing bias");
+    RANKS_CHECK(at->group,
+                p->rows == ddp_tp_linear_out_features(layer)
+                    && p->columns == ddp_tp_linear_in_features(layer),
+                "split %d", row_split);
+    if (no_bias)
+        RANKS_CHECK(at->group, ddp_tp_linear_bias_box(layer, 0, &b) == DDP_ERR_INVALID, "a missing bias");
     return DDP_OK;
 }
 
@@ -216,21 +261,29 @@ static void *filled(const place *at, int64_t count, double value) {
     return memory;
 }
 
-static void *copy_of(const void *memory, size_t bytes) { return memory ? memcpy(take((int64_t)bytes / 4), memory, bytes) : NULL; }
+static void *copy_of(const void *memory, size_t bytes) {
+    return memory ? memcpy(take((int64_t)bytes / 4), memory, bytes) : NULL;
+}
 
 /* Compares the results of one chunk and of three, bit by bit. */
-static ddp_result same_bits(const place *at, const char *layer, int chunks, void **first, const void *have, int64_t count) {
+static ddp_result same_bits(const place *at, const char *layer, int chunks, void **first, const void *have,
+                            int64_t count) {
     size_t bytes = (size_t)count * ddp_dtype_size(at->dtype);
     if (!chunks) *first = copy_of(have, bytes);
-    RANKS_CHECK(at->group, !have || !memcmp(*first, have, bytes), "%s sp=%d: chunks change the bits", layer, at->sequence_parallel);
+    RANKS_CHECK(at->group, !have || !memcmp(*first, have, bytes), "%s sp=%d: chunks change the bits", layer,
+                at->sequence_parallel);
     return DDP_OK;
 }
 
 static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc desc) {
     int column = desc.split == DDP_TP_COLUMN;
-    int64_t kv = desc.kv_heads ? desc.kv_heads : desc.heads, head = desc.head_size ? desc.head_size : desc.heads ? desc.in_features / desc.heads : 0;
+    int64_t kv = desc.kv_heads ? desc.kv_heads : desc.heads, head = desc.head_size ? desc.head_size
+                                                                    : desc.heads
+                                                                        ? desc.in_features / desc.heads
+                                                                        : 0;
     int64_t N = desc.out_features ? desc.out_features : (desc.heads + 2 * kv) * head, K = desc.in_features;
-    matrix x = numbers(1, M, K, 1), w = numbers(2, N, K, 1), b = numbers(3, 1, N, 1), dy = numbers(4, M, N, 1), y = product(x, 0, w, 1);
+    matrix x = numbers(1, M, K, 1), w = numbers(2, N, K, 1), b = numbers(3, 1, N, 1),
+           dy = numbers(4, M, N, 1), y = product(x, 0, w, 1);
     matrix dx = product(dy, 0, w, 0), dw = product(dy, 1, x, 0), db = sum_of_rows(dy);
     double before = at->accumulate ? 0.5 : 0;
     void *first[4];
@@ -248,7 +301,8 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
         yp = column ? all_of(y) : own_rows(at, y);
         if (column && !desc.gather_output) yp.column = wp.row, yp.columns = wp.rows;
         r.at = at, r.layer = layer;
-        r.weight = cut(at, w, wp), r.x = cut(at, x, xp), r.dy = cut(at, dy, yp), r.bias = desc.no_bias ? NULL : cut(at, b, bp);
+        r.weight = cut(at, w, wp), r.x = cut(at, x, xp), r.dy = cut(at, dy, yp),
+        r.bias = desc.no_bias ? NULL : cut(at, b, bp);
         r.y_count = yp.rows * yp.columns, r.y = filled(at, r.y_count, 77);
         r.y_is_shared = column ? desc.gather_output : !at->sequence_parallel;
         my_dx = filled(at, xp.rows * xp.columns, 77);
@@ -265,7 +319,8 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
         TRY(same_bits(at, name, c, &first[2], my_dw, wp.rows * wp.columns));
         TRY(same_bits(at, name, c, &first[3], my_db, bp.columns));
         if (at->dtype == DDP_F64 && !at->accumulate) {
-            variable v[3] = {{"x", r.x, my_dx, x, xp}, {"weight", r.weight, my_dw, w, wp}, {"bias", r.bias, my_db, b, bp}};
+            variable v[3] = {
+                {"x", r.x, my_dx, x, xp}, {"weight", r.weight, my_dw, w, wp}, {"bias", r.bias, my_db, b, bp}};
             TRY(slopes(at, name, linear_value, &r, v, desc.no_bias ? 2 : 3));
         }
         /* Nothing is wanted. */
@@ -275,12 +330,14 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
         TRY(compare(at, name, "dx alone", my_dx, dx, xp, 0));
         if (!at->accumulate) memset(my_dw, 0, (size_t)(wp.rows * wp.columns) * ddp_dtype_size(at->dtype));
         int empty = wp.rows * wp.columns == 0; /* empty: NULL is a valid pointer */
-        RANKS_OK(at->group, ddp_tp_linear_backward(layer, empty ? NULL : r.weight, r.x, r.dy, M, NULL, empty ? NULL : my_dw,
-                                                   empty && column ? NULL : my_db));
+        RANKS_OK(at->group, ddp_tp_linear_backward(layer, empty ? NULL : r.weight, r.x, r.dy, M, NULL,
+                                                   empty ? NULL : my_dw, empty && column ? NULL : my_db));
         if (!at->accumulate) TRY(compare(at, name, "weight_grad alone", my_dw, dw, wp, 0));
         /* No rows. */
         RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, 0, my_dx, my_dw, my_db));
-        if (!at->accumulate) for (int64_t i = 0; i < wp.rows * wp.columns; i++) RANKS_CHECK(at->group, get(at, my_dw, i) == 0, "%s: no rows", name);
+        if (!at->accumulate)
+            for (int64_t i = 0; i < wp.rows * wp.columns; i++)
+                RANKS_CHECK(at->group, get(at, my_dw, i) == 0, "%s: no rows", name);
         ddp_tp_linear_destroy(layer);
     }
     drop();
@@ -302,7 +359,8 @@ static ddp_result linears(const place *at) {
                     desc.no_bias = no_bias;
                     desc.gather_output = split == DDP_TP_COLUMN && whole;
                     desc.scatter_input = split == DDP_TP_ROW && whole;
-                    snprintf(name, sizeof name, "%s %dx%d no_bias=%d whole=%d", split ? "row" : "column", (int)sizes[s][1], (int)sizes[s][0], no_bias, whole);
+                    snprintf(name, sizeof name, "%s %dx%d no_bias=%d whole=%d", split ? "row" : "column",
+                             (int)sizes[s][1], (int)sizes[s][0], no_bias, whole);
                     TRY(linear(at, name, desc));
                 }
     return DDP_OK;
@@ -358,18 +416,27 @@ static ddp_result heads(const place *at) {
 
 //== the MLP's pair ========================================================================
 
-typedef struct mlp_run { const place *at; ddp_tp_mlp *layer; void *weights[4], *x, *saved, *y, *dy; int64_t y_count; } mlp_run;
+typedef struct mlp_run {
+    const place *at;
+    ddp_tp_mlp *layer;
+    void *weights[4], *x, *saved, *y, *dy;
+    int64_t y_count;
+} mlp_run;
 
 static ddp_result mlp_value(void *user, double *value) {
     mlp_run *r = (mlp_run *)user;
     *value = 0;
-    RANKS_OK(r->at->group, ddp_tp_mlp_forward(r->layer, (const void *const *)r->weights, r->x, M, r->saved, r->y));
+    RANKS_OK(r->at->group,
+             ddp_tp_mlp_forward(r->layer, (const void *const *)r->weights, r->x, M, r->saved, r->y));
     for (int64_t i = 0; i < r->y_count; i++) *value += get(r->at, r->y, i) * get(r->at, r->dy, i);
-    if (r->at->sequence_parallel) RANKS_OK(r->at->group, ddp_all_reduce(r->at->group, value, value, 1, DDP_F64, DDP_OP_SUM, NULL));
+    if (r->at->sequence_parallel)
+        RANKS_OK(r->at->group, ddp_all_reduce(r->at->group, value, value, 1, DDP_F64, DDP_OP_SUM, NULL));
     return DDP_OK;
 }
 
-static double gelu(double x) { return 0.5 * x * (1 + tanh(sqrt(2 / 3.141592653589793) * (x + 0.044715 * x * x * x))); }
+static double gelu(double x) {
+    return 0.5 * x * (1 + tanh(sqrt(2 / 3.141592653589793) * (x + 0.044715 * x * x * x)));
+}
 static double gelu_slope(double x) {
     double root = sqrt(2 / 3.141592653589793), t = tanh(root * (x + 0.044715 * x * x * x));
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x);
@@ -380,36 +447,50 @@ static void activate(ddp_tp_activation kind, matrix h, matrix act, const matrix 
     for (int64_t i = 0; i < act.rows; i++)
         for (int64_t j = 0; j < act.columns; j++) {
             int64_t at = i * act.columns + j, gate = i * h.columns + j, up = gate + act.columns;
-            double x = h.v[gate], s = 1 / (1 + exp(-x)), value = kind == DDP_TP_GELU ? gelu(x) : kind == DDP_TP_RELU ? (x > 0 ? x : 0) : x * s * h.v[up];
-            if (!d) act.v[at] = value;
-            else if (kind == DDP_TP_GELU) d_in->v[gate] = d->v[at] * gelu_slope(x);
-            else if (kind == DDP_TP_RELU) d_in->v[gate] = x > 0 ? d->v[at] : 0;
-            else d_in->v[gate] = d->v[at] * h.v[up] * (s + x * s * (1 - s)), d_in->v[up] = d->v[at] * x * s;
+            double x = h.v[gate], s = 1 / (1 + exp(-x)),
+                   value = kind == DDP_TP_GELU   ? gelu(x)
+                           : kind == DDP_TP_RELU ? (x > 0 ? x : 0)
+                                                 : x * s * h.v[up];
+            if (!d)
+                act.v[at] = value;
+            else if (kind == DDP_TP_GELU)
+                d_in->v[gate] = d->v[at] * gelu_slope(x);
+            else if (kind == DDP_TP_RELU)
+                d_in->v[gate] = x > 0 ? d->v[at] : 0;
+            else
+                d_in->v[gate] = d->v[at] * h.v[up] * (s + x * s * (1 - s)), d_in->v[up] = d->v[at] * x * s;
         }
 }
 
 /* Elements that a pair sends forward and backward, as in a ring. Full rows: an all-reduce of M x C each.
    Sharded rows: an all-gather and a reduce-scatter each, and in backward one more all-gather, of x. */
 static ddp_result pair_sent(const place *at, ddp_tp *tp, int64_t channels, int backward, int chunks) {
-    double one = (double)(at->ranks - 1) / at->ranks * M * (double)channels, want = (backward && at->sequence_parallel ? 3 : 2) * one;
+    double one = (double)(at->ranks - 1) / at->ranks * M * (double)channels,
+           want = (backward && at->sequence_parallel ? 3 : 2) * one;
     ddp_tp_stats stats = DDP_ZERO;
     RANKS_OK(at->group, ddp_tp_get_stats(tp, &stats));
-    RANKS_CHECK(at->group, fabs((double)stats.elements_sent - want) < 1e-9 + (at->sequence_parallel ? 0 : chunks - 1),
-                "backward=%d sp=%d: %llu elements, not %g", backward, at->sequence_parallel, (unsigned long long)stats.elements_sent, want);
-    RANKS_CHECK(at->group, at->ranks > 1 ? stats.collectives > 0 && stats.comm_seconds > 0 : !stats.collectives, "%llu collectives in %g s",
-                (unsigned long long)stats.collectives, stats.comm_seconds);
+    RANKS_CHECK(at->group,
+                fabs((double)stats.elements_sent - want) < 1e-9 + (at->sequence_parallel ? 0 : chunks - 1),
+                "backward=%d sp=%d: %llu elements, not %g", backward, at->sequence_parallel,
+                (unsigned long long)stats.elements_sent, want);
+    RANKS_CHECK(at->group,
+                at->ranks > 1 ? stats.collectives > 0 && stats.comm_seconds > 0 : !stats.collectives,
+                "%llu collectives in %g s", (unsigned long long)stats.collectives, stats.comm_seconds);
     if (chunks == 1 && at->ranks > 1)
-        RANKS_CHECK(at->group, stats.collectives == (uint64_t)(at->sequence_parallel ? 2 + backward : 1), "%llu collectives",
-                    (unsigned long long)stats.collectives);
+        RANKS_CHECK(at->group, stats.collectives == (uint64_t)(at->sequence_parallel ? 2 + backward : 1),
+                    "%llu collectives", (unsigned long long)stats.collectives);
     ddp_tp_reset_stats(tp);
     return DDP_OK;
 }
 
-static ddp_result mlp(const place *at, ddp_tp_activation kind, int64_t channels, int64_t hidden, int no_bias) {
+static ddp_result mlp(const place *at, ddp_tp_activation kind, int64_t channels, int64_t hidden,
+                      int no_bias) {
     static const char *const names[] = {"gelu", "relu", "silu"};
     int64_t first = kind == DDP_TP_SILU_GATED ? 2 * hidden : hidden;
-    matrix x = numbers(1, M, channels, 1), w1 = numbers(2, first, channels, 1), b1 = numbers(3, 1, first, 1), w2 = numbers(4, channels, hidden, 1);
-    matrix b2 = numbers(5, 1, channels, 1), dy = numbers(6, M, channels, 1), h = product(x, 0, w1, 1), act = zeros(M, hidden), dh = zeros(M, first), y, d_act;
+    matrix x = numbers(1, M, channels, 1), w1 = numbers(2, first, channels, 1), b1 = numbers(3, 1, first, 1),
+           w2 = numbers(4, channels, hidden, 1);
+    matrix b2 = numbers(5, 1, channels, 1), dy = numbers(6, M, channels, 1), h = product(x, 0, w1, 1),
+           act = zeros(M, hidden), dh = zeros(M, first), y, d_act;
     matrix grad[4];
     double before = at->accumulate ? 0.5 : 0;
     ddp_tp_mlp_desc desc = DDP_ZERO;
@@ -421,7 +502,8 @@ static ddp_result mlp(const place *at, ddp_tp_activation kind, int64_t channels,
     if (!no_bias) add_row(y, b2);
     d_act = product(dy, 0, w2, 0);
     activate(kind, h, act, &d_act, &dh);
-    grad[0] = product(dh, 1, x, 0), grad[1] = sum_of_rows(dh), grad[2] = product(dy, 1, act, 0), grad[3] = sum_of_rows(dy);
+    grad[0] = product(dh, 1, x, 0), grad[1] = sum_of_rows(dh), grad[2] = product(dy, 1, act, 0),
+    grad[3] = sum_of_rows(dy);
     for (int c = 0; c < CHUNKS; c++) {
         mlp_run r;
         piece p[4], xp = own_rows(at, x), yp = own_rows(at, y);
@@ -433,28 +515,40 @@ static ddp_result mlp(const place *at, ddp_tp_activation kind, int64_t channels,
         TRY(weight_piece(at, ddp_tp_mlp_linear(r.layer, 1), w2, no_bias, &p[2], &p[3]));
         for (int i = 0; i < 4; i++) {
             r.weights[i] = i % 2 && no_bias ? NULL : cut(at, whole[i], p[i]);
-            grads[i] = i % 2 && no_bias ? NULL : filled(at, p[i].rows * p[i].columns, at->accumulate ? before : 77);
+            grads[i] = i % 2 && no_bias ? NULL
+                                        : filled(at, p[i].rows * p[i].columns, at->accumulate ? before : 77);
         }
-        r.at = at, r.x = cut(at, x, xp), r.dy = cut(at, dy, yp), r.y_count = yp.rows * yp.columns, r.y = filled(at, r.y_count, 77);
+        r.at = at, r.x = cut(at, x, xp), r.dy = cut(at, dy, yp), r.y_count = yp.rows * yp.columns,
+        r.y = filled(at, r.y_count, 77);
         r.saved = take((int64_t)ddp_tp_mlp_saved_count(r.layer, M));
         ddp_tp_reset_stats(at->tp[c]);
-        RANKS_OK(at->group, ddp_tp_mlp_forward(r.layer, (const void *const *)r.weights, r.x, M, r.saved, r.y));
+        RANKS_OK(at->group,
+                 ddp_tp_mlp_forward(r.layer, (const void *const *)r.weights, r.x, M, r.saved, r.y));
         TRY(pair_sent(at, at->tp[c], channels, 0, c ? 3 : 1));
-        RANKS_OK(at->group, ddp_tp_mlp_backward(r.layer, (const void *const *)r.weights, r.x, r.saved, r.dy, M, dx, grads));
+        RANKS_OK(at->group, ddp_tp_mlp_backward(r.layer, (const void *const *)r.weights, r.x, r.saved, r.dy,
+                                                M, dx, grads));
         TRY(pair_sent(at, at->tp[c], channels, 1, c ? 3 : 1));
         TRY(compare(at, names[kind], "y", r.y, y, yp, 0));
         TRY(compare(at, names[kind], "dx", dx, product(dh, 0, w1, 0), xp, 0));
-        for (int i = 0; i < 4; i++) if (grads[i]) TRY(compare(at, names[kind], "a gradient", grads[i], grad[i], p[i], before));
+        for (int i = 0; i < 4; i++)
+            if (grads[i]) TRY(compare(at, names[kind], "a gradient", grads[i], grad[i], p[i], before));
         TRY(same_bits(at, names[kind], c, &first_of[4], r.y, r.y_count));
         TRY(same_bits(at, names[kind], c, &first_of[5], dx, xp.rows * xp.columns));
-        for (int i = 0; i < 4; i++) TRY(same_bits(at, names[kind], c, &first_of[i], grads[i], p[i].rows * p[i].columns));
+        for (int i = 0; i < 4; i++)
+            TRY(same_bits(at, names[kind], c, &first_of[i], grads[i], p[i].rows * p[i].columns));
         /* RELU has no derivative at 0. */
         if (at->dtype == DDP_F64 && !at->accumulate && kind != DDP_TP_RELU) {
-            variable v[5] = {{"x", r.x, dx, x, xp}, {"w1", r.weights[0], grads[0], w1, p[0]}, {"w2", r.weights[2], grads[2], w2, p[2]},
-                             {"b1", r.weights[1], grads[1], b1, p[1]}, {"b2", r.weights[3], grads[3], b2, p[3]}};
+            variable v[5] = {
+                {"x", r.x, dx, x, xp},
+                {"w1", r.weights[0], grads[0], w1, p[0]},
+                {"w2", r.weights[2], grads[2], w2, p[2]},
+                {"b1", r.weights[1], grads[1], b1, p[1]},
+                {"b2", r.weights[3], grads[3], b2, p[3]},
+            };
             TRY(slopes(at, names[kind], mlp_value, &r, v, no_bias ? 3 : 5));
         }
-        RANKS_OK(at->group, ddp_tp_mlp_backward(r.layer, (const void *const *)r.weights, r.x, r.saved, r.dy, M, dx, NULL));
+        RANKS_OK(at->group, ddp_tp_mlp_backward(r.layer, (const void *const *)r.weights, r.x, r.saved, r.dy,
+                                                M, dx, NULL));
         ddp_tp_mlp_destroy(r.layer);
     }
     drop();
@@ -481,8 +575,10 @@ static ddp_result far_activations(const place *at) {
         ddp__tp_activate_backward_f32((ddp_tp_activation)kind, 1, COUNT, x, ones, d);
         for (int i = 0; i < COUNT - 1; i++) {
             double want = in[i] > 9 ? in[i] : 0;
-            RANKS_CHECK(at->group, fabs(y[i] - want) <= 1e-6 * fabs(want) + 1e-7, "activation %d of %g is %g", kind, in[i], (double)y[i]);
-            RANKS_CHECK(at->group, in[i] == 0 || !(fabs(in[i]) < 1e9) || fabs(d[i] - (in[i] > 9)) <= 1e-6, "slope %d of %g is %g", kind, in[i], (double)d[i]);
+            RANKS_CHECK(at->group, fabs(y[i] - want) <= 1e-6 * fabs(want) + 1e-7, "activation %d of %g is %g",
+                        kind, in[i], (double)y[i]);
+            RANKS_CHECK(at->group, in[i] == 0 || !(fabs(in[i]) < 1e9) || fabs(d[i] - (in[i] > 9)) <= 1e-6,
+                        "slope %d of %g is %g", kind, in[i], (double)d[i]);
         }
         RANKS_CHECK(at->group, isnan(y[COUNT - 1]) && isnan(d[COUNT - 1]), "activation %d loses a NaN", kind);
     }
@@ -505,8 +601,8 @@ static ddp_result normal_values(ddp_group *group) {
     RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, 5, 2, 0.25, whole));
     RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F32, 5, 2, 0.25, whole32));
     for (int64_t i = 0; i < A * B * C; i++) sum += whole[i], squares += (whole[i] - 2) * (whole[i] - 2);
-    RANKS_CHECK(group, fabs(sum / (A * B * C) - 2) < 0.01 && fabs(squares / (A * B * C) - 0.0625) < 0.003, "mean %g, variance %g", sum / (A * B * C),
-                squares / (A * B * C));
+    RANKS_CHECK(group, fabs(sum / (A * B * C) - 2) < 0.01 && fabs(squares / (A * B * C) - 0.0625) < 0.003,
+                "mean %g, variance %g", sum / (A * B * C), squares / (A * B * C));
     for (int d = 0; d < 3; d++)
         for (int r = 0; r < 4; r++) {
             int64_t i = 0;
@@ -517,7 +613,10 @@ static ddp_result normal_values(ddp_group *group) {
                 for (int64_t b = 0; b < box.shape[1]; b++)
                     for (int64_t c = 0; c < box.shape[2]; c++, i++) {
                         int64_t at = ((a + box.offset[0]) * B + b + box.offset[1]) * C + c + box.offset[2];
-                        RANKS_CHECK(group, part[i] == whole[at] && part32[i] == whole32[at] && whole32[at] == (float)whole[at], "dimension %d, part %d", d, r);
+                        RANKS_CHECK(group,
+                                    part[i] == whole[at] && part32[i] == whole32[at]
+                                        && whole32[at] == (float)whole[at],
+                                    "dimension %d, part %d", d, r);
                     }
         }
     RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, 6, 2, 0.25, part));
@@ -530,7 +629,10 @@ static ddp_result normal_values(ddp_group *group) {
    numbers come from a Python program with Philox 4x32-10 (Salmon et al. 2011; it gives the published
    vectors). The counter is {index, index >> 32, 1, 0}. */
 static ddp_result normal_known_answers(ddp_group *group) {
-    static const struct { uint64_t key; double first[4], far_away; } table[] = {
+    static const struct {
+        uint64_t key;
+        double first[4], far_away;
+    } table[] = {
         {0,
          {1.071173269799861, -0.6843032830356064, 0.183440826885244, -0.8094038377646908},
          -0.4984185758172026},
@@ -539,7 +641,8 @@ static ddp_result normal_known_answers(ddp_group *group) {
          -0.5201779593840008},
         {UINT64_C(0x123456789abcdef0),
          {-1.66644111567869, -0.35063627425631505, 1.1430090986442714, -1.96935589302499},
-         -0.7797708697979044}};
+         -0.7797708697979044},
+    };
     for (size_t t = 0; t < sizeof table / sizeof *table; t++) {
         ddp_tensor_box box = DDP_ZERO;
         double have[4], one;
@@ -557,20 +660,23 @@ static ddp_result normal_known_answers(ddp_group *group) {
         box.offset[0] = (INT64_C(1) << 33) + 12345; /* both words of the counter */
         box.shape[0] = 1;
         RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, table[t].key, 0, 1, &one));
-        RANKS_CHECK(group, fabs(one - table[t].far_away) < 1e-13, "row %d: at a large offset it is %.17g", (int)t, one);
+        RANKS_CHECK(group, fabs(one - table[t].far_away) < 1e-13, "row %d: at a large offset it is %.17g",
+                    (int)t, one);
     }
     return DDP_OK;
 }
 
 //== bad input =============================================================================
 
-#define FAILS(group, result, call, ...)                                                                                                           \
-    do {                                                                                                                                          \
-        const char *fails_texts[] = {__VA_ARGS__};                                                                                                \
-        ddp_result fails_result = (call);                                                                                                         \
-        RANKS_CHECK(group, fails_result == (result), "%s: %s", ddp_result_name(fails_result), ddp_last_error());                                  \
-        for (size_t fails_i = 0; fails_i < sizeof fails_texts / sizeof *fails_texts; fails_i++)                                                   \
-            RANKS_CHECK(group, strstr(ddp_last_error(), fails_texts[fails_i]), "'%s' is not in '%s'", fails_texts[fails_i], ddp_last_error());    \
+#define FAILS(group, result, call, ...)                                                               \
+    do {                                                                                              \
+        const char *fails_texts[] = {__VA_ARGS__};                                                    \
+        ddp_result fails_result = (call);                                                             \
+        RANKS_CHECK(group, fails_result == (result), "%s: %s", ddp_result_name(fails_result),         \
+                    ddp_last_error());                                                                \
+        for (size_t fails_i = 0; fails_i < sizeof fails_texts / sizeof *fails_texts; fails_i++)       \
+            RANKS_CHECK(group, strstr(ddp_last_error(), fails_texts[fails_i]), "'%s' is not in '%s'", \
+                        fails_texts[fails_i], ddp_last_error());                                      \
     } while (0)
 #define BAD(group, call, ...) FAILS(group, DDP_ERR_INVALID, call, __VA_ARGS__)
 
@@ -617,7 +723,9 @@ static ddp_result bad_linears(const place *at) {
     d = good, d.split = DDP_TP_ROW, d.gather_output = 1;
     BAD(group, ddp_tp_linear_create(&l, tp, &d), "gather_output=1, but split is DDP_TP_ROW");
     d = good, d.gather_output = 1;
-    if (at->sequence_parallel) BAD(group, ddp_tp_linear_create(&l, tp, &d), "gather_output=1 cannot be combined with sequence_parallel=1");
+    if (at->sequence_parallel)
+        BAD(group, ddp_tp_linear_create(&l, tp, &d),
+            "gather_output=1 cannot be combined with sequence_parallel=1");
     d = good, d.kv_heads = 2;
     BAD(group, ddp_tp_linear_create(&l, tp, &d), "kv_heads=2", "set heads too");
     d = good, d.split = DDP_TP_ROW, d.heads = 12;
@@ -629,17 +737,21 @@ static ddp_result bad_linears(const place *at) {
     d = good, d.in_features = 24 * at->ranks + 1, d.heads = 24 * at->ranks;
     BAD(group, ddp_tp_linear_create(&l, tp, &d), "is not a multiple of heads", "or use");
     d = good, d.in_features = 24, d.heads = 24, d.out_features = 5;
-    BAD(group, ddp_tp_linear_create(&l, tp, &d), "out_features=5, but heads=24 and kv_heads=24 of head_size=1 need 72");
+    BAD(group, ddp_tp_linear_create(&l, tp, &d),
+        "out_features=5, but heads=24 and kv_heads=24 of head_size=1 need 72");
     d = good, d.heads = 24, d.head_size = -2;
     BAD(group, ddp_tp_linear_create(&l, tp, &d), "head_size=-2");
     if (at->ranks > 1) {
         char nearest[120];
         d = good, d.out_features = 0, d.heads = 5 * at->ranks + 1;
-        snprintf(nearest, sizeof nearest, "heads=%d is not a multiple of %d ranks; use %d, the nearest multiple", d.heads, at->ranks,
+        snprintf(nearest, sizeof nearest,
+                 "heads=%d is not a multiple of %d ranks; use %d, the nearest multiple", d.heads, at->ranks,
                  (at->ranks == 2 ? 6 : 5) * at->ranks);
         BAD(group, ddp_tp_linear_create(&l, tp, &d), nearest);
         d.heads = at->ranks, d.kv_heads = 1;
-        snprintf(nearest, sizeof nearest, "kv_heads=1 is not a multiple of %d ranks; use %d, the nearest multiple", at->ranks, at->ranks);
+        snprintf(nearest, sizeof nearest,
+                 "kv_heads=1 is not a multiple of %d ranks; use %d, the nearest multiple", at->ranks,
+                 at->ranks);
         BAD(group, ddp_tp_linear_create(&l, tp, &d), nearest);
     }
     return DDP_OK;
@@ -662,7 +774,9 @@ static ddp_result bad_calls(const place *at) {
     BAD(group, ddp_tp_linear_forward(NULL, w, w, w, 0, w), "linear is NULL");
     BAD(group, ddp_tp_linear_forward(l, w, w, w, -1, w), "ddp_tp_linear_forward", "rows=-1");
     BAD(group, ddp_tp_linear_forward(l, w, w, w, M + 1, w), "rows=25", "max_rows=24");
-    if (at->sequence_parallel && at->ranks > 1) BAD(group, ddp_tp_linear_forward(l, w, w, w, 1, w), "rows=1 is not a multiple of", "the next multiple");
+    if (at->sequence_parallel && at->ranks > 1)
+        BAD(group, ddp_tp_linear_forward(l, w, w, w, 1, w), "rows=1 is not a multiple of",
+            "the next multiple");
     BAD(group, ddp_tp_linear_forward(l, NULL, w, w, M, w), "weight is NULL");
     BAD(group, ddp_tp_linear_forward(l, w, NULL, w, M, w), "bias is NULL, but no_bias=0");
     BAD(group, ddp_tp_linear_forward(l, w, w, NULL, M, w), "x is NULL");
@@ -670,11 +784,13 @@ static ddp_result bad_calls(const place *at) {
     BAD(group, ddp_tp_linear_backward(NULL, w, w, w, M, w, w, w), "linear is NULL");
     BAD(group, ddp_tp_linear_backward(l, w, w, NULL, M, w, w, w), "ddp_tp_linear_backward", "dy is NULL");
     BAD(group, ddp_tp_linear_backward(l, w, w, w, M, w, w, NULL), "bias_grad is NULL");
-    BAD(group, ddp_tp_linear_backward(l, w, w, w, M, w, NULL, w), "bias_grad is given, but weight_grad is NULL");
+    BAD(group, ddp_tp_linear_backward(l, w, w, w, M, w, NULL, w),
+        "bias_grad is given, but weight_grad is NULL");
     BAD(group, ddp_tp_linear_weight_box(l, 1, &box), "part=1 of a linear with 1");
     BAD(group, ddp_tp_linear_weight_box(l, 0, NULL), "box is NULL");
     BAD(group, ddp_tp_linear_bias_box(NULL, 0, &box), "linear is NULL");
-    RANKS_CHECK(group, ddp_tp_linear_in_features(NULL) == 0 && ddp_tp_linear_out_features(NULL) == 0, "NULL has features");
+    RANKS_CHECK(group, ddp_tp_linear_in_features(NULL) == 0 && ddp_tp_linear_out_features(NULL) == 0,
+                "NULL has features");
     ddp_tp_linear_destroy(l);
     ddp_tp_linear_destroy(NULL);
     pair.channels = 12, pair.hidden = 24;
@@ -685,7 +801,9 @@ static ddp_result bad_calls(const place *at) {
     d = pair, memset(&d.activation, 9, 1);
     BAD(group, ddp_tp_mlp_create(&m, at->tp[0], &d), "activation=9");
     RANKS_OK(group, ddp_tp_mlp_create(&m, at->tp[0], &pair));
-    RANKS_CHECK(group, !ddp_tp_mlp_linear(m, 2) && !ddp_tp_mlp_linear(NULL, 0) && !ddp_tp_mlp_saved_count(NULL, 3), "a third linear");
+    RANKS_CHECK(group,
+                !ddp_tp_mlp_linear(m, 2) && !ddp_tp_mlp_linear(NULL, 0) && !ddp_tp_mlp_saved_count(NULL, 3),
+                "a third linear");
     BAD(group, ddp_tp_mlp_forward(NULL, weights, w, M, w, w), "mlp is NULL");
     BAD(group, ddp_tp_mlp_forward(m, NULL, w, M, w, w), "weights is NULL");
     BAD(group, ddp_tp_mlp_forward(m, weights, w, M, NULL, w), "saved is NULL");
@@ -693,7 +811,8 @@ static ddp_result bad_calls(const place *at) {
     weights[3] = NULL;
     BAD(group, ddp_tp_mlp_forward(m, weights, w, M, w, w), "biases are given and NULL, but no_bias=0");
     weights[3] = memory, grads[2] = NULL;
-    BAD(group, ddp_tp_mlp_backward(m, weights, w, w, w, M, w, grads), "grads[2] is NULL and grads[3] is given");
+    BAD(group, ddp_tp_mlp_backward(m, weights, w, w, w, M, w, grads),
+        "grads[2] is NULL and grads[3] is given");
     BAD(group, ddp_tp_mlp_backward(m, weights, w, w, NULL, M, w, grads), "dy is NULL");
     ddp_tp_mlp_destroy(m);
     ddp_tp_mlp_destroy(NULL);
@@ -709,7 +828,8 @@ static ddp_result bad_normal(ddp_group *group) {
     box = good, box.ndim = 9;
     BAD(group, ddp_tensor_init_normal(&box, DDP_F32, 1, 0, 1, out), "ndim=9");
     box = good, box.offset[0] = 1;
-    BAD(group, ddp_tensor_init_normal(&box, DDP_F32, 1, 0, 1, out), "entries [1, 1 + 4) are outside a size of 4");
+    BAD(group, ddp_tensor_init_normal(&box, DDP_F32, 1, 0, 1, out),
+        "entries [1, 1 + 4) are outside a size of 4");
     box = good, box.ndim = 2, box.global_shape[0] = box.global_shape[1] = INT64_C(1) << 40;
     BAD(group, ddp_tensor_init_normal(&box, DDP_F32, 1, 0, 1, out), "2^63");
     BAD(group, ddp_tensor_init_normal(&good, DDP_I32, 1, 0, 1, out), "dtype=i32");
@@ -731,16 +851,20 @@ static ddp_result mismatches(ddp_group *group) {
     if (ddp_world_size(group) == 1) return DDP_OK;
     desc.max_rows = 8;
     other = desc, other.chunk_count = odd ? 3 : 2;
-    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other), "rank 0 chunk_count=2, rank 1 chunk_count=3", "ddp_tp_create");
+    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other),
+          "rank 0 chunk_count=2, rank 1 chunk_count=3", "ddp_tp_create");
     other = desc, other.sequence_parallel = odd;
-    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other), "rank 0 sequence_parallel=0, rank 1 sequence_parallel=1");
+    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other),
+          "rank 0 sequence_parallel=0, rank 1 sequence_parallel=1");
     other = desc, other.max_rows = odd ? -2 : 8;
     BAD(group, ddp_tp_create(&tp, group, &other), "rank 1", "max_rows=-2");
     RANKS_OK(group, ddp_tp_create(&tp, group, &desc));
     l.in_features = 8, l.out_features = odd ? 16 : 8;
-    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_linear_create(&linear_made, tp, &l), "rank 0 out_features=8, rank 1 out_features=16; give every rank the same");
+    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_linear_create(&linear_made, tp, &l),
+          "rank 0 out_features=8, rank 1 out_features=16; give every rank the same");
     l.out_features = 8, pair.channels = 8, pair.hidden = 8;
-    FAILS(group, DDP_ERR_MISMATCH, odd ? ddp_tp_mlp_create(&mlp_made, tp, &pair) : ddp_tp_linear_create(&linear_made, tp, &l),
+    FAILS(group, DDP_ERR_MISMATCH,
+          odd ? ddp_tp_mlp_create(&mlp_made, tp, &pair) : ddp_tp_linear_create(&linear_made, tp, &l),
           "ranks differ: rank 0 ddp_tp_linear_create in_features=8 ", "rank 1 ddp_tp_mlp_create channels=8");
     RANKS_OK(group, ddp_tp_linear_create(&linear_made, tp, &l));
     ddp_tp_linear_destroy(linear_made);
@@ -769,7 +893,8 @@ static ddp_result nothing_is_allocated(const place *at) {
         ddp_tp_linear_desc one = DDP_ZERO;
         ddp_tp_mlp *pair;
         ddp_tp_linear *head;
-        void *w[4] = {take(CHANNELS * HIDDEN), take(HIDDEN), take(CHANNELS * HIDDEN), take(CHANNELS)}, *grads[4], *x = take(rows * CHANNELS), *saved;
+        void *w[4] = {take(CHANNELS * HIDDEN), take(HIDDEN), take(CHANNELS * HIDDEN), take(CHANNELS)},
+             *grads[4], *x = take(rows * CHANNELS), *saved;
         void *y = take(rows * CHANNELS), *logits = take(M * HIDDEN);
         int before;
         desc.channels = one.in_features = CHANNELS, desc.hidden = one.out_features = HIDDEN;
@@ -787,7 +912,8 @@ static ddp_result nothing_is_allocated(const place *at) {
             RANKS_OK(at->group, ddp_tp_mlp_backward(pair, (const void *const *)w, x, saved, y, M, x, grads));
         }
         RANKS_OK(at->group, ddp_barrier(at->group));
-        RANKS_CHECK(at->group, before == __atomic_load_n(&allocations, __ATOMIC_SEQ_CST), "calls take memory, chunks %d", c);
+        RANKS_CHECK(at->group, before == __atomic_load_n(&allocations, __ATOMIC_SEQ_CST),
+                    "calls take memory, chunks %d", c);
         RANKS_OK(at->group, ddp_barrier(at->group));
         ddp_tp_mlp_destroy(pair);
         ddp_tp_linear_destroy(head);
@@ -798,7 +924,11 @@ static ddp_result nothing_is_allocated(const place *at) {
 
 //== a rank that fails, or leaves, in the middle ================================================
 
-typedef struct trouble { int calls, at_call, leaves; ddp_result result[64]; char text[64][400]; } trouble;
+typedef struct trouble {
+    int calls, at_call, leaves;
+    ddp_result result[64];
+    char text[64][400];
+} trouble;
 static trouble *troubles; /* shared by the ranks */
 
 /* Product number at_call of the odd rank fails, or is its last. */
@@ -818,10 +948,12 @@ static ddp_result into_trouble(ddp_group *group, void *user) {
     ddp_tp *tp;
     ddp_tp_mlp *m;
     int rank = ddp_rank(group);
-    void *w[4] = {take(4 * C * C), take(4 * C), take(4 * C * C), take(C)}, *grads[4] = {take(4 * C * C), take(4 * C), take(4 * C * C), take(C)}, *saved;
+    void *w[4] = {take(4 * C * C), take(4 * C), take(4 * C * C), take(C)},
+         *grads[4] = {take(4 * C * C), take(4 * C), take(4 * C * C), take(C)}, *saved;
     void *x = take(M * C), *y = take(M * C);
     (void)user;
-    desc.max_rows = M, desc.sequence_parallel = 1, desc.chunk_count = 3, desc.gemm = failing_gemm, desc.gemm_user = group;
+    desc.max_rows = M, desc.sequence_parallel = 1, desc.chunk_count = 3, desc.gemm = failing_gemm,
+    desc.gemm_user = group;
     pair.channels = C, pair.hidden = 4 * C;
     RANKS_OK(group, ddp_tp_create(&tp, group, &desc));
     RANKS_OK(group, ddp_tp_mlp_create(&m, tp, &pair));
@@ -829,7 +961,8 @@ static ddp_result into_trouble(ddp_group *group, void *user) {
     troubles->result[rank] = DDP_OK;
     for (int turn = 0; turn < 3 && troubles->result[rank] == DDP_OK; turn++) {
         troubles->result[rank] = ddp_tp_mlp_forward(m, (const void *const *)w, x, M, saved, y);
-        if (troubles->result[rank] == DDP_OK) troubles->result[rank] = ddp_tp_mlp_backward(m, (const void *const *)w, x, saved, y, M, x, grads);
+        if (troubles->result[rank] == DDP_OK)
+            troubles->result[rank] = ddp_tp_mlp_backward(m, (const void *const *)w, x, saved, y, M, x, grads);
     }
     snprintf(troubles->text[rank], sizeof troubles->text[rank], "%.399s", ddp_last_error());
     ddp_tp_mlp_destroy(m);
@@ -849,9 +982,12 @@ static int trouble_ends(ranks_mode mode, int ranks, int at_call, int leaves) {
     for (int r = 0; r < ranks; r++) {
         const char *want = leaves ? "killed by signal 9" : "the product is on fire";
         if (leaves && r == 1) continue;
-        if (troubles->result[r] == (leaves ? DDP_ERR_PEER_LOST : DDP_ERR_ENGINE) && strstr(troubles->text[r], want)) continue;
-        failed = printf("FAIL rank %d/%d, product %d, leaves=%d: %s '%s'\n", r, ranks, at_call, leaves, ddp_result_name(troubles->result[r]),
-                        troubles->text[r]) > 0;
+        if (troubles->result[r] == (leaves ? DDP_ERR_PEER_LOST : DDP_ERR_ENGINE)
+            && strstr(troubles->text[r], want))
+            continue;
+        failed = printf("FAIL rank %d/%d, product %d, leaves=%d: %s '%s'\n", r, ranks, at_call, leaves,
+                        ddp_result_name(troubles->result[r]), troubles->text[r])
+                 > 0;
     }
     return failed;
 }

@@ -63,17 +63,20 @@ static ddp_result counts_once(ddp_group *world) {
         ddp_result result = add_part(world, m, way == 0, way == 2 ? 8 * w : 0, 1);
         if (result != DDP_OK) return result;
         RANKS_OK(world, metric_all_reduce(world, m, 2, SAMPLES, total));
-        RANKS_CHECK(world, same_total(&total[0], &want), "way %d: %.17g of %lld, wanted %.17g", way, total[0].mean, (long long)total[0].count, want.mean);
-        RANKS_CHECK(world, total[1].sum == 35 && total[1].mean == 35.0 / SAMPLES, "way %d: %g are thirds", way, total[1].sum);
+        RANKS_CHECK(world, same_total(&total[0], &want), "way %d: %.17g of %lld, wanted %.17g", way,
+                    total[0].mean, (long long)total[0].count, want.mean);
+        RANKS_CHECK(world, total[1].sum == 35 && total[1].mean == 35.0 / SAMPLES, "way %d: %g are thirds",
+                    way, total[1].sum);
     }
     return DDP_OK;
 }
 
-#define REFUSED(world, call, code, words)                                                                                              \
-    do {                                                                                                                               \
-        ddp_result refused_result = (call);                                                                                            \
-        RANKS_CHECK(world, refused_result == (code) && strstr(ddp_last_error(), words), "wanted \"%s\", have %s \"%s\"", words,        \
-                    ddp_result_name(refused_result), ddp_last_error());                                                                \
+#define REFUSED(world, call, code, words)                                                    \
+    do {                                                                                     \
+        ddp_result refused_result = (call);                                                  \
+        RANKS_CHECK(world, refused_result == (code) && strstr(ddp_last_error(), words),      \
+                    "wanted \"%s\", have %s \"%s\"", words, ddp_result_name(refused_result), \
+                    ddp_last_error());                                                       \
     } while (0)
 
 static ddp_result wrong_counts(ddp_group *world) {
@@ -84,24 +87,30 @@ static ddp_result wrong_counts(ddp_group *world) {
     memset(m, 0, sizeof m);
     memset(&untouched, 7, sizeof untouched);
     total[0] = untouched;
-    REFUSED(world, metric_all_reduce(world, m, 1, 0, total), DDP_ERR_INVALID, "metric 0 of 1: no rank has added a sample");
+    REFUSED(world, metric_all_reduce(world, m, 1, 0, total), DDP_ERR_INVALID,
+            "metric 0 of 1: no rank has added a sample");
     if (ddp_rank(world) == 0) metric_add(m, 1, 1);
     REFUSED(world, metric_all_reduce(world, m, 1, 0, total), DDP_ERR_INVALID, "no rank has added");
     if (padded > SAMPLES) {
         RANKS_OK(world, add_part(world, m, 0, 0, 0));
-        snprintf(text, sizeof text, "metric 0 of 2: %d samples were added, there are %d; pass on is_padding", padded, SAMPLES);
+        snprintf(text, sizeof text, "metric 0 of 2: %d samples were added, there are %d; pass on is_padding",
+                 padded, SAMPLES);
         REFUSED(world, metric_all_reduce(world, m, 2, SAMPLES, total), DDP_ERR_INVALID, text);
         memset(m, 0, sizeof m);
     }
     RANKS_OK(world, add_part(world, m, 1, 0, 1));
-    REFUSED(world, metric_all_reduce(world, m, 2, SAMPLES + 1, total), DDP_ERR_INVALID, "103 samples were added, there are 104; go through the whole epoch");
+    REFUSED(world, metric_all_reduce(world, m, 2, SAMPLES + 1, total), DDP_ERR_INVALID,
+            "103 samples were added, there are 104; go through the whole epoch");
     RANKS_CHECK(world, memcmp(&total[0], &untouched, sizeof untouched) == 0, "totals were written");
     RANKS_OK(world, metric_all_reduce(world, m, 2, 0, total)); /* nothing was lost */
     RANKS_CHECK(world, same_total(&total[0], &want), "%.17g, wanted %.17g", total[0].mean, want.mean);
-    if (ddp_rank(world) == w - 1) metric_add(m, NAN, 0);
-    else metric_add(m, 1, 0);
+    if (ddp_rank(world) == w - 1)
+        metric_add(m, NAN, 0);
+    else
+        metric_add(m, 1, 0);
     RANKS_OK(world, metric_all_reduce(world, m, 1, 0, total));
-    RANKS_CHECK(world, isnan(total[0].mean) && total[0].count == w, "%g of %lld", total[0].mean, (long long)total[0].count);
+    RANKS_CHECK(world, isnan(total[0].mean) && total[0].count == w, "%g of %lld", total[0].mean,
+                (long long)total[0].count);
     REFUSED(world, metric_all_reduce(NULL, m, 1, 0, total), DDP_ERR_INVALID, "is NULL");
     REFUSED(world, metric_all_reduce(world, NULL, 1, 0, total), DDP_ERR_INVALID, "is NULL");
     REFUSED(world, metric_all_reduce(world, m, 1, 0, NULL), DDP_ERR_INVALID, "is NULL");
@@ -119,11 +128,14 @@ static ddp_result metrics_wrong_on_one(ddp_group *world) {
     memset(m, 0, sizeof m);
     metric_add(&m[0], 1, 0);
     metric_add(&m[1], 2, 0);
-    REFUSED(world, metric_all_reduce(world, wrong ? NULL : m, 2, 0, total), DDP_ERR_INVALID, "metrics or totals is NULL");
-    REFUSED(world, metric_all_reduce(world, m, 2, 0, wrong ? NULL : total), DDP_ERR_INVALID, "metrics or totals is NULL");
+    REFUSED(world, metric_all_reduce(world, wrong ? NULL : m, 2, 0, total), DDP_ERR_INVALID,
+            "metrics or totals is NULL");
+    REFUSED(world, metric_all_reduce(world, m, 2, 0, wrong ? NULL : total), DDP_ERR_INVALID,
+            "metrics or totals is NULL");
     REFUSED(world, metric_all_reduce(world, m, wrong ? -3 : 2, 0, total), DDP_ERR_INVALID, "metric_count=-3");
     REFUSED(world, metric_all_reduce(world, m, 2, wrong ? -1 : 0, total), DDP_ERR_INVALID, "sample_count=-1");
-    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "the rank is not named: %s", ddp_last_error());
+    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "the rank is not named: %s",
+                ddp_last_error());
     RANKS_OK(world, metric_all_reduce(world, m, 2, 0, total));
     RANKS_CHECK(world, total[0].sum == w && total[1].sum == 2 * w, "%g and %g", total[0].sum, total[1].sum);
     return DDP_OK;
@@ -135,7 +147,10 @@ enum { TENSORS = 4 };
 static const int SIZES[TENSORS] = {1, 0, 1000, 37};
 static const char *const NAMES[TENSORS] = {"scale", "nothing", "weight", NULL};
 
-typedef struct weights { float values[1000 + 37 + 1]; ddp_param params[TENSORS]; } weights;
+typedef struct weights {
+    float values[1000 + 37 + 1];
+    ddp_param params[TENSORS];
+} weights;
 
 static void fill_weights(weights *w) {
     float *at = w->values;
@@ -177,7 +192,8 @@ static ddp_result drift_is_named(ddp_group *world) {
     int w = ddp_world_size(world), rank = ddp_rank(world);
     weights mine;
     fill_weights(&mine);
-    for (int step = 0; step <= 20; step++) RANKS_OK(world, drift_check(world, mine.params, TENSORS, step, 10));
+    for (int step = 0; step <= 20; step++)
+        RANKS_OK(world, drift_check(world, mine.params, TENSORS, step, 10));
     RANKS_OK(world, drift_check(world, NULL, 0, 0, 1));
     /* This step has no collective. */
     if (rank == 0) RANKS_OK(world, drift_check(world, mine.params, TENSORS, 11, 10));
@@ -189,15 +205,19 @@ static ddp_result drift_is_named(ddp_group *world) {
     fill_weights(&mine);
     mine.values[0] = 0;
     if (rank == 0) mine.values[0] = -0.0f;
-    REFUSED(world, drift_check(world, mine.params, TENSORS, 40, 10), DDP_ERR_CORRUPT, "parameter 0 \"scale\", the first of 1 that differ");
-    if (w > 2) RANKS_CHECK(world, strstr(ddp_last_error(), "another on rank 0 than on the other"), "%s", ddp_last_error());
+    REFUSED(world, drift_check(world, mine.params, TENSORS, 40, 10), DDP_ERR_CORRUPT,
+            "parameter 0 \"scale\", the first of 1 that differ");
+    if (w > 2)
+        RANKS_CHECK(world, strstr(ddp_last_error(), "another on rank 0 than on the other"), "%s",
+                    ddp_last_error());
     fill_weights(&mine);
     if (w == 4 && rank % 2) mine.values[1001] = 9;
     if (w == 4)
         REFUSED(world, drift_check(world, mine.params, TENSORS, 40, 10), DDP_ERR_CORRUPT,
                 "parameter 3 \"\", the first of 1 that differ, is another on ranks 1 3 than on the other 2");
     fill_weights(&mine);
-    REFUSED(world, drift_check(world, mine.params, rank == w - 1 ? TENSORS - 1 : TENSORS, 0, 1), DDP_ERR_MISMATCH, "between 3 and 4 parameters");
+    REFUSED(world, drift_check(world, mine.params, rank == w - 1 ? TENSORS - 1 : TENSORS, 0, 1),
+            DDP_ERR_MISMATCH, "between 3 and 4 parameters");
     RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group stays usable */
     return DDP_OK;
 }
@@ -211,7 +231,8 @@ static ddp_result drift_bad_input(ddp_group *world) {
     REFUSED(world, drift_check(world, mine.params, TENSORS, -1, 1), DDP_ERR_INVALID, "step=-1");
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 0), DDP_ERR_INVALID, "every=0");
     mine.params[2].value.data = NULL;
-    REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "parameter 2 \"weight\": its value has no data");
+    REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID,
+            "parameter 2 \"weight\": its value has no data");
     fill_weights(&mine);
     mine.params[3].value.dtype = DDP_DTYPE_DEFAULT;
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "parameter 3");
@@ -222,13 +243,17 @@ static ddp_result drift_wrong_on_one(ddp_group *world) {
     weights mine;
     int wrong = ddp_rank(world) == ddp_world_size(world) - 1;
     fill_weights(&mine);
-    REFUSED(world, drift_check(world, wrong ? NULL : mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "params is NULL");
-    REFUSED(world, drift_check(world, mine.params, wrong ? -1 : TENSORS, 0, 1), DDP_ERR_INVALID, "param_count=-1");
+    REFUSED(world, drift_check(world, wrong ? NULL : mine.params, TENSORS, 0, 1), DDP_ERR_INVALID,
+            "params is NULL");
+    REFUSED(world, drift_check(world, mine.params, wrong ? -1 : TENSORS, 0, 1), DDP_ERR_INVALID,
+            "param_count=-1");
     REFUSED(world, drift_check(world, mine.params, TENSORS, wrong ? -1 : 20, 10), DDP_ERR_INVALID, "step=-1");
     REFUSED(world, drift_check(world, mine.params, TENSORS, 20, wrong ? 0 : 10), DDP_ERR_INVALID, "every=0");
     if (wrong) mine.params[2].value.data = NULL;
-    REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "parameter 2 \"weight\": its value has no data");
-    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "the rank is not named: %s", ddp_last_error());
+    REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID,
+            "parameter 2 \"weight\": its value has no data");
+    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "the rank is not named: %s",
+                ddp_last_error());
     fill_weights(&mine);
     RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group stays usable */
     return DDP_OK;
@@ -245,8 +270,11 @@ static ddp_result looks_alone(ddp_group *world, void *user) {
     fill_weights(&mine);
     result = drift_check(world, mine.params, TENSORS, ddp_rank(world) == 0 ? -1 : 11, 10);
     if (result == DDP_OK) result = ddp_all_reduce(world, &word, &word, 1, DDP_I32, DDP_OP_SUM, NULL);
-    if ((result == DDP_ERR_MISMATCH || result == DDP_ERR_POISONED) && strstr(ddp_last_error(), "ddp_all_reduce") && ranks_now() - start < 30) return DDP_OK;
-    fprintf(stderr, "FAIL rank %d after %.1f s: %s: %s\n", ddp_rank(world), ranks_now() - start, ddp_result_name(result), ddp_last_error());
+    if ((result == DDP_ERR_MISMATCH || result == DDP_ERR_POISONED)
+        && strstr(ddp_last_error(), "ddp_all_reduce") && ranks_now() - start < 30)
+        return DDP_OK;
+    fprintf(stderr, "FAIL rank %d after %.1f s: %s: %s\n", ddp_rank(world), ranks_now() - start,
+            ddp_result_name(result), ddp_last_error());
     return DDP_ERR_CORRUPT;
 }
 
@@ -259,8 +287,10 @@ static ddp_result rank0_prepares(ddp_group *world) {
     int times = 0;
     for (int i = 0; i < 20; i++) RANKS_OK(world, rank0_first(world, prepares, &times));
     RANKS_CHECK(world, times == (ddp_rank(world) == 0 ? 20 : 0), "%d times", times);
-    REFUSED(world, rank0_first(world, ddp_rank(world) == 0 ? cannot : NULL, NULL), DDP_ERR_SYSTEM, "the disk is full");
-    REFUSED(world, rank0_first(world, ddp_rank(world) == 0 ? NULL : prepares, &times), DDP_ERR_INVALID, "prepare is NULL on rank 0");
+    REFUSED(world, rank0_first(world, ddp_rank(world) == 0 ? cannot : NULL, NULL), DDP_ERR_SYSTEM,
+            "the disk is full");
+    REFUSED(world, rank0_first(world, ddp_rank(world) == 0 ? NULL : prepares, &times), DDP_ERR_INVALID,
+            "prepare is NULL on rank 0");
     REFUSED(world, rank0_first(NULL, prepares, &times), DDP_ERR_INVALID, "group is NULL");
     RANKS_OK(world, rank0_first(world, prepares, &times));
     return DDP_OK;
@@ -280,7 +310,10 @@ static ddp_result all_tests(ddp_group *world, void *user) {
 }
 
 /* Rank 0 takes longer than the timeout of the group. */
-static ddp_result takes_long(void *user) { ranks_sleep_us(*(int *)user * 1300L); return DDP_OK; }
+static ddp_result takes_long(void *user) {
+    ranks_sleep_us(*(int *)user * 1300L);
+    return DDP_OK;
+}
 
 static ddp_result outlasts(ddp_group *world, void *user) {
     RANKS_OK(world, rank0_first(world, takes_long, user));
@@ -288,9 +321,16 @@ static ddp_result outlasts(ddp_group *world, void *user) {
 }
 
 /* Rank 0 dies, or is stopped, while it prepares; the others check their own errors. */
-static ddp_result dies(void *user) { raise(*(int *)user); return ranks_sleep_us(60 * 1000000L), DDP_OK; }
+static ddp_result dies(void *user) {
+    raise(*(int *)user);
+    return ranks_sleep_us(60 * 1000000L), DDP_OK;
+}
 
-typedef struct seen { int done; ddp_result result; char text[512]; } seen;
+typedef struct seen {
+    int done;
+    ddp_result result;
+    char text[512];
+} seen;
 static seen *all; /* in memory that outlives the ranks */
 
 static ddp_result loses(ddp_group *world, void *user) {
@@ -307,8 +347,11 @@ static int rank0_is_lost(int signal, int timeout_ms, ddp_result code, const char
     ranks_run(RANKS_PROCESSES, 3, timeout_ms, loses, &signal);
     for (int r = 1; r < 3; r++) {
         const seen *s = &all[r];
-        if (s->done && (s->result == code || s->result == DDP_ERR_POISONED) && strstr(s->text, words)) continue;
-        failures += fprintf(stderr, "FAIL rank 0 gets signal %d, rank %d: done=%d %s: %s\n", signal, r, s->done, ddp_result_name(s->result), s->text) > 0;
+        if (s->done && (s->result == code || s->result == DDP_ERR_POISONED) && strstr(s->text, words))
+            continue;
+        failures += fprintf(stderr, "FAIL rank 0 gets signal %d, rank %d: done=%d %s: %s\n", signal, r,
+                            s->done, ddp_result_name(s->result), s->text)
+                    > 0;
     }
     return failures;
 }
@@ -317,7 +360,8 @@ int main(int argc, char **argv) {
     static const int worlds[] = {1, 2, 3, 4, 0};
     ranks_mode mode;
     int failures, timeout_ms = 8000; /* a rank can stand still for seconds without being lost */
-    if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: %s BACKEND [W ...]\n", argv[0]), 2;
+    if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0)
+        return fprintf(stderr, "usage: %s BACKEND [W ...]\n", argv[0]), 2;
     all = (seen *)ranks_shared(3 * sizeof *all);
     failures = ranks_each(argc, argv, worlds, 50, &mode, all_tests);
     if (failures == 0 && !ranks_joins(mode)) {
@@ -325,7 +369,8 @@ int main(int argc, char **argv) {
         failures += ranks_run(mode, 3, timeout_ms, outlasts, &timeout_ms) != DDP_OK;
         if (mode == RANKS_PROCESSES) /* the watchdog ends the test before the timeout */
             failures += rank0_is_lost(SIGKILL, 60000 * DDP_TEST_SLOWDOWN, DDP_ERR_PEER_LOST, "rank 0 (pid");
-        if (mode == RANKS_PROCESSES) failures += rank0_is_lost(SIGSTOP, timeout_ms, DDP_ERR_TIMEOUT, "missing: rank 0");
+        if (mode == RANKS_PROCESSES)
+            failures += rank0_is_lost(SIGSTOP, timeout_ms, DDP_ERR_TIMEOUT, "missing: rank 0");
     }
     printf("%s\n", failures ? "FAIL" : "ok");
     return failures != 0;

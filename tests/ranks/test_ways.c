@@ -17,21 +17,32 @@
 
 enum { BLOCK = 50021 }; /* elements: not a whole number of chunks, lines or pages */
 
-#define TRY(call) do { ddp_result r_ = (call); if (r_ != DDP_OK) return r_; } while (0)
-#define CHECK(condition) do { if (!(condition)) return ddp_fail(DDP_ERR_CORRUPT, "rank %d line %d way %d: %s", ddp_rank(world), __LINE__, way, #condition); } while (0)
+#define TRY(call)                    \
+    do {                             \
+        ddp_result r_ = (call);      \
+        if (r_ != DDP_OK) return r_; \
+    } while (0)
+#define CHECK(condition)                                                                                   \
+    do {                                                                                                   \
+        if (!(condition))                                                                                  \
+            return ddp_fail(DDP_ERR_CORRUPT, "rank %d line %d way %d: %s", ddp_rank(world), __LINE__, way, \
+                            #condition);                                                                   \
+    } while (0)
 
 static float value(int rank, size_t i) { return (float)((i * 7 + (size_t)rank * 13) % 251); }
 
-static void fill(float *data, size_t count, int rank) { for (size_t i = 0; i < count; i++) data[i] = value(rank, i); }
+static void fill(float *data, size_t count, int rank) {
+    for (size_t i = 0; i < count; i++) data[i] = value(rank, i);
+}
 
 /* A call by the method, and whether it was used: reading in one copy ends with a single round, slots use one
    for each chunk. */
-#define CALL(reads, call)                                                               \
-    do {                                                                                \
-        uint64_t round_ = inner.round(world);                                           \
-        inner.force_way(world, way);                                                    \
-        TRY(call);                                                                      \
-        CHECK(!(reads) || inner.round(world) == round_ + 1);                            \
+#define CALL(reads, call)                                    \
+    do {                                                     \
+        uint64_t round_ = inner.round(world);                \
+        inner.force_way(world, way);                         \
+        TRY(call);                                           \
+        CHECK(!(reads) || inner.round(world) == round_ + 1); \
     } while (0)
 
 static ddp_result every_call(ddp_group *world, int way, int reads) {
@@ -39,7 +50,10 @@ static ddp_result every_call(ddp_group *world, int way, int reads) {
     size_t all = (size_t)w * BLOCK, counts[8], offsets[8];
     float *in = (float *)malloc(all * sizeof *in), *out = (float *)malloc(all * sizeof *out);
     CHECK(in && out && w <= 8);
-    for (int p = 0; p < w; p++) { counts[p] = BLOCK - (size_t)p * 11; offsets[p] = (size_t)p * BLOCK; }
+    for (int p = 0; p < w; p++) {
+        counts[p] = BLOCK - (size_t)p * 11;
+        offsets[p] = (size_t)p * BLOCK;
+    }
 
     fill(in, all, me);
     CALL(reads, ddp_broadcast(world, in, all, DDP_F32, root, NULL));
@@ -103,8 +117,12 @@ static ddp_result nothing_there(ddp_group *world, void *user) {
     TRY(ddp_barrier(world));
     inner.force_way(world, way);
     result = ddp_broadcast(world, mine, size / 4, DDP_F32, 1, NULL);
-    if (gone) CHECK(result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), "rank 1 (pid 1073741824) no longer exists"));
-    else CHECK(result == DDP_ERR_SYSTEM && strstr(ddp_last_error(), "could not read the buffer of rank 1: Bad address"));
+    if (gone)
+        CHECK(result == DDP_ERR_PEER_LOST
+              && strstr(ddp_last_error(), "rank 1 (pid 1073741824) no longer exists"));
+    else
+        CHECK(result == DDP_ERR_SYSTEM
+              && strstr(ddp_last_error(), "could not read the buffer of rank 1: Bad address"));
     munmap(mine, size);
     return DDP_OK;
 }
@@ -137,7 +155,8 @@ static void *secret_memory(size_t size) {
     void *memory = MAP_FAILED;
 #if defined(SYS_memfd_secret)
     int fd = (int)syscall(SYS_memfd_secret, 0u);
-    if (fd >= 0 && ftruncate(fd, (off_t)size) == 0) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (fd >= 0 && ftruncate(fd, (off_t)size) == 0)
+        memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (fd >= 0) close(fd);
 #endif
     return memory == MAP_FAILED ? NULL : memory;
@@ -198,9 +217,14 @@ static long try_to_read(void) {
 int main(void) {
     watchdog_start(120);
     inner.large_bytes = 65536;
-    if (try_to_read() != 1) { fprintf(stderr, "process_vm_readv is refused here: skipped\n"); return 77; }
+    if (try_to_read() != 1) {
+        fprintf(stderr, "process_vm_readv is refused here: skipped\n");
+        return 77;
+    }
     if (run("ways", ways, 2, 0) || run("ways", ways, 3, 0) || run("secret", secret, 3, 0)) return 1;
-    if (run("a hole", nothing_there, 3, 0) || run("gone", nothing_there, 3, 1) || run("another process", another_process, 2, 0)) return 1;
+    if (run("a hole", nothing_there, 3, 0) || run("gone", nothing_there, 3, 1)
+        || run("another process", another_process, 2, 0))
+        return 1;
     printf("ways: ok\n");
     return 0;
 }

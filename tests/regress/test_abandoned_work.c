@@ -7,8 +7,16 @@
 #include "../support/faults.h"
 
 static int live; /* blocks not yet freed, of all ranks */
-static void *counted_alloc(size_t size_bytes, void *user) { (void)user; __atomic_add_fetch(&live, 1, __ATOMIC_SEQ_CST); return malloc(size_bytes); }
-static void counted_free(void *memory, void *user) { (void)user; __atomic_sub_fetch(&live, memory != NULL, __ATOMIC_SEQ_CST); free(memory); }
+static void *counted_alloc(size_t size_bytes, void *user) {
+    (void)user;
+    __atomic_add_fetch(&live, 1, __ATOMIC_SEQ_CST);
+    return malloc(size_bytes);
+}
+static void counted_free(void *memory, void *user) {
+    (void)user;
+    __atomic_sub_fetch(&live, memory != NULL, __ATOMIC_SEQ_CST);
+    free(memory);
+}
 
 static ddp_result rank_main(ddp_group *world, void *user) {
     static int all[2][5]; /* outlives the ranks: abandoned work can still write here */

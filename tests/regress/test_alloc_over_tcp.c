@@ -41,7 +41,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     desc.user = desc.rank == 1 ? user : NULL;
     RANKS_OK(world, ddp_group_create(&tcp, &desc));
     before = live;
-    RANKS_CHECK(world, ddp_group_alloc(tcp, 2 * MOST, &memory) == DDP_ERR_NO_MEMORY && !memory, "%s", ddp_last_error());
+    RANKS_CHECK(world, ddp_group_alloc(tcp, 2 * MOST, &memory) == DDP_ERR_NO_MEMORY && !memory, "%s",
+                ddp_last_error());
     RANKS_CHECK(world, live == before, "%d allocations became %d", before, live);
     RANKS_CHECK(world, strstr(ddp_last_error(), "2097152 bytes"), "%s", ddp_last_error());
     RANKS_OK(world, ddp_group_status(tcp));

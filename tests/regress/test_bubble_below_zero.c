@@ -23,16 +23,20 @@ static int below_zero(const ddp_schedule *s, int rank_count) {
                 costs[i].input_grad = seconds[3 * i + 1];
                 costs[i].weight_grad = seconds[3 * i + 2];
             }
-            if (ddp_schedule_simulate(s, costs, &report) != DDP_OK) return fprintf(stderr, "%s\n", ddp_last_error());
+            if (ddp_schedule_simulate(s, costs, &report) != DDP_OK)
+                return fprintf(stderr, "%s\n", ddp_last_error());
             if (report.bubble_rate >= 0 && report.bubble_rate < 1) continue;
-            if (!count++) fprintf(stderr, "%s, %d ranks, cost %d of stage %d is %.1f: bubble rate %g\n", ddp_schedule_kind_name(ddp_schedule_get_kind(s)),
-                                  rank_count, slow % 3, slow / 3, 0.1 * tenths, report.bubble_rate);
+            if (!count++)
+                fprintf(stderr, "%s, %d ranks, cost %d of stage %d is %.1f: bubble rate %g\n",
+                        ddp_schedule_kind_name(ddp_schedule_get_kind(s)), rank_count, slow % 3, slow / 3,
+                        0.1 * tenths, report.bubble_rate);
         }
     return count;
 }
 
 int main(void) {
-    static const ddp_schedule_kind kinds[] = {DDP_SCHEDULE_1F1B, DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
+    static const ddp_schedule_kind kinds[] = {DDP_SCHEDULE_1F1B, DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_ZB_H1,
+                                              DDP_SCHEDULE_ZB_H2};
     int failures = 0;
     for (int k = 0; k < 4; k++)
         for (int rank_count = 1; rank_count <= 3; rank_count++) {

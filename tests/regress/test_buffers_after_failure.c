@@ -17,10 +17,14 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     for (int i = 0; result == DDP_OK && i < 20; i++) {
         float *data = (float *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (data == (float *)MAP_FAILED) return DDP_ERR_NO_MEMORY;
-        if (kind == REDUCE) result = ddp_all_reduce(world, data, data, count, DDP_F32, DDP_OP_SUM, NULL);
-        else if (kind == GATHER) result = ddp_all_gather(world, data, data + count, count, DDP_F32, NULL);
-        else if (rank & 1) result = ddp_recv(world, data, count * w, DDP_F32, peer, 0, NULL);
-        else result = ddp_send(world, data, count * w, DDP_F32, peer, 0, NULL);
+        if (kind == REDUCE)
+            result = ddp_all_reduce(world, data, data, count, DDP_F32, DDP_OP_SUM, NULL);
+        else if (kind == GATHER)
+            result = ddp_all_gather(world, data, data + count, count, DDP_F32, NULL);
+        else if (rank & 1)
+            result = ddp_recv(world, data, count * w, DDP_F32, peer, 0, NULL);
+        else
+            result = ddp_send(world, data, count * w, DDP_F32, peer, 0, NULL);
         munmap(data, size);
     }
     return result;

@@ -36,7 +36,8 @@ int main(void) {
     launch(RANKS_PROCESSES, 2, 10000, rank_main, NULL);
     for (int r = 0; r < 2; r++) {
         const seen *s = &stage_shared->rank[r];
-        EXPECT(s->first == DDP_ERR_MISMATCH && says(s->text, "the first cause"), "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
+        EXPECT(s->first == DDP_ERR_MISMATCH && says(s->text, "the first cause"), "rank %d got %s '%s'", r,
+               ddp_result_name(s->first), s->text);
     }
     return faults_end();
 }

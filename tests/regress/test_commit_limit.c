@@ -74,11 +74,11 @@ static int run(const char *mode, int no_room, int ranks, ddp_rank_fn fn) {
         char path[] = "/tmp/test_commit_limit.XXXXXX";
         seen *s = &stage_shared->rank[0];
         int fd = mkstemp(path);
-        if (syscall(SYS_unshare, 0x00020000 /* CLONE_NEWNS */) != 0 ||
-            mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0)
+        if (syscall(SYS_unshare, 0x00020000 /* CLONE_NEWNS */) != 0
+            || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0)
             _exit(NO_NAMESPACES);
-        if (fd < 0 || write(fd, mode, 2) != 2 ||
-            mount(path, "/proc/sys/vm/overcommit_memory", NULL, MS_BIND, NULL) != 0)
+        if (fd < 0 || write(fd, mode, 2) != 2
+            || mount(path, "/proc/sys/vm/overcommit_memory", NULL, MS_BIND, NULL) != 0)
             _exit(NO_NAMESPACES);
         close(fd);
         inner.no_room = no_room;
@@ -100,12 +100,14 @@ int main(void) {
         ddp_rank_fn fn;
         ddp_result want;
         int least, most; /* KiB of control memory, before a rank makes a call */
-    } table[] = {{"no limit", "0\n", 0, 2, count_pages, DDP_OK, 0, MIB},
-                 {"no limit, 64 ranks", "1\n", 0, 64, count_pages, DDP_OK, 0, 32 * MIB},
-                 {"a limit", "2\n", 0, 2, count_pages, DDP_OK, 3 * MIB, 8 * MIB},
-                 {"a limit that is reached", "2\n", 1, 2, count_pages, DDP_ERR_NO_MEMORY, 0, 0},
-                 {"a limit that a split reaches", "2\n", 0, 2, split_fails, DDP_OK, 0, 0},
-                 {"nothing is reserved without a limit", "0\n", 1, 2, count_pages, DDP_OK, 0, MIB}};
+    } table[] = {
+        {"no limit", "0\n", 0, 2, count_pages, DDP_OK, 0, MIB},
+        {"no limit, 64 ranks", "1\n", 0, 64, count_pages, DDP_OK, 0, 32 * MIB},
+        {"a limit", "2\n", 0, 2, count_pages, DDP_OK, 3 * MIB, 8 * MIB},
+        {"a limit that is reached", "2\n", 1, 2, count_pages, DDP_ERR_NO_MEMORY, 0, 0},
+        {"a limit that a split reaches", "2\n", 0, 2, split_fails, DDP_OK, 0, 0},
+        {"nothing is reserved without a limit", "0\n", 1, 2, count_pages, DDP_OK, 0, MIB},
+    };
     faults_start(110);
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         const seen *s = &stage_shared->rank[0];

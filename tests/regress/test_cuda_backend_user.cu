@@ -16,10 +16,22 @@ const char *cudaGetErrorString(cudaError_t) { return "text"; }
 const char *cudaGetErrorName(cudaError_t) { return "name"; }
 static int selected = 3, destroyed; /* device of this thread; streams */
 
-static cudaError_t fake_get_device(int *device) { *device = selected; return cudaSuccess; }
-static cudaError_t fake_set_device(int device) { selected = device; return cudaSuccess; }
-static cudaError_t fake_stream_create(cudaStream_t *out, int) { *out = (cudaStream_t)&destroyed; return cudaSuccess; }
-static cudaError_t fake_stream_destroy(cudaStream_t) { destroyed++; return cudaSuccess; }
+static cudaError_t fake_get_device(int *device) {
+    *device = selected;
+    return cudaSuccess;
+}
+static cudaError_t fake_set_device(int device) {
+    selected = device;
+    return cudaSuccess;
+}
+static cudaError_t fake_stream_create(cudaStream_t *out, int) {
+    *out = (cudaStream_t)&destroyed;
+    return cudaSuccess;
+}
+static cudaError_t fake_stream_destroy(cudaStream_t) {
+    destroyed++;
+    return cudaSuccess;
+}
 static const struct ddp__cuda_runtime *fake_runtime(void) {
     static ddp__cuda_runtime runtime = {};
     runtime.get_device = fake_get_device;
@@ -30,15 +42,20 @@ static const struct ddp__cuda_runtime *fake_runtime(void) {
 }
 
 /* A backend of one rank, without calls. */
-static ddp_result own_open(ddp_group *group, void **state) { *state = ddp_group_backend_user(group); return DDP_OK; }
+static ddp_result own_open(ddp_group *group, void **state) {
+    *state = ddp_group_backend_user(group);
+    return DDP_OK;
+}
 static ddp_result own_run(ddp_group *, void *, const ddp_call *) { return DDP_OK; }
 static ddp_result own_status(const ddp_group *, void *) { return DDP_OK; }
 static void own_poison(ddp_group *, void *, ddp_result, const char *) {}
 static void own_close(ddp_group *, void *) {}
 
 int main(void) {
-    static const ddp_backend own = {"own", own_open, own_run, NULL, NULL, NULL, NULL, NULL, NULL, own_status,
-                                    own_poison, own_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    static const ddp_backend own = {
+        "own",      own_open,  own_run, NULL,           NULL, NULL, NULL, NULL, NULL, own_status,
+        own_poison, own_close, 0,       DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL,
+    };
     ddp_group_desc alone = DDP_ZERO, desc = DDP_ZERO;
     ddp_group *control = NULL, *group = NULL;
     alone.world_size = 1;
@@ -48,12 +65,14 @@ int main(void) {
         unsigned char users[64];
         memset(users, 0x5a, sizeof users);
         desc.backend_user = given ? users : NULL;
-        if (ddp_group_create(&control, &alone) != DDP_OK || ddp_group_create_on(&group, control, &desc) != DDP_OK) {
+        if (ddp_group_create(&control, &alone) != DDP_OK
+            || ddp_group_create_on(&group, control, &desc) != DDP_OK) {
             fprintf(stderr, "%s\n", ddp_last_error());
             return 1;
         }
         if (selected != 3 || ddp_cuda_comm_stream(group) != (cudaStream_t)&destroyed) {
-            fprintf(stderr, "device %d and stream %p instead of this thread's\n", selected, (void *)ddp_cuda_comm_stream(group));
+            fprintf(stderr, "device %d and stream %p instead of this thread's\n", selected,
+                    (void *)ddp_cuda_comm_stream(group));
             return 1;
         }
         ddp_group_destroy(group);

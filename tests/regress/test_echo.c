@@ -45,7 +45,8 @@ static void echo_once(int listener) {
     unsigned char bytes[1024];
     ssize_t n;
     EXPECT(fd >= 0, "no rank connected: %s", strerror(errno));
-    while (fd >= 0 && (n = recv(fd, bytes, sizeof bytes, 0)) > 0) (void)!send(fd, bytes, (size_t)n, MSG_NOSIGNAL);
+    while (fd >= 0 && (n = recv(fd, bytes, sizeof bytes, 0)) > 0)
+        (void)!send(fd, bytes, (size_t)n, MSG_NOSIGNAL);
     close(fd);
 }
 
@@ -64,7 +65,8 @@ int main(void) {
     for (int r = 0; r < 2; r++) {
         const seen *s = &stage_shared->rank[r];
         waitpid(pids[r], NULL, 0);
-        EXPECT(s->done && s->first == DDP_OK, "rank %d got %s '%s'", r, s->done ? ddp_result_name(s->first) : "killed, or a wrong sum", s->text);
+        EXPECT(s->done && s->first == DDP_OK, "rank %d got %s '%s'", r,
+               s->done ? ddp_result_name(s->first) : "killed, or a wrong sum", s->text);
     }
     return faults_end();
 }

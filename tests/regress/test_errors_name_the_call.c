@@ -88,7 +88,9 @@ static ddp_result group_split(ddp_group *world, objects *o) {
     return ddp_group_split(world, 0, 0, &half);
 }
 
-static ddp_result group_alloc(ddp_group *world, objects *o) { return ddp_group_alloc(world, 256, &o->memory); }
+static ddp_result group_alloc(ddp_group *world, objects *o) {
+    return ddp_group_alloc(world, 256, &o->memory);
+}
 static ddp_result group_free(ddp_group *world, objects *o) { return ddp_group_free(world, o->memory); }
 
 static ddp_result fsdp_create(ddp_group *world, objects *o) {
@@ -227,7 +229,11 @@ static void destroy(objects *o) {
 }
 
 /* odd: 0 = rank 0 makes the public call and comes last; 1 = rank 1, which comes first. */
-typedef struct plan { const public_call *what; int odd, waits; ranks_mode mode; } plan;
+typedef struct plan {
+    const public_call *what;
+    int odd, waits;
+    ranks_mode mode;
+} plan;
 
 static ddp_result odd_main(ddp_group *world, void *user) {
     const plan *p = (const plan *)user;
@@ -261,7 +267,8 @@ static void expect_only(int rank, const char *text, const char *a, const char *b
     for (const char *at = strstr(text, "ddp_"); at; at = strstr(at + 1, "ddp_")) {
         int known = 0;
         size_t n = strspn(at, "abcdefghijklmnopqrstuvwxyz0123456789_");
-        for (int i = 0; i < 3; i++) known |= allowed[i] && strlen(allowed[i]) == n && strncmp(at, allowed[i], n) == 0;
+        for (int i = 0; i < 3; i++)
+            known |= allowed[i] && strlen(allowed[i]) == n && strncmp(at, allowed[i], n) == 0;
         if (n > 9 && strncmp(at, "ddp_test_", 9) == 0) known = 1; /* a path */
         EXPECT(known, "rank %d names %.*s: '%s'", rank, (int)n, at, text);
     }
@@ -270,10 +277,13 @@ static void expect_only(int rank, const char *text, const char *a, const char *b
 static void run(ranks_mode mode, int world_size, const plan *p, int timeout_ms) {
     char scenario[128], begin[96];
     int seen_here = 0;
-    snprintf(scenario, sizeof scenario, "%s: %s on rank %d%s", ranks_mode_name(mode), p->what->name, p->odd, p->waits ? ", others do not come" : "");
+    snprintf(scenario, sizeof scenario, "%s: %s on rank %d%s", ranks_mode_name(mode), p->what->name, p->odd,
+             p->waits ? ", others do not come" : "");
     faults_begin(scenario);
-    if (ranks_joins(mode)) (void)ranks_run(mode, world_size, timeout_ms, odd_main, (void *)(uintptr_t)p);
-    else (void)launch(mode, world_size, timeout_ms, odd_main, (void *)(uintptr_t)p);
+    if (ranks_joins(mode))
+        (void)ranks_run(mode, world_size, timeout_ms, odd_main, (void *)(uintptr_t)p);
+    else
+        (void)launch(mode, world_size, timeout_ms, odd_main, (void *)(uintptr_t)p);
     for (int r = 0; r < world_size; r++) {
         const seen *s = &stage_shared->rank[r];
         if (p->waits && r != p->odd) continue;
@@ -285,11 +295,14 @@ static void run(ranks_mode mode, int world_size, const plan *p, int timeout_ms) 
         const char *own = r == p->odd ? p->what->name : "ddp_barrier";
         if (p->what->also && r == p->odd && says(s->text, p->what->also)) own = p->what->also;
         snprintf(begin, sizeof begin, "rank %d/%d %s ", r, world_size, own);
-        EXPECT(strstr(s->text, begin) == s->text, "rank %d's line does not begin with '%s': '%s'", r, begin, s->text);
+        EXPECT(strstr(s->text, begin) == s->text, "rank %d's line does not begin with '%s': '%s'", r, begin,
+               s->text);
         if (p->waits) continue;
-        EXPECT(says(s->text, p->what->name) || (p->what->also && says(s->text, p->what->also)), "rank %d does not name %s: '%s'", r, p->what->name, s->text);
+        EXPECT(says(s->text, p->what->name) || (p->what->also && says(s->text, p->what->also)),
+               "rank %d does not name %s: '%s'", r, p->what->name, s->text);
         EXPECT(says(s->text, "ddp_barrier"), "rank %d does not name ddp_barrier: '%s'", r, s->text);
-        if (getenv("DDP_TEST_SHOW")) printf("%s\n   rank %d: %s\n   next:   %s\n", scenario, r, s->text, s->text2);
+        if (getenv("DDP_TEST_SHOW"))
+            printf("%s\n   rank %d: %s\n   next:   %s\n", scenario, r, s->text, s->text2);
     }
     EXPECT(seen_here, "no rank has noted anything");
 }

@@ -28,10 +28,13 @@ int main() {
     try {
         result = ddp_launch(&desc, rank_throws, nullptr);
     } catch (const std::exception &error) {
-        fprintf(stderr, "%s caught \"%s\" outside of its function\n", getpid() == parent ? "the parent" : "a rank", error.what());
+        fprintf(stderr, "%s caught \"%s\" outside of its function\n",
+                getpid() == parent ? "the parent" : "a rank", error.what());
         return 1;
     }
-    if (result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), "rank 1/2") && strstr(ddp_last_error(), "was killed by signal 6")) return 0;
+    if (result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), "rank 1/2")
+        && strstr(ddp_last_error(), "was killed by signal 6"))
+        return 0;
     fprintf(stderr, "%s: %s\n", ddp_result_name(result), ddp_last_error());
     return 1;
 }

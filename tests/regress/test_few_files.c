@@ -27,7 +27,10 @@ static void limit_files(int more) {
     close(next);
     getrlimit(RLIMIT_NOFILE, &limit);
     limit.rlim_cur = (rlim_t)(next + more);
-    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) { perror("setrlimit"); exit(2); }
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) {
+        perror("setrlimit");
+        exit(2);
+    }
 }
 
 static ddp_result join(const char *url, int rank, int world_size, int timeout_ms) {
@@ -66,14 +69,19 @@ int main(void) {
     watchdog_start(50);
     joined = meeting(3, 40, 30000 * DDP_TEST_SLOWDOWN, &result, text);
     if (result != DDP_OK || joined != 2)
-        failures += fprintf(stderr, "FAIL 40 files are enough for 3 ranks: %s '%s', %d joined\n", ddp_result_name(result), text, joined) > 0;
+        failures += fprintf(stderr, "FAIL 40 files are enough for 3 ranks: %s '%s', %d joined\n",
+                            ddp_result_name(result), text, joined)
+                    > 0;
     if (refusals) failures += fprintf(stderr, "FAIL poll was refused %d times\n", refusals) > 0;
     joined = meeting(12, 6, 5000, &result, text);
     if (result != DDP_ERR_SYSTEM || !strstr(text, "ulimit -n") || !strstr(text, "12 ranks") || joined)
-        failures += fprintf(stderr, "FAIL 6 files for 12 ranks: %s '%s', %d joined\n", ddp_result_name(result), text, joined) > 0;
+        failures += fprintf(stderr, "FAIL 6 files for 12 ranks: %s '%s', %d joined\n",
+                            ddp_result_name(result), text, joined)
+                    > 0;
     /* The listener and 4 sockets; accept then fails for lack of files although no rank connects. */
     meeting(5, 5, 5000, &result, seated);
-    if (strstr(seated, "ulimit -n")) failures += fprintf(stderr, "FAIL 5 files seat 5 ranks: '%s'\n", seated) > 0;
+    if (strstr(seated, "ulimit -n"))
+        failures += fprintf(stderr, "FAIL 5 files seat 5 ranks: '%s'\n", seated) > 0;
     if (!failures) printf("ok: %s\n", text);
     return failures != 0;
 }

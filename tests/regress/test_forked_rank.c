@@ -11,13 +11,15 @@
 #include <sys/wait.h>
 
 static int failures;
-#define REFUSED(call) \
-    do { \
-        ddp_result refused = (call); \
-        const char *line = ddp_last_error(); \
-        if (refused == DDP_ERR_INVALID && strstr(line, "was forked from the rank and is not part of the group")) break; \
-        fprintf(stderr, "FAIL %s: %s: %s\n", #call, ddp_result_name(refused), line); \
-        failures++; \
+#define REFUSED(call)                                                                 \
+    do {                                                                              \
+        ddp_result refused = (call);                                                  \
+        const char *line = ddp_last_error();                                          \
+        if (refused == DDP_ERR_INVALID                                                \
+            && strstr(line, "was forked from the rank and is not part of the group")) \
+            break;                                                                    \
+        fprintf(stderr, "FAIL %s: %s: %s\n", #call, ddp_result_name(refused), line);  \
+        failures++;                                                                   \
     } while (0)
 
 typedef struct things {
@@ -145,7 +147,8 @@ static ddp_result run(ddp_group *group, void *user) {
             fflush(NULL);
             _exit(failed);
         }
-        RANKS_CHECK(group, waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child: %x", status);
+        RANKS_CHECK(group, waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+                    "the child: %x", status);
     }
     RANKS_OK(group, ddp_wait(group, &work));
     RANKS_OK(group, ddp_barrier(group));
@@ -157,8 +160,8 @@ int main(int argc, char **argv) {
     ranks_mode mode = RANKS_PROCESSES;
     watchdog_start(60);
     if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return 2;
-    if (ranks_run(mode, 3, 20000, run, NULL) == DDP_OK &&
-        ranks_run(mode, 3, 20000, run_layers, NULL) == DDP_OK)
+    if (ranks_run(mode, 3, 20000, run, NULL) == DDP_OK
+        && ranks_run(mode, 3, 20000, run_layers, NULL) == DDP_OK)
         return 0;
     fprintf(stderr, "%s\n", ddp_last_error());
     return 1;

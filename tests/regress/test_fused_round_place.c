@@ -21,8 +21,10 @@ static ddp_result reduce_one(ddp_group *world, float *send, float *recv, size_t 
     RANKS_OK(world, ddp_all_reduce(world, send, recv, count, DDP_F32, op, NULL));
     for (size_t i = 0; i < count; i++) {
         float value = (term(0, i) + term(1, i)) / (op == DDP_OP_AVG ? 2 : 1);
-        RANKS_CHECK(world, recv[i] == value, "element %zu of %zu is %g and not %g", i, count, (double)recv[i], (double)value);
-        RANKS_CHECK(world, send == recv || send[i] == term(rank, i), "element %zu of %zu was sent and has changed", i, count);
+        RANKS_CHECK(world, recv[i] == value, "element %zu of %zu is %g and not %g", i, count, (double)recv[i],
+                    (double)value);
+        RANKS_CHECK(world, send == recv || send[i] == term(rank, i),
+                    "element %zu of %zu was sent and has changed", i, count);
     }
     return DDP_OK;
 }

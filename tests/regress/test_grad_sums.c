@@ -15,7 +15,11 @@
 
 enum { COUNT = 1 << 18 };
 
-typedef struct model { ddp_param params[2]; uint16_t *memory; ddp_accumulator_desc sums; } model;
+typedef struct model {
+    ddp_param params[2];
+    uint16_t *memory;
+    ddp_accumulator_desc sums;
+} model;
 
 /* Gradients of both parameters are adjacent in memory. */
 static void model_open(model *m, ddp_reducer_desc *desc) {
@@ -55,9 +59,10 @@ static ddp_result alone(ddp_group *group, void *user) {
         RANKS_OK(group, ddp_reducer_wait(reducer));
     }
     RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
-    RANKS_CHECK(group, stats.bytes_reduced == 2 * COUNT * sizeof(float), "%zu bytes reduced", stats.bytes_reduced);
-    RANKS_CHECK(group, stats.bytes_copied == 2 * COUNT * sizeof(float), "%zu bytes copied: only the averages are cast",
-                stats.bytes_copied);
+    RANKS_CHECK(group, stats.bytes_reduced == 2 * COUNT * sizeof(float), "%zu bytes reduced",
+                stats.bytes_reduced);
+    RANKS_CHECK(group, stats.bytes_copied == 2 * COUNT * sizeof(float),
+                "%zu bytes copied: only the averages are cast", stats.bytes_copied);
     ddp_reducer_destroy(reducer);
     for (int b = 0; b < 2; b++) RANKS_OK(group, accumulate(group, accumulator));
     ddp_accumulator_destroy(accumulator);
@@ -122,8 +127,8 @@ static ddp_result empty(ddp_group *group, void *user) {
     RANKS_OK(group, ddp_reducer_wait(reducer));
     for (int i = 0; i < 3; i++)
         for (int64_t e = 0; e < counts[i]; e++)
-            RANKS_CHECK(group, ((uint16_t *)params[i].grad.data)[e] == number[i], "parameter %d, element %d: %#x", i,
-                        (int)e, ((uint16_t *)params[i].grad.data)[e]);
+            RANKS_CHECK(group, ((uint16_t *)params[i].grad.data)[e] == number[i],
+                        "parameter %d, element %d: %#x", i, (int)e, ((uint16_t *)params[i].grad.data)[e]);
     ddp_accumulator_destroy(accumulator);
     ddp_reducer_destroy(reducer);
     free(memory);
@@ -131,7 +136,10 @@ static ddp_result empty(ddp_group *group, void *user) {
 }
 
 int main(void) {
-    static const struct { const char *name; ddp_rank_fn run; } cases[] = {{"alone", alone}, {"two", two}, {"empty", empty}};
+    static const struct {
+        const char *name;
+        ddp_rank_fn run;
+    } cases[] = {{"alone", alone}, {"two", two}, {"empty", empty}};
     int failed = 0;
     watchdog_start(60);
     for (int k = 0; k < 3; k++) {

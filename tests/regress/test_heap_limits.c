@@ -8,12 +8,15 @@
 #include "../support/faults.h"
 
 static ddp_result greedy_main(ddp_group *world, void *user) {
-    static const size_t sizes[] = {(size_t)1 << 44, (size_t)1 << 62, SIZE_MAX / 2 - 100000, SIZE_MAX / 2 - 69632 - 4095, SIZE_MAX - 5000, SIZE_MAX};
+    static const size_t sizes[] = {(size_t)1 << 44,       (size_t)1 << 62,
+                                   SIZE_MAX / 2 - 100000, SIZE_MAX / 2 - 69632 - 4095,
+                                   SIZE_MAX - 5000,       SIZE_MAX};
     void *memory = NULL;
     (void)user;
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         ddp_result result = ddp_group_alloc(world, sizes[i], &memory);
-        RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY && !memory, "%zu bytes: %s", sizes[i], ddp_result_name(result));
+        RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY && !memory, "%zu bytes: %s", sizes[i],
+                    ddp_result_name(result));
         RANKS_OK(world, ddp_group_alloc(world, 100000, &memory));
         memset(memory, 1, 100000);
         RANKS_OK(world, ddp_all_reduce(world, memory, memory, 25000, DDP_F32, DDP_OP_SUM, NULL));
@@ -33,14 +36,19 @@ static void limit_address_space(size_t more) {
     setrlimit(RLIMIT_AS, &limit);
 }
 
-static ddp_result idle_main(ddp_group *world, void *user) { (void)user; return ddp_barrier(world); }
+static ddp_result idle_main(ddp_group *world, void *user) {
+    (void)user;
+    return ddp_barrier(world);
+}
 
 int main(void) {
     static const rlim_t limits[] = {0, 1, 4096, 20000, 1 << 20, 64 << 20};
     faults_start(50);
     faults_begin("too large");
-    EXPECT(ranks_run(RANKS_PROCESSES, 2, 20000 * DDP_TEST_SLOWDOWN, greedy_main, NULL) == DDP_OK, "%s", ddp_last_error());
-    EXPECT(ranks_run(RANKS_THREADS, 2, 20000 * DDP_TEST_SLOWDOWN, greedy_main, NULL) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(ranks_run(RANKS_PROCESSES, 2, 20000 * DDP_TEST_SLOWDOWN, greedy_main, NULL) == DDP_OK, "%s",
+           ddp_last_error());
+    EXPECT(ranks_run(RANKS_THREADS, 2, 20000 * DDP_TEST_SLOWDOWN, greedy_main, NULL) == DDP_OK, "%s",
+           ddp_last_error());
     faults_begin("ulimit -f");
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         int status = -1;
@@ -56,8 +64,8 @@ int main(void) {
             _exit(result == DDP_OK ? 0 : says(ddp_last_error(), "ulimit -f") ? 1 : 2);
         }
         EXPECT(waitpid(child, &status, 0) == child, "waitpid");
-        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == (limits[i] < 64 << 20), "limit of %llu bytes: wait status %d",
-               (unsigned long long)limits[i], status);
+        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == (limits[i] < 64 << 20),
+               "limit of %llu bytes: wait status %d", (unsigned long long)limits[i], status);
     }
     faults_begin("ulimit -v");
     if (strcmp(DDP_TEST_FLAVOUR, "plain") == 0) { /* sanitizers need address space themselves */

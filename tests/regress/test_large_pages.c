@@ -16,7 +16,8 @@ static int whole(uint64_t size) { return size % PAGE == 0; }
 static long page_sysconf(int name) { return name == _SC_PAGESIZE ? PAGE : sysconf(name); }
 
 static void *page_mmap(void *address, size_t size, int prot, int flags, int fd, off_t offset) {
-    if (flags & MAP_FIXED) mapped++, crooked += !whole((uintptr_t)address) || !whole(size) || !whole((uint64_t)offset);
+    if (flags & MAP_FIXED)
+        mapped++, crooked += !whole((uintptr_t)address) || !whole(size) || !whole((uint64_t)offset);
     return mmap(address, size, prot, flags, fd, offset);
 }
 
@@ -28,7 +29,8 @@ static int page_madvise(void *address, size_t size, int advice) {
 }
 
 static void before_syscall(long number, const long argument[6]) {
-    if (number == SYS_fallocate && argument[1]) given_back++, crooked += !whole((uint64_t)argument[2]) || !whole((uint64_t)argument[3]);
+    if (number == SYS_fallocate && argument[1])
+        given_back++, crooked += !whole((uint64_t)argument[2]) || !whole((uint64_t)argument[3]);
 }
 
 #define sysconf page_sysconf
@@ -56,11 +58,13 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         memset(memory, me + 1, sizes[i]);
         RANKS_OK(world, ddp_barrier(world));
         peer = (unsigned char *)ddp_group_peer(world, memory, (me + 1) % w);
-        RANKS_CHECK(world, peer && peer[0] == (me + 1) % w + 1 && peer[sizes[i] - 1] == (me + 1) % w + 1, "%zu bytes: those of another rank are missing", sizes[i]);
+        RANKS_CHECK(world, peer && peer[0] == (me + 1) % w + 1 && peer[sizes[i] - 1] == (me + 1) % w + 1,
+                    "%zu bytes: those of another rank are missing", sizes[i]);
         RANKS_OK(world, ddp_group_free(world, memory));
     }
     ddp_group_destroy(half);
-    RANKS_CHECK(world, mapped > 9 && given_back > 8, "only %d mappings, and %d released ranges, were checked", mapped, given_back);
+    RANKS_CHECK(world, mapped > 9 && given_back > 8, "only %d mappings, and %d released ranges, were checked",
+                mapped, given_back);
     RANKS_CHECK(world, crooked == 0, "%d ranges of memory begin or end inside a page", crooked);
     return DDP_OK;
 }
@@ -68,6 +72,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 int main(void) {
     faults_start(50);
     faults_begin("processes");
-    EXPECT(ranks_run(RANKS_PROCESSES, 3, 20000 * DDP_TEST_SLOWDOWN, rank_main, NULL) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(ranks_run(RANKS_PROCESSES, 3, 20000 * DDP_TEST_SLOWDOWN, rank_main, NULL) == DDP_OK, "%s",
+           ddp_last_error());
     return faults_end();
 }

@@ -22,10 +22,12 @@ static void *held_memcpy(void *dst, const void *src, size_t size);
 
 enum { COUNT = 1 << 18 };
 enum { READING = 1, CHANGED, OVER }; /* stage_shared->counter */
-static int late; /* this rank, in its large copies */
+static int late;                     /* this rank, in its large copies */
 
 static void reach(int point) { __atomic_store_n(&stage_shared->counter, point, __ATOMIC_RELEASE); }
-static void await(int point) { while (__atomic_load_n(&stage_shared->counter, __ATOMIC_ACQUIRE) < point) usleep(200); }
+static void await(int point) {
+    while (__atomic_load_n(&stage_shared->counter, __ATOMIC_ACQUIRE) < point) usleep(200);
+}
 
 static void wait_for_change(size_t size) {
     if (!late || size < COUNT) return;
@@ -101,8 +103,10 @@ int main(void) {
         desc.group.timeout_ms = 60000;
         ddp_launch(&desc, rank_main, &shared);
         for (int r = 0; r < 2; r++) {
-            EXPECT(stage_shared->rank[r].first == DDP_ERR_POISONED, "rank %d: %s", r, ddp_result_name(stage_shared->rank[r].first));
-            EXPECT(says(stage_shared->rank[r].text, "called ddp_group_abort"), "rank %d: %s", r, stage_shared->rank[r].text);
+            EXPECT(stage_shared->rank[r].first == DDP_ERR_POISONED, "rank %d: %s", r,
+                   ddp_result_name(stage_shared->rank[r].first));
+            EXPECT(says(stage_shared->rank[r].text, "called ddp_group_abort"), "rank %d: %s", r,
+                   stage_shared->rank[r].text);
         }
     }
     return faults_end();

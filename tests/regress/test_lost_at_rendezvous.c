@@ -60,8 +60,8 @@ static pid_t start_tcp_rank(int rank, int leader, const char *url) {
     if (pid != 0) return pid;
     if (rank == victim && rank == leader) inner.before_listen = die_at_local_listen;
     if (rank == victim && rank != leader) inner.before_hello = die_at_second_hello;
-    machine_salt =
-        split_group && rank == 0; /* the split is of ranks 1, 2 and 3, on another machine than rank 0 */
+    machine_salt = split_group
+                   && rank == 0; /* the split is of ranks 1, 2 and 3, on another machine than rank 0 */
     desc.init_method = url;
     desc.rank = rank;
     desc.world_size = split_group ? 4 : 3;
@@ -116,8 +116,10 @@ int main(void) {
     for (int r = 0; r < 3; r += 2) {
         const seen *s = &stage_shared->rank[r];
         waitpid(pids[r], NULL, 0);
-        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 1), "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
-        EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s", s->first_at - stage_shared->event_at);
+        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 1), "rank %d got %s '%s'", r,
+               ddp_result_name(s->first), s->text);
+        EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s",
+               s->first_at - stage_shared->event_at);
     }
     unsetenv("MASTER_PORT");
     for (split_group = 0; split_group < 2; split_group++)

@@ -43,7 +43,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 int main(void) {
     watchdog_start(50);
     ddp_result result = ranks_run(RANKS_TCP, 4, 10000 * DDP_TEST_SLOWDOWN, rank_main, NULL);
-    if (result != DDP_OK) return fprintf(stderr, "FAIL %s: %s\n", ddp_result_name(result), ddp_last_error()), 1;
+    if (result != DDP_OK)
+        return fprintf(stderr, "FAIL %s: %s\n", ddp_result_name(result), ddp_last_error()), 1;
     printf("ok\n");
     return 0;
 }

@@ -11,7 +11,10 @@
 
 enum { RANKS = 3, AHEAD = 3, COUNT = 4096, ROUNDS = 200, LAST_TAG = 9 };
 
-typedef struct lane { int32_t out[AHEAD][COUNT], in[AHEAD][COUNT]; ddp_work sent[AHEAD], received[AHEAD]; } lane;
+typedef struct lane {
+    int32_t out[AHEAD][COUNT], in[AHEAD][COUNT];
+    ddp_work sent[AHEAD], received[AHEAD];
+} lane;
 
 /* The middle of a step of 1F1B: messages go both ways along a chain, receives are posted ahead, and some
    waits are longer than the time that a rank spins. */
@@ -30,9 +33,11 @@ static ddp_result chain(ddp_group *world, lane lanes[2]) {
                 for (int k = 0; k < COUNT; k++) l->out[now][k] = i + k;
                 RANKS_OK(world, ddp_send(world, l->out[now], COUNT, DDP_I32, peer, way, &l->sent[now]));
                 RANKS_OK(world, ddp_wait(world, &l->received[now]));
-                RANKS_CHECK(world, l->in[now][0] == i && l->in[now][COUNT - 1] == i + COUNT - 1, "round %d: %d", i, l->in[now][0]);
+                RANKS_CHECK(world, l->in[now][0] == i && l->in[now][COUNT - 1] == i + COUNT - 1,
+                            "round %d: %d", i, l->in[now][0]);
             }
-            if (i + AHEAD < ROUNDS) RANKS_OK(world, ddp_recv(world, l->in[next], COUNT, DDP_I32, peer, !way, &l->received[next]));
+            if (i + AHEAD < ROUNDS)
+                RANKS_OK(world, ddp_recv(world, l->in[next], COUNT, DDP_I32, peer, !way, &l->received[next]));
         }
     for (int way = 0; way < 2; way++)
         for (int k = 0; k < AHEAD; k++) RANKS_OK(world, ddp_wait(world, &lanes[way].sent[k]));

@@ -15,8 +15,10 @@ static pthread_t main_thread;
 static int watched, trespasses;
 
 /* Replaces MPI's own functions in the library. */
-int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
-    if (watched && !pthread_equal(pthread_self(), main_thread)) __atomic_add_fetch(&trespasses, 1, __ATOMIC_SEQ_CST);
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm,
+              MPI_Request *request) {
+    if (watched && !pthread_equal(pthread_self(), main_thread))
+        __atomic_add_fetch(&trespasses, 1, __ATOMIC_SEQ_CST);
     return PMPI_Isend(data, count, type, to, tag, comm, request);
 }
 
@@ -43,10 +45,13 @@ static ddp_result rank_main(int waits) {
         pthread_join(thread, &called);
         RANKS_CHECK(g, called == g, "the abort failed");
     } else {
-        RANKS_CHECK(g, ddp_recv(g, &called, 1, DDP_U64, 0, 0, NULL) == DDP_ERR_POISONED, "%s", ddp_last_error());
+        RANKS_CHECK(g, ddp_recv(g, &called, 1, DDP_U64, 0, 0, NULL) == DDP_ERR_POISONED, "%s",
+                    ddp_last_error());
     }
-    RANKS_CHECK(g, ddp_group_status(g) != DDP_OK && strstr(ddp_last_error(), "rank 0 (pid ") && strstr(ddp_last_error(), "called ddp_group_abort"), "%s",
-                ddp_last_error());
+    RANKS_CHECK(g,
+                ddp_group_status(g) != DDP_OK && strstr(ddp_last_error(), "rank 0 (pid ")
+                    && strstr(ddp_last_error(), "called ddp_group_abort"),
+                "%s", ddp_last_error());
     RANKS_CHECK(g, trespasses == 0, "%d calls of MPI by the thread that aborted", trespasses);
     ddp_group_destroy(g);
     MPI_Barrier(MPI_COMM_WORLD);

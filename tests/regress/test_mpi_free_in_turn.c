@@ -24,7 +24,8 @@ static ddp_result rank_main(ddp_group *g, void *user) {
         }
         RANKS_OK(g, ddp_wait(g, &work));
         for (int i = 0; i < COUNT; i++)
-            RANKS_CHECK(g, data[i] == (float)(w * (w - 1) / 2 + w * (i % 100)), "round %d: element %d is %g", round, i, (double)data[i]);
+            RANKS_CHECK(g, data[i] == (float)(w * (w - 1) / 2 + w * (i % 100)), "round %d: element %d is %g",
+                        round, i, (double)data[i]);
     }
     RANKS_CHECK(g, ddp_group_free(g, data) == DDP_ERR_INVALID, "memory from elsewhere");
     return DDP_OK;

@@ -14,9 +14,13 @@ static int holds; /* this rank does not begin to send before the other one has f
 
 static void await_failure(void) { PMPI_Recv(NULL, 0, MPI_BYTE, 0, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE); }
 
-int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm,
+              MPI_Request *request) {
     int late = holds && count > 1000;
-    if (late) { holds = 0; await_failure(); }
+    if (late) {
+        holds = 0;
+        await_failure();
+    }
     return PMPI_Isend(data, count, type, to, tag, comm, request);
 }
 
@@ -51,14 +55,19 @@ static ddp_result rank_main(const char *what) {
     for (int i = 0; i < COUNT; i++) mine[i] = late ? 8 : 7;
     holds = late && strcmp(what, "gather") == 0;
     if (late && !holds) await_failure();
-    if (strcmp(what, "barrier") == 0) result = ddp_barrier(g);
-    else if (strcmp(what, "gather") == 0) result = ddp_all_gather(g, mine, data, COUNT, DDP_F32, NULL);
-    else if (late) (void)!ddp_send(g, mine, COUNT, DDP_F32, 0, 3, NULL);
-    else result = ddp_recv(g, data, COUNT, DDP_F32, 1, 3, NULL);
+    if (strcmp(what, "barrier") == 0)
+        result = ddp_barrier(g);
+    else if (strcmp(what, "gather") == 0)
+        result = ddp_all_gather(g, mine, data, COUNT, DDP_F32, NULL);
+    else if (late)
+        (void)!ddp_send(g, mine, COUNT, DDP_F32, 0, 3, NULL);
+    else
+        result = ddp_recv(g, data, COUNT, DDP_F32, 1, 3, NULL);
     if (late) PMPI_Send(NULL, 0, MPI_BYTE, 0, 2, MPI_COMM_WORLD);
     if (late) return DDP_OK;
     RANKS_CHECK(g, result == DDP_ERR_TIMEOUT, "%s: %s", ddp_result_name(result), ddp_last_error());
-    RANKS_CHECK(g, nobody_writes(strcmp(what, "gather") == 0 ? data + COUNT : data), "%s: it was written", what);
+    RANKS_CHECK(g, nobody_writes(strcmp(what, "gather") == 0 ? data + COUNT : data), "%s: it was written",
+                what);
     return DDP_OK;
 }
 

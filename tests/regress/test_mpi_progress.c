@@ -25,7 +25,8 @@ static ddp_result rank_main(void) {
     if (ddp_rank(g) == 1) RANKS_OK(g, ddp_recv(g, data, COUNT, DDP_F32, 0, 3, NULL));
     RANKS_OK(g, ddp_barrier(g));
     RANKS_OK(g, ddp_wait(g, &sent));
-    for (int i = 0; i < COUNT; i++) RANKS_CHECK(g, data[i] == (float)(i % 1000), "element %d is %g", i, (double)data[i]);
+    for (int i = 0; i < COUNT; i++)
+        RANKS_CHECK(g, data[i] == (float)(i % 1000), "element %d is %g", i, (double)data[i]);
     ddp_group_destroy(g);
     free(data);
     return DDP_OK;

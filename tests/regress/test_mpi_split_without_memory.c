@@ -15,7 +15,10 @@ static void *alloc_some(size_t size_bytes, void *user) {
     return malloc(size_bytes);
 }
 
-static void free_some(void *memory, void *user) { (void)user; free(memory); }
+static void free_some(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
 static int timeout_ms = 700; /* the duration of a split in which a rank is missing */
 
@@ -40,7 +43,12 @@ static ddp_group *make_world(ddp_order order) {
     }
 }
 
-enum outcome { WRONG, AGAIN /* the time was up before */, FAILED /* as it should */, OVER /* the split needs fewer allocations */ };
+enum outcome {
+    WRONG,
+    AGAIN /* the time was up before */,
+    FAILED /* as it should */,
+    OVER /* the split needs fewer allocations */
+};
 
 static enum outcome try_with(int before, int kind) {
     ddp_group *g = make_world(kind < 2 ? DDP_ORDER_TREE : DDP_ORDER_ANY), *part = NULL;
@@ -52,12 +60,15 @@ static enum outcome try_with(int before, int kind) {
     mine[1] = (int)result;
     mine[2] = rank == 1 && left < 0; /* it got no memory */
     left = -1;
-    if ((result == DDP_OK) != (part != NULL)) wrong = printf("FAIL rank %d: %s\n", rank, ddp_result_name(result));
+    if ((result == DDP_OK) != (part != NULL))
+        wrong = printf("FAIL rank %d: %s\n", rank, ddp_result_name(result));
     memcpy(theirs, mine, sizeof theirs);
     PMPI_Bcast(theirs, 3, MPI_INT, 1, MPI_COMM_WORLD);
-    if (theirs[2] && theirs[1] == DDP_OK) wrong = printf("FAIL kind %d, allocation %d: the rank that had none was content\n", kind, before);
+    if (theirs[2] && theirs[1] == DDP_OK)
+        wrong = printf("FAIL kind %d, allocation %d: the rank that had none was content\n", kind, before);
     if (theirs[2] && theirs[0] == color && result == DDP_OK)
-        wrong = printf("FAIL kind %d, allocation %d: rank %d has a group that rank 1 is missing from\n", kind, before, rank);
+        wrong = printf("FAIL kind %d, allocation %d: rank %d has a group that rank 1 is missing from\n", kind,
+                       before, rank);
     ddp_group_destroy(part);
     ddp_group_destroy(g);
     return wrong ? WRONG : theirs[2] ? FAILED : theirs[1] == DDP_OK ? OVER : AGAIN;

@@ -42,16 +42,21 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         ddp_result result = DDP_OK;
         for (int i = 0; i < 3 && result == DDP_OK; i++) result = ddp_reducer_ready(reducer, ready_order[i]);
         if (result == DDP_OK) result = ddp_reducer_wait(reducer);
-        RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY, "step %d: %s '%s'", step, ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY, "step %d: %s '%s'", step, ddp_result_name(result),
+                    ddp_last_error());
     }
     ddp_reducer_destroy(reducer);
-    for (int i = 0; i < 3; i++) { free(params[i].value.data); free(params[i].grad.data); }
+    for (int i = 0; i < 3; i++) {
+        free(params[i].value.data);
+        free(params[i].grad.data);
+    }
     return DDP_OK;
 }
 
 int main(int argc, char **argv) {
     ranks_mode mode = RANKS_PROCESSES;
-    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: test_no_room_for_rebuild [processes|threads]\n"), 2;
+    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0)
+        return fprintf(stderr, "usage: test_no_room_for_rebuild [processes|threads]\n"), 2;
     faults_start(50);
     faults_begin("no room for the rebuilt buckets");
     EXPECT(ranks_run(mode, 2, 20000 * DDP_TEST_SLOWDOWN, rank_main, NULL) == DDP_OK, "%s", ddp_last_error());

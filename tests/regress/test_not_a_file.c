@@ -12,8 +12,9 @@
 
 static char folder[64];
 
-static void path_in(char out[200], const char *dir, const char *name) { snprintf(out, 200, "%s/%s/%s", folder,
-    dir, name); }
+static void path_in(char out[200], const char *dir, const char *name) {
+    snprintf(out, 200, "%s/%s/%s", folder, dir, name);
+}
 
 /* The folder `tried`: a copy of the checkpoint, or empty. */
 static int start_over(int copy) {
@@ -32,7 +33,8 @@ static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t r
 
 static ddp_result cases(ddp_group *world, void *user) {
     static const char *const files[] = {"state.json", "model.safetensors.index.json",
-                                        "optimizer.safetensors.index.json", "model-00001-of-00001.safetensors"};
+                                        "optimizer.safetensors.index.json",
+                                        "model-00001-of-00001.safetensors"};
     static const char *const kinds[] = {"a FIFO", "a symbolic link", "a folder"};
     ddp_fsdp_param param;
     ddp_fsdp_unit_desc unit = {"unit", &param, 1};

@@ -49,7 +49,8 @@ int main(void) {
     if (child[0] == 0) be_rank(0);
     child[1] = fork();
     if (child[1] == 0) start_apart();
-    if (child[1] > 0 && waitpid(child[1], &status, 0) == child[1] && WIFEXITED(status) && WEXITSTATUS(status) == 77) {
+    if (child[1] > 0 && waitpid(child[1], &status, 0) == child[1] && WIFEXITED(status)
+        && WEXITSTATUS(status) == 77) {
         kill(child[0], SIGKILL);
         fprintf(stderr, "no pid namespaces here: skipped\n");
         return 77;
@@ -57,8 +58,10 @@ int main(void) {
     EXPECT(child[0] > 0 && waitpid(child[0], NULL, 0) == child[0], "rank 0 did not start");
     EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank 1 did not start");
     for (int r = 0; r < 2; r++) {
-        EXPECT(stage_shared->rank[r].first == DDP_ERR_UNSUPPORTED, "rank %d: %s", r, ddp_result_name(stage_shared->rank[r].first));
-        EXPECT(says(stage_shared->rank[r].text, "rank 1 (pid 1) and rank 0 are in different pid namespaces"), "rank %d: %s", r, stage_shared->rank[r].text);
+        EXPECT(stage_shared->rank[r].first == DDP_ERR_UNSUPPORTED, "rank %d: %s", r,
+               ddp_result_name(stage_shared->rank[r].first));
+        EXPECT(says(stage_shared->rank[r].text, "rank 1 (pid 1) and rank 0 are in different pid namespaces"),
+               "rank %d: %s", r, stage_shared->rank[r].text);
     }
     return faults_end();
 }

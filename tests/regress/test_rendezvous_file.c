@@ -22,13 +22,15 @@ typedef enum thing {
 } thing;
 static const struct {
     const char *name, *word;
-} things[THINGS] = {{"a FIFO", "is not a regular file"},
-                    {"a symbolic link", "is a symbolic link"},
-                    {"a symbolic link to nothing", "is a symbolic link"},
-                    {"a folder", "is not a regular file"},
-                    {"a file that all can write", "can be written by other users (mode 666)"},
-                    {"a file that the group can write", "can be written by other users (mode 660)"},
-                    {"a file of uid 65534", "belongs to uid 65534"}};
+} things[THINGS] = {
+    {"a FIFO", "is not a regular file"},
+    {"a symbolic link", "is a symbolic link"},
+    {"a symbolic link to nothing", "is a symbolic link"},
+    {"a folder", "is not a regular file"},
+    {"a file that all can write", "can be written by other users (mode 666)"},
+    {"a file that the group can write", "can be written by other users (mode 660)"},
+    {"a file of uid 65534", "belongs to uid 65534"},
+};
 static char folder[64], path[96], target[96];
 
 static void write_file(const char *name, const char *text, int mode) {

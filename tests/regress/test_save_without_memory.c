@@ -11,7 +11,10 @@
 
 enum { AHEAD = 32 };
 
-typedef struct turn { int number, loads, fired; char dir[100]; } turn;
+typedef struct turn {
+    int number, loads, fired;
+    char dir[100];
+} turn;
 
 /* Of this rank; refuse_at: the allocation that fails, 0 = none. */
 static __thread int calls, refuse_at;
@@ -25,9 +28,13 @@ static void *scarce(size_t size_bytes, void *user) {
     }
     return malloc(size_bytes ? size_bytes : 1);
 }
-static void spare(void *memory, void *user) { (void)user; free(memory); }
+static void spare(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
-static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                       void *user) {
     (void)user, (void)param;
     for (int64_t i = 0; i < row_count * 3; i++) ((float *)out)[i] = (float)(first_row * 3 + i);
     return DDP_OK;
@@ -64,10 +71,12 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     if (ddp_rank(world) == 0) refuse_at = trial.number;
     result = trial.loads ? ddp_fsdp_load(fsdp, trial.dir) : ddp_fsdp_save(fsdp, trial.dir);
     refuse_at = 0;
-    EXPECT(result == DDP_OK || strstr(ddp_last_error(), "could not be allocated"), "%s, allocation %d, rank %d: %s", trial.loads ? "load" : "save",
-           trial.number, ddp_rank(world), ddp_last_error());
+    EXPECT(result == DDP_OK || strstr(ddp_last_error(), "could not be allocated"),
+           "%s, allocation %d, rank %d: %s", trial.loads ? "load" : "save", trial.number, ddp_rank(world),
+           ddp_last_error());
     EXPECT((result == DDP_OK) == !trial.fired || ddp_rank(world), "%s, allocation %d: %s although %s",
-           trial.loads ? "load" : "save", trial.number, ddp_result_name(result), trial.fired ? "it failed" : "none failed");
+           trial.loads ? "load" : "save", trial.number, ddp_result_name(result),
+           trial.fired ? "it failed" : "none failed");
     for (int i = 0; i < AHEAD; i++) (void)ddp_wait(world, &work[i]);
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;

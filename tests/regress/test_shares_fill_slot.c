@@ -7,7 +7,11 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
-enum { CHUNK = 512 * 1024 /* bytes, of ddp.h */, MOST = 5 * CHUNK / 4 /* elements: four chunks and the remainder */, PERIOD = 143 };
+enum {
+    CHUNK = 512 * 1024 /* bytes, of ddp.h */,
+    MOST = 5 * CHUNK / 4 /* elements: four chunks and the remainder */,
+    PERIOD = 143
+};
 
 static int amd(void) { return 1; }
 
@@ -23,13 +27,15 @@ static ddp_result reduce_one(ddp_group *world, float *data, size_t count, ddp_ca
         for (int r = 0; r <= root; r++) sum[i] += term(r, i);
     }
     for (size_t i = 0; i < count; i++) data[i] = mine[i % PERIOD];
-    if (kind == DDP_CALL_ALL_REDUCE) result = ddp_all_reduce(world, data, data, count, DDP_F32, DDP_OP_SUM, NULL);
-    else result = ddp_reduce(world, data, data, count, DDP_F32, DDP_OP_SUM, root, NULL);
+    if (kind == DDP_CALL_ALL_REDUCE)
+        result = ddp_all_reduce(world, data, data, count, DDP_F32, DDP_OP_SUM, NULL);
+    else
+        result = ddp_reduce(world, data, data, count, DDP_F32, DDP_OP_SUM, root, NULL);
     if (kind == DDP_CALL_REDUCE && rank != root) return result;
     for (size_t i = 0; i < count && result == DDP_OK; i++)
         if (data[i] != sum[i % PERIOD])
-            result = ddp_fail(DDP_ERR_CORRUPT, "rank %d: %s of %zu: element %zu is %g and not %g", rank, ddp_call_name(kind), count, i, (double)data[i],
-                              (double)sum[i % PERIOD]);
+            result = ddp_fail(DDP_ERR_CORRUPT, "rank %d: %s of %zu: element %zu is %g and not %g", rank,
+                              ddp_call_name(kind), count, i, (double)data[i], (double)sum[i % PERIOD]);
     return result;
 }
 
@@ -40,7 +46,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     if (!data) return DDP_ERR_NO_MEMORY;
     for (size_t less = 0; less <= 128 && result == DDP_OK; less += 8) {
         result = reduce_one(world, data, MOST - less, DDP_CALL_ALL_REDUCE);
-        if (result == DDP_OK && less % 32 == 0) result = reduce_one(world, data, MOST - less, DDP_CALL_REDUCE);
+        if (result == DDP_OK && less % 32 == 0)
+            result = reduce_one(world, data, MOST - less, DDP_CALL_REDUCE);
     }
     free(data);
     return result;

@@ -52,15 +52,19 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 
 int main(int argc, char **argv) {
     ranks_mode mode = RANKS_PROCESSES;
-    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: test_slow_peer_hides_loss [processes|threads]\n"), 2;
+    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0)
+        return fprintf(stderr, "usage: test_slow_peer_hides_loss [processes|threads]\n"), 2;
     faults_start(50);
     for (int what = 0; what < WAITS; what++) {
         const seen *s = &stage_shared->rank[0];
         faults_begin(wait_names[what]);
         launch(mode, 3, 20000, rank_main, &what);
-        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 2), "rank 0 got %s '%s'", ddp_result_name(s->first), s->text);
-        EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s", s->first_at - stage_shared->event_at);
-        EXPECT(stage_shared->rank[1].first == DDP_ERR_PEER_LOST, "rank 1 got '%s'", stage_shared->rank[1].text);
+        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 2), "rank 0 got %s '%s'",
+               ddp_result_name(s->first), s->text);
+        EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s",
+               s->first_at - stage_shared->event_at);
+        EXPECT(stage_shared->rank[1].first == DDP_ERR_PEER_LOST, "rank 1 got '%s'",
+               stage_shared->rank[1].text);
     }
     return faults_end();
 }

@@ -47,11 +47,11 @@ static int run(const char *shm_size, const char *tmp_size, ranks_mode mode, ddp_
         seen *s = &stage_shared->rank[0];
         snprintf(shm, sizeof shm, "size=%s", shm_size);
         snprintf(tmp, sizeof tmp, "size=%s", tmp_size);
-        if (syscall(SYS_unshare, 0x00020000 /* CLONE_NEWNS */) != 0 ||
-            mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0)
+        if (syscall(SYS_unshare, 0x00020000 /* CLONE_NEWNS */) != 0
+            || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0)
             _exit(NO_NAMESPACES);
-        if (mount("tmpfs", "/dev/shm", "tmpfs", 0, shm) != 0 ||
-            mount("tmpfs", "/tmp", "tmpfs", 0, tmp) != 0 || chdir("/tmp") != 0)
+        if (mount("tmpfs", "/dev/shm", "tmpfs", 0, shm) != 0 || mount("tmpfs", "/tmp", "tmpfs", 0, tmp) != 0
+            || chdir("/tmp") != 0)
             _exit(NO_NAMESPACES);
         inner.refuses = 1;
         s->first = ranks_run(mode, 2, 20000 * DDP_TEST_SLOWDOWN, fn, NULL);
@@ -68,10 +68,12 @@ int main(void) {
         const char *what, *shm, *tmp;
         ddp_rank_fn fn;
         ddp_result want;
-    } table[] = {{"no room for the header of a job", "16k", "16k", meet_main, DDP_ERR_NO_MEMORY},
-                 {"no room for the control memory of a group", "64k", "64k", meet_main, DDP_ERR_NO_MEMORY},
-                 {"room for the groups of two ranks, and for some more", "64k", "24m", small_main, DDP_OK},
-                 {"only a small /dev/shm has room", "24m", "64k", small_main, DDP_OK}};
+    } table[] = {
+        {"no room for the header of a job", "16k", "16k", meet_main, DDP_ERR_NO_MEMORY},
+        {"no room for the control memory of a group", "64k", "64k", meet_main, DDP_ERR_NO_MEMORY},
+        {"room for the groups of two ranks, and for some more", "64k", "24m", small_main, DDP_OK},
+        {"only a small /dev/shm has room", "24m", "64k", small_main, DDP_OK},
+    };
     static const ranks_mode modes[] = {RANKS_PROCESSES, RANKS_THREADS};
     faults_start(60);
     for (size_t i = 0; i < sizeof table / sizeof *table; i++)

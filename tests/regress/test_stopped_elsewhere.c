@@ -48,13 +48,13 @@ typedef struct board {
 } board;
 static board *shared;
 
-#define NEED(condition)                                                                       \
-    do {                                                                                      \
-        if (!(condition)) {                                                                   \
-            say(&shared->failures);                                                           \
-            fprintf(stderr, "FAIL line %d, rank %d: %s: %s\n", __LINE__, rank, #condition,    \
-                    ddp_last_error());                                                        \
-        }                                                                                     \
+#define NEED(condition)                                                                    \
+    do {                                                                                   \
+        if (!(condition)) {                                                                \
+            say(&shared->failures);                                                        \
+            fprintf(stderr, "FAIL line %d, rank %d: %s: %s\n", __LINE__, rank, #condition, \
+                    ddp_last_error());                                                     \
+        }                                                                                  \
     } while (0)
 
 static ddp_result make_reducer(ddp_group *group, ddp_reducer **out, ddp_param *param, float *values) {
@@ -89,8 +89,10 @@ static void run(ddp_group *world, int number) {
     NEED(ddp_barrier(world) == DDP_OK);
     if (rank == victim) raise(cases[number].signal);
     shared->start_at[rank] = ddp_now();
-    if (cases[number].messages) result = ddp_recv(world, &x, 1, DDP_F32, rank + 1, 7, NULL);
-    else result = ddp_all_reduce(world, &x, &x, 1, DDP_F32, DDP_OP_SUM, NULL);
+    if (cases[number].messages)
+        result = ddp_recv(world, &x, 1, DDP_F32, rank + 1, 7, NULL);
+    else
+        result = ddp_all_reduce(world, &x, &x, 1, DDP_F32, DDP_OP_SUM, NULL);
     NEED(result == want);
     printf("rank %d: %.2f timeouts: %s\n", rank, (ddp_now() - shared->start_at[rank]) * 1e3 / TIMEOUT_MS,
            ddp_last_error());

@@ -140,9 +140,8 @@ int main(void) {
     expect_threads("no_affinity", DDP_LAUNCH_PROCESSES, 1, all);
     expect_threads("no_affinity, threads", DDP_LAUNCH_THREADS, 1, all);
 
-    setenv(
-        "OMP_NUM_THREADS", "7",
-        1); /* libraries that read it would have other numbers now; the pools here show no change */
+    setenv("OMP_NUM_THREADS", "7",
+           1); /* libraries that read it would have other numbers now; the pools here show no change */
     expect_threads("OMP_NUM_THREADS is the user's", DDP_LAUNCH_PROCESSES, 0, all);
     expect_threads("OMP_NUM_THREADS is the user's, threads", DDP_LAUNCH_THREADS, 0, all);
     EXPECT(strcmp(getenv("OMP_NUM_THREADS"), "7") == 0, "it is %s now", getenv("OMP_NUM_THREADS"));

@@ -37,7 +37,9 @@ static void write_file(const char *const *names, int tensors, int wrong, int hal
     for (int i = 0; i < 8; i++) size[i] = (unsigned char)(strlen(header) >> 8 * i);
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     FILE *file = fopen(path, "wb");
-    size_t written = file ? fwrite(size, 1, 8, file) + fwrite(header, 1, strlen(header), file) + fwrite(data, 1, at, file) : 0;
+    size_t written = file ? fwrite(size, 1, 8, file) + fwrite(header, 1, strlen(header), file)
+                                + fwrite(data, 1, at, file)
+                          : 0;
     if (written != 8 + strlen(header) + at || fclose(file) != 0) {
         perror(path);
         exit(2);
@@ -78,7 +80,11 @@ static ddp_result create(ddp_group *group, ddp_fsdp_param *params, ddp_fsdp **fs
     return DDP_OK;
 }
 
-typedef struct trial { const char *names[4]; int tensors, wrong, half; const char *words[4]; } trial;
+typedef struct trial {
+    const char *names[4];
+    int tensors, wrong, half;
+    const char *words[4];
+} trial;
 
 static const trial trials[] = {
     {{"other", "wte"}, 2, -1, -1, {NULL}},

@@ -23,16 +23,28 @@ typedef struct ckpt_tensor {
 } ckpt_tensor;
 
 static const ckpt_tensor ckpt_model[] = {
-    {"wte", DDP_F32, 2, {7, 5}, 0, 0}, {"h.weight", DDP_BF16, 3, {4, 3, 2}, 0, 0}, {"scalar", DDP_F32, 0, {0}, 0, 0}, {"empty", DDP_F32, 2, {0, 4}, 0, 0},
-    {"columns", DDP_I32, 2, {6, 8}, 1, 0}, {"middle", DDP_F16, 3, {4, 6, 3}, 1, 0}, {"\xc3\xa9 \"\\\n", DDP_I8, 1, {5}, 0, 0},
-    {"long", DDP_F32, 2, {3, CKPT_LONG}, 0, 0}, {"wide", DDP_F64, 2, {2, CKPT_LONG * 2 / 3}, 1, 0}, {"bytes", DDP_U8, 1, {1}, 0, 0}, {"u64", DDP_U64, 1, {2}, 0, 0},
-    {"i64", DDP_I64, 1, {9}, 0, 0}, {"wte", DDP_F32, 2, {7, 5}, 0, 1}, {"wte.exp_avg_sq", DDP_F64, 2, {7, 5}, 0, 1}, {"long.exp_avg", DDP_F32, 2, {3, 1001}, 0, 1},
+    {"wte", DDP_F32, 2, {7, 5}, 0, 0},
+    {"h.weight", DDP_BF16, 3, {4, 3, 2}, 0, 0},
+    {"scalar", DDP_F32, 0, {0}, 0, 0},
+    {"empty", DDP_F32, 2, {0, 4}, 0, 0},
+    {"columns", DDP_I32, 2, {6, 8}, 1, 0},
+    {"middle", DDP_F16, 3, {4, 6, 3}, 1, 0},
+    {"\xc3\xa9 \"\\\n", DDP_I8, 1, {5}, 0, 0},
+    {"long", DDP_F32, 2, {3, CKPT_LONG}, 0, 0},
+    {"wide", DDP_F64, 2, {2, CKPT_LONG * 2 / 3}, 1, 0},
+    {"bytes", DDP_U8, 1, {1}, 0, 0},
+    {"u64", DDP_U64, 1, {2}, 0, 0},
+    {"i64", DDP_I64, 1, {9}, 0, 0},
+    {"wte", DDP_F32, 2, {7, 5}, 0, 1},
+    {"wte.exp_avg_sq", DDP_F64, 2, {7, 5}, 0, 1},
+    {"long.exp_avg", DDP_F32, 2, {3, 1001}, 0, 1},
 };
 #define CKPT_TENSORS ((int)(sizeof ckpt_model / sizeof ckpt_model[0]))
 
 /* Byte b of a tensor of a version. */
 static unsigned char ckpt_byte(int version, int tensor, uint64_t b) {
-    uint64_t x = (b + 1) * UINT64_C(0x9e3779b97f4a7c15) + (uint64_t)(version * 100 + tensor) * UINT64_C(0xbf58476d1ce4e5b9);
+    uint64_t x = (b + 1) * UINT64_C(0x9e3779b97f4a7c15)
+                 + (uint64_t)(version * 100 + tensor) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 31) * UINT64_C(0x94d049bb133111eb);
     return (unsigned char)(x >> 56);
 }
@@ -77,7 +89,9 @@ static RANKS_UNUSED void ckpt_open(ckpt_rank *k, int rank, int world_size, int w
     }
 }
 
-static RANKS_UNUSED void ckpt_close(ckpt_rank *k) { for (int t = 0; t < CKPT_TENSORS; t++) free(k->slices[t].data); }
+static RANKS_UNUSED void ckpt_close(ckpt_rank *k) {
+    for (int t = 0; t < CKPT_TENSORS; t++) free(k->slices[t].data);
+}
 
 /* Element by element, from the definition: fills the boxes with the values of a version, or compares them. */
 static int ckpt_each(ckpt_rank *k, int version, int compare) {
@@ -92,9 +106,14 @@ static int ckpt_each(ckpt_rank *k, int version, int compare) {
                 stride *= (uint64_t)s->shape[d];
             }
             for (uint64_t b = 0; b < size; b++) {
-                unsigned char *have = (unsigned char *)s->data + i * size + b, want = ckpt_byte(version, t, at * size + b);
-                if (!compare) *have = want;
-                else if (*have != want) return fprintf(stderr, "tensor %d '%s' element %llu of the box\n", t, s->name, (unsigned long long)i), 0;
+                unsigned char *have = (unsigned char *)s->data + i * size + b,
+                              want = ckpt_byte(version, t, at * size + b);
+                if (!compare)
+                    *have = want;
+                else if (*have != want)
+                    return fprintf(stderr, "tensor %d '%s' element %llu of the box\n", t, s->name,
+                                   (unsigned long long)i),
+                           0;
             }
         }
     }
@@ -111,7 +130,8 @@ static RANKS_UNUSED void ckpt_fill(ckpt_rank *k, int version) {
     k->state.scaler.scale = 65536.0 / 3 * version;
     k->state.scaler.growth_tracker = 7;
     for (int i = 0; i < 4; i++) k->state.rng[i] = UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(version + i);
-    for (int i = 0; i < 8; i++) k->state.user[i] = i == 0 ? NAN : i == 1 ? -0.0 : i == 2 ? version : 1.0 / (version + i);
+    for (int i = 0; i < 8; i++)
+        k->state.user[i] = i == 0 ? NAN : i == 1 ? -0.0 : i == 2 ? version : 1.0 / (version + i);
 }
 
 /* Do boxes and state have this version's values? */
@@ -119,7 +139,8 @@ static RANKS_UNUSED int ckpt_has(ckpt_rank *k, int version) {
     ckpt_rank want;
     memset(&want, 0, sizeof want); /* no data: only the state */
     ckpt_fill(&want, version);
-    if (memcmp(&want.state, &k->state, sizeof want.state) != 0) return fprintf(stderr, "the state differs\n"), 0;
+    if (memcmp(&want.state, &k->state, sizeof want.state) != 0)
+        return fprintf(stderr, "the state differs\n"), 0;
     return ckpt_each(k, version, 1);
 }
 
@@ -146,7 +167,11 @@ static RANKS_UNUSED char *ckpt_read(const char *path, size_t *length) {
     *length = (size_t)ftell(file);
     rewind(file);
     text = (char *)malloc(*length + 1);
-    if (fread(text, 1, *length, file) != *length) { fclose(file); free(text); return NULL; }
+    if (fread(text, 1, *length, file) != *length) {
+        fclose(file);
+        free(text);
+        return NULL;
+    }
     text[*length] = '\0';
     fclose(file);
     return text;
@@ -154,7 +179,10 @@ static RANKS_UNUSED char *ckpt_read(const char *path, size_t *length) {
 
 static RANKS_UNUSED void ckpt_write(const char *path, const void *data, size_t length) {
     FILE *file = fopen(path, "wb");
-    if (!file || fwrite(data, 1, length, file) != length || fclose(file) != 0) { perror(path); exit(2); }
+    if (!file || fwrite(data, 1, length, file) != length || fclose(file) != 0) {
+        perror(path);
+        exit(2);
+    }
 }
 
 static RANKS_UNUSED int ckpt_shell(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -28,7 +28,8 @@ static void check_that(int good, const char *format, ...) {
     printf("\n");
 }
 
-static const ddp_dtype all_dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64};
+static const ddp_dtype all_dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8,
+                                       DDP_U8,  DDP_I32, DDP_I64, DDP_U64};
 static const ddp_dtype float_dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16};
 
 /* Values of mixed size; special: NaN, infinities, subnormals and zeros of both signs among them. */
@@ -39,11 +40,18 @@ static void fill(void *data, size_t count, ddp_dtype dtype, int special) {
         uint64_t r = random_u64(), kind = random_u64() % 64;
         float x = ldexpf((float)(int32_t)r, (int)(kind % 20) - 35);
         double wide = ldexp((double)(int64_t)r, (int)(kind % 20) - 67);
-        int raw = (special && kind > 60) || (dtype != DDP_F32 && dtype != DDP_F64 && dtype != DDP_F16 && dtype != DDP_BF16);
-        if (special && kind < 3) { x = kind == 0 ? 0.0f : kind == 1 ? -0.0f : 1e-41f; wide = (double)x * (kind == 2 ? 1e-280 : 1.0); }
-        if (raw) memcpy(at, &r, size);
-        else if (dtype == DDP_F64) memcpy(at, &wide, 8);
-        else ddp__cast(at, dtype, &x, DDP_F32, 1);
+        int raw = (special && kind > 60)
+                  || (dtype != DDP_F32 && dtype != DDP_F64 && dtype != DDP_F16 && dtype != DDP_BF16);
+        if (special && kind < 3) {
+            x = kind == 0 ? 0.0f : kind == 1 ? -0.0f : 1e-41f;
+            wide = (double)x * (kind == 2 ? 1e-280 : 1.0);
+        }
+        if (raw)
+            memcpy(at, &r, size);
+        else if (dtype == DDP_F64)
+            memcpy(at, &wide, 8);
+        else
+            ddp__cast(at, dtype, &x, DDP_F32, 1);
     }
 }
 
@@ -51,7 +59,10 @@ static int is_nan(const void *data, size_t i, ddp_dtype dtype) {
     double x;
     float y;
     if (!ddp_is_float(dtype)) return 0;
-    if (dtype == DDP_F64) { memcpy(&x, (const char *)data + 8 * i, 8); return x != x; }
+    if (dtype == DDP_F64) {
+        memcpy(&x, (const char *)data + 8 * i, 8);
+        return x != x;
+    }
     ddp__cast(&y, DDP_F32, (const char *)data + ddp_dtype_size(dtype) * i, dtype, 1);
     return y != y;
 }
@@ -61,13 +72,18 @@ static int same(const void *a, const void *b, size_t count, ddp_dtype dtype) {
     size_t size = ddp_dtype_size(dtype);
     if (count == 0 || memcmp(a, b, count * size) == 0) return 1;
     for (size_t i = 0; i < count; i++)
-        if (memcmp((const char *)a + i * size, (const char *)b + i * size, size) != 0 && !(is_nan(a, i, dtype) && is_nan(b, i, dtype))) return 0;
+        if (memcmp((const char *)a + i * size, (const char *)b + i * size, size) != 0
+            && !(is_nan(a, i, dtype) && is_nan(b, i, dtype)))
+            return 0;
     return 1;
 }
 
 /* ---- memory on both sides ---- */
 
-typedef struct buffer { unsigned char *host, *device; size_t bytes; } buffer;
+typedef struct buffer {
+    unsigned char *host, *device;
+    size_t bytes;
+} buffer;
 
 static const ddp_device *gpu;
 
@@ -76,13 +92,19 @@ static buffer buffer_make(size_t bytes) {
     void *device = NULL;
     b.bytes = bytes + 64;
     b.host = (unsigned char *)calloc(1, b.bytes);
-    if (gpu->alloc(NULL, b.bytes, &device) != DDP_OK || !b.host) { printf("%s\n", ddp_last_error()); exit(1); }
+    if (gpu->alloc(NULL, b.bytes, &device) != DDP_OK || !b.host) {
+        printf("%s\n", ddp_last_error());
+        exit(1);
+    }
     b.device = (unsigned char *)device;
     return b;
 }
 static void buffer_up(const buffer *b) { gpu->copy(b->device, b->host, b->bytes); }
 static void buffer_down(const buffer *b) { gpu->copy(b->host, b->device, b->bytes); }
-static void buffer_free(buffer *b) { free(b->host); gpu->free(NULL, b->device); }
+static void buffer_free(buffer *b) {
+    free(b->host);
+    gpu->free(NULL, b->device);
+}
 
 /* ---- reductions ---- */
 
@@ -96,11 +118,14 @@ enum { SOURCES = 64 };
 
 /* shift: 0 = aligned, 1 = all shifted by one element, 2 = each with another shift, 3 = at odd addresses. */
 static size_t shifted(int shift, int k, size_t size) {
-    return shift == 0 ? 0 : shift == 1 ? size : shift == 2 ? size * (size_t)(k % 3) : 1 + size * (size_t)(k % 2);
+    return shift == 0   ? 0
+           : shift == 1 ? size
+           : shift == 2 ? size * (size_t)(k % 3)
+                        : 1 + size * (size_t)(k % 2);
 }
 
-static void reduce_case(buffer *in, buffer *out, unsigned char *want, int w, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int shift,
-                        int dst_count, int in_place) {
+static void reduce_case(buffer *in, buffer *out, unsigned char *want, int w, size_t count, ddp_dtype dtype,
+                        ddp_op op, uint64_t divisor, int shift, int dst_count, int in_place) {
     const void *src[SOURCES], *src_host[SOURCES];
     void *dst[SOURCES], *want_list[1] = {want};
     size_t size = ddp_dtype_size(dtype);
@@ -109,16 +134,20 @@ static void reduce_case(buffer *in, buffer *out, unsigned char *want, int w, siz
         src[k] = in->device + at;
         src_host[k] = in->host + at;
     }
-    for (int k = 0; k < dst_count; k++) dst[k] = in_place ? in->device + ((const unsigned char *)src_host[k] - in->host) : out->device + REDUCE_SLOT * (size_t)k + shifted(shift, k, size);
+    for (int k = 0; k < dst_count; k++)
+        dst[k] = in_place ? in->device + ((const unsigned char *)src_host[k] - in->host)
+                          : out->device + REDUCE_SLOT * (size_t)k + shifted(shift, k, size);
     ddp__reduce_tree(want_list, 1, src_host, w, count, dtype, op, divisor, 0);
     if (in_place) buffer_up(in);
-    check_that(ddp_cuda_reduce_tree(dst, dst_count, src, w, count, dtype, op, divisor, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(ddp_cuda_reduce_tree(dst, dst_count, src, w, count, dtype, op, divisor, 0) == DDP_OK, "%s",
+               ddp_last_error());
     /* Keeps the sources. */
     if (in_place) memcpy(out->host, in->host, in->bytes < out->bytes ? in->bytes : out->bytes);
     for (int k = 0; k < dst_count; k++) {
         gpu->copy(out->host, dst[k], count * size);
-        check_that(same(out->host, want, count, dtype), "reduce %s op=%d W=%d count=%zu shift=%d to %d of %d%s", ddp_dtype_name(dtype), (int)op, w, count,
-                   shift, k, dst_count, in_place ? " in place" : "");
+        check_that(same(out->host, want, count, dtype),
+                   "reduce %s op=%d W=%d count=%zu shift=%d to %d of %d%s", ddp_dtype_name(dtype), (int)op, w,
+                   count, shift, k, dst_count, in_place ? " in place" : "");
     }
     if (in_place) buffer_up(in);
 }
@@ -133,13 +162,17 @@ static void check_reduce(void) {
         for (int shift = 0; shift < 4; shift++) {
             /* Integer sources can have any values, and so can those of floats. */
             for (int k = 0; k < SOURCES; k++)
-                fill(in.host + REDUCE_SLOT * (size_t)k + shifted(shift, k, ddp_dtype_size(dtype)), REDUCE_COUNT, dtype, k % 7 == 3);
+                fill(in.host + REDUCE_SLOT * (size_t)k + shifted(shift, k, ddp_dtype_size(dtype)),
+                     REDUCE_COUNT, dtype, k % 7 == 3);
             buffer_up(&in);
             for (int op = 0; op <= DDP_OP_PROD; op++)
                 for (size_t w = 0; w < sizeof worlds / sizeof *worlds; w++)
                     for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
-                        uint64_t divisor = c % 3 == 0 ? 0 : c % 3 == 1 ? (uint64_t)worlds[w] : (uint64_t)worlds[w] * 6;
-                        reduce_case(&in, &out, want, worlds[w], counts[c], dtype, (ddp_op)op, divisor, shift, 1 + (int)(c % 2), 0);
+                        uint64_t divisor = c % 3 == 0   ? 0
+                                           : c % 3 == 1 ? (uint64_t)worlds[w]
+                                                        : (uint64_t)worlds[w] * 6;
+                        reduce_case(&in, &out, want, worlds[w], counts[c], dtype, (ddp_op)op, divisor, shift,
+                                    1 + (int)(c % 2), 0);
                     }
             reduce_case(&in, &out, want, 8, REDUCE_COUNT, dtype, DDP_OP_AVG, 8, shift, 8, 1);
             reduce_case(&in, &out, want, 3, 33, dtype, DDP_OP_AVG, 3, shift, 2, 1);
@@ -153,15 +186,18 @@ static void check_reduce(void) {
 /* Sources at a fixed stride, as received from ranks, and one elsewhere. More than 64 of them need a kernel
    with more levels. */
 static void check_reduce_strided(void) {
-    static const int worlds[] = {1, 2, 7, 64, 65, 67, 100, 127, 128, 129, 200, 255, 257, 1000, 4097, DDP__CUDA_TREE_MAX_SOURCES};
+    static const int worlds[] = {1,   2,   7,   64,  65,  67,   100,  127,
+                                 128, 129, 200, 255, 257, 1000, 4097, DDP__CUDA_TREE_MAX_SOURCES};
     enum { WORLDS = sizeof worlds / sizeof *worlds, COUNT = 37, STRIDE = 48 * 8 };
-    buffer in = buffer_make((size_t)STRIDE * DDP__CUDA_TREE_MAX_SOURCES), elsewhere = buffer_make(STRIDE), out = buffer_make(STRIDE);
+    buffer in = buffer_make((size_t)STRIDE * DDP__CUDA_TREE_MAX_SOURCES), elsewhere = buffer_make(STRIDE),
+           out = buffer_make(STRIDE);
     const void **src = (const void **)malloc(sizeof *src * DDP__CUDA_TREE_MAX_SOURCES);
     unsigned char want[STRIDE];
     for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
         ddp_dtype dtype = all_dtypes[d];
         size_t size = ddp_dtype_size(dtype), stride = 48 * size;
-        for (int k = 0; k < DDP__CUDA_TREE_MAX_SOURCES; k++) fill(in.host + stride * (size_t)k, COUNT, dtype, k == 5);
+        for (int k = 0; k < DDP__CUDA_TREE_MAX_SOURCES; k++)
+            fill(in.host + stride * (size_t)k, COUNT, dtype, k == 5);
         fill(elsewhere.host + size, COUNT, dtype, 0);
         buffer_up(&in);
         buffer_up(&elsewhere);
@@ -172,11 +208,13 @@ static void check_reduce_strided(void) {
             const void *two[2] = {in.device, elsewhere.device + size};
             void *dst = out.device, *to = want;
             const ddp__cuda_tree_call call = {&dst, 1, two, n, COUNT, op, divisor, 0, "strided", stride, own};
-            for (int k = 0; k < n; k++) src[k] = k == own ? elsewhere.host + size : in.host + stride * (size_t)k;
+            for (int k = 0; k < n; k++)
+                src[k] = k == own ? elsewhere.host + size : in.host + stride * (size_t)k;
             ddp__reduce_tree(&to, 1, src, n, COUNT, dtype, op, divisor, 0);
             check_that(ddp__cuda_tree_reduce(&call, dtype) == DDP_OK, "%s", ddp_last_error());
             gpu->copy(out.host, out.device, COUNT * size);
-            check_that(same(out.host, want, COUNT, dtype), "reduce %s op=%d W=%d own=%d a stride apart", ddp_dtype_name(dtype), (int)op, n, own);
+            check_that(same(out.host, want, COUNT, dtype), "reduce %s op=%d W=%d own=%d a stride apart",
+                       ddp_dtype_name(dtype), (int)op, n, own);
         }
     }
     buffer_free(&in);
@@ -190,25 +228,35 @@ static void check_reduce_strided(void) {
 enum { TENSORS = 70 };
 
 /* The expected value of each element: the product in the wider type, rounded once. */
-static void convert_reference(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count, float factor) {
+static void convert_reference(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count,
+                              float factor) {
     const unsigned char *in = (const unsigned char *)src;
     unsigned char *out = (unsigned char *)dst;
     for (size_t i = 0; i < count; i++, in += ddp_dtype_size(from), out += ddp_dtype_size(to)) {
         double wide;
         float x;
-        if (from == DDP_F64) memcpy(&wide, in, 8);
-        else ddp__cast(&wide, DDP_F64, in, from, 1);
+        if (from == DDP_F64)
+            memcpy(&wide, in, 8);
+        else
+            ddp__cast(&wide, DDP_F64, in, from, 1);
         x = (float)wide;
-        if (factor == 1.0f) ddp__cast(out, to, in, from, 1);
-        else if (to == DDP_F64 || from == DDP_F64) { wide *= (double)factor; ddp__cast(out, to, &wide, DDP_F64, 1); }
-        else { x *= factor; ddp__cast(out, to, &x, DDP_F32, 1); }
+        if (factor == 1.0f)
+            ddp__cast(out, to, in, from, 1);
+        else if (to == DDP_F64 || from == DDP_F64) {
+            wide *= (double)factor;
+            ddp__cast(out, to, &wide, DDP_F64, 1);
+        } else {
+            x *= factor;
+            ddp__cast(out, to, &x, DDP_F32, 1);
+        }
     }
 }
 
 static void multi_case(ddp_dtype flat_dtype, ddp_dtype dtype, float factor, int odd) {
     static const size_t lengths[] = {5, 0, 1, 300, 3, 16385, 64, 0};
     ddp_cuda_range ranges[TENSORS];
-    size_t starts[TENSORS], total = 0, tensors = 1, size = ddp_dtype_size(dtype), flat_size = ddp_dtype_size(flat_dtype);
+    size_t starts[TENSORS], total = 0, tensors = 1, size = ddp_dtype_size(dtype),
+                            flat_size = ddp_dtype_size(flat_dtype);
     buffer data, flat;
     unsigned char *want;
     for (int i = 0; i < TENSORS; i++) {
@@ -224,17 +272,23 @@ static void multi_case(ddp_dtype flat_dtype, ddp_dtype dtype, float factor, int 
     for (int i = 0; i < TENSORS; i++) {
         ranges[i].data = data.device + starts[i];
         fill(data.host + starts[i], ranges[i].count, dtype, 1);
-        convert_reference(want + ranges[i].offset * flat_size, flat_dtype, data.host + starts[i], dtype, ranges[i].count, factor);
+        convert_reference(want + ranges[i].offset * flat_size, flat_dtype, data.host + starts[i], dtype,
+                          ranges[i].count, factor);
     }
     buffer_up(&data);
-    check_that(ddp_cuda_flatten(flat.device, flat_dtype, ranges, TENSORS, dtype, factor, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(ddp_cuda_flatten(flat.device, flat_dtype, ranges, TENSORS, dtype, factor, 0) == DDP_OK, "%s",
+               ddp_last_error());
     buffer_down(&flat);
-    check_that(same(flat.host, want, total, flat_dtype), "flatten %s to %s factor=%g odd=%d", ddp_dtype_name(dtype), ddp_dtype_name(flat_dtype), (double)factor, odd);
-    check_that(ddp_cuda_unflatten(flat.device, flat_dtype, ranges, TENSORS, dtype, factor, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(same(flat.host, want, total, flat_dtype), "flatten %s to %s factor=%g odd=%d",
+               ddp_dtype_name(dtype), ddp_dtype_name(flat_dtype), (double)factor, odd);
+    check_that(ddp_cuda_unflatten(flat.device, flat_dtype, ranges, TENSORS, dtype, factor, 0) == DDP_OK, "%s",
+               ddp_last_error());
     buffer_down(&data);
     for (int i = 0; i < TENSORS; i++) {
-        convert_reference(want, dtype, flat.host + ranges[i].offset * flat_size, flat_dtype, ranges[i].count, factor);
-        check_that(same(data.host + starts[i], want, ranges[i].count, dtype), "unflatten %s to %s factor=%g tensor %d", ddp_dtype_name(flat_dtype),
+        convert_reference(want, dtype, flat.host + ranges[i].offset * flat_size, flat_dtype, ranges[i].count,
+                          factor);
+        check_that(same(data.host + starts[i], want, ranges[i].count, dtype),
+                   "unflatten %s to %s factor=%g tensor %d", ddp_dtype_name(flat_dtype),
                    ddp_dtype_name(dtype), (double)factor, i);
     }
     free(want);
@@ -281,23 +335,30 @@ static void squares_case(ddp_dtype dtype, size_t rows, size_t row_count, int spe
     gpu->fill_zero(cells.device, sizeof norm);
     a = ddp_exact_sum_value(&expected);
     b = ddp_exact_sum_value(&got);
-    check_that(memcmp(&a, &b, 8) == 0 || (a != a && b != b), "sum_squares %s %zux%zu: %.17g and not %.17g", ddp_dtype_name(dtype), rows, row_count, b, a);
+    check_that(memcmp(&a, &b, 8) == 0 || (a != a && b != b), "sum_squares %s %zux%zu: %.17g and not %.17g",
+               ddp_dtype_name(dtype), rows, row_count, b, a);
 
     ddp_device_cpu()->scale(want, count, dtype, 0.43f);
     ddp_exact_sum_clear(&expected);
     ddp_device_cpu()->sum_squares(&expected, want, rows, row_count, dtype);
-    check_that(ddp_cuda_unscale(data.device + shift, rows, row_count, dtype, 0.43f, (ddp_cuda_norm *)(void *)cells.device, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(ddp_cuda_unscale(data.device + shift, rows, row_count, dtype, 0.43f,
+                                (ddp_cuda_norm *)(void *)cells.device, 0)
+                   == DDP_OK,
+               "%s", ddp_last_error());
     buffer_down(&cells);
     memcpy(&norm, cells.host, sizeof norm);
     a = ddp_exact_sum_value(&expected);
     b = ddp_exact_sum_value(&norm.squares);
-    check_that(memcmp(&a, &b, 8) == 0 || (a != a && b != b), "unscale %s %zux%zu: sum %.17g and not %.17g", ddp_dtype_name(dtype), rows, row_count, b, a);
+    check_that(memcmp(&a, &b, 8) == 0 || (a != a && b != b), "unscale %s %zux%zu: sum %.17g and not %.17g",
+               ddp_dtype_name(dtype), rows, row_count, b, a);
     {
         unsigned char *after = (unsigned char *)malloc(count * size + 1);
         gpu->copy(after, data.device + shift, count * size);
-        check_that(same(after, want, count, dtype), "unscale %s %zux%zu: values", ddp_dtype_name(dtype), rows, row_count);
-        check_that((size_t)norm.non_finite == count_non_finite(data.host + shift, after, count, dtype), "unscale %s %zux%zu: %lld not finite",
-                   ddp_dtype_name(dtype), rows, row_count, (long long)norm.non_finite);
+        check_that(same(after, want, count, dtype), "unscale %s %zux%zu: values", ddp_dtype_name(dtype), rows,
+                   row_count);
+        check_that((size_t)norm.non_finite == count_non_finite(data.host + shift, after, count, dtype),
+                   "unscale %s %zux%zu: %lld not finite", ddp_dtype_name(dtype), rows, row_count,
+                   (long long)norm.non_finite);
         free(after);
     }
     free(want);
@@ -306,7 +367,9 @@ static void squares_case(ddp_dtype dtype, size_t rows, size_t row_count, int spe
 }
 
 static void check_squares(void) {
-    static const size_t shapes[][2] = {{1, 1}, {1000, 1}, {3, 64}, {5, 63}, {7, 65}, {4, 1000}, {1, 5003}, {2, 4096}, {3, 4097}, {1, 70001}, {100, 31}, {9, 33}, {40, 768}};
+    static const size_t shapes[][2] = {{1, 1},    {1000, 1}, {3, 64},   {5, 63},   {7, 65},
+                                       {4, 1000}, {1, 5003}, {2, 4096}, {3, 4097}, {1, 70001},
+                                       {100, 31}, {9, 33},   {40, 768}};
     for (int d = 0; d < 4; d++)
         for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
             squares_case(float_dtypes[d], shapes[s][0], shapes[s][1], 0, 0);
@@ -320,9 +383,13 @@ static void check_squares(void) {
 
 /* ---- optimizers ---- */
 
-typedef struct step_state { buffer master, first, second, grad, copy; size_t count, shift; } step_state;
+typedef struct step_state {
+    buffer master, first, second, grad, copy;
+    size_t count, shift;
+} step_state;
 
-static ddp_cuda_step_desc step_desc(const step_state *s, ddp_dtype grad_dtype, ddp_dtype copy_dtype, int64_t step) {
+static ddp_cuda_step_desc step_desc(const step_state *s, ddp_dtype grad_dtype, ddp_dtype copy_dtype,
+                                    int64_t step) {
     ddp_cuda_step_desc d = DDP_ZERO;
     d.master = (float *)(void *)(s->master.device + s->shift * 4);
     d.first = (float *)(void *)(s->first.device + s->shift * 4);
@@ -342,21 +409,32 @@ static ddp_cuda_step_desc step_desc(const step_state *s, ddp_dtype grad_dtype, d
 /* One element in f32, operation by operation, and in f64. v = {w, m, v}. */
 static void adamw_f32(float *v, float g, const ddp_cuda_step_desc *d) {
     const float b1 = 0.9f, b2 = 0.999f;
-    float rate = (float)(d->lr / (1.0 - pow(b1, (double)d->step))), root = (float)(1.0 / sqrt(1.0 - pow(b2, (double)d->step)));
+    float rate = (float)(d->lr / (1.0 - pow(b1, (double)d->step))),
+          root = (float)(1.0 / sqrt(1.0 - pow(b2, (double)d->step)));
     volatile float t, u;
     g = g * d->grad_factor;
-    t = b1 * v[1]; u = (1.0f - b1) * g; v[1] = t + u;
-    t = g * g; t = (1.0f - b2) * t; u = b2 * v[2]; v[2] = u + t;
-    t = sqrtf(v[2]) * root; t = t + 1e-8f; u = rate * v[1]; u = u / t;
-    t = v[0] * (1.0f - d->lr * d->weight_decay); v[0] = t - u;
+    t = b1 * v[1];
+    u = (1.0f - b1) * g;
+    v[1] = t + u;
+    t = g * g;
+    t = (1.0f - b2) * t;
+    u = b2 * v[2];
+    v[2] = u + t;
+    t = sqrtf(v[2]) * root;
+    t = t + 1e-8f;
+    u = rate * v[1];
+    u = u / t;
+    t = v[0] * (1.0f - d->lr * d->weight_decay);
+    v[0] = t - u;
 }
 
 static void adamw_f64(double *v, double g, const ddp_cuda_step_desc *d) {
     g *= (double)d->grad_factor;
     v[1] = (double)0.9f * v[1] + (1 - (double)0.9f) * g;
     v[2] = (double)0.999f * v[2] + (1 - (double)0.999f) * g * g;
-    v[0] = v[0] * (1 - (double)d->lr * (double)d->weight_decay) - (double)d->lr / (1 - pow((double)0.9f, (double)d->step)) * v[1] /
-           (sqrt(v[2] / (1 - pow((double)0.999f, (double)d->step))) + 1e-8);
+    v[0] = v[0] * (1 - (double)d->lr * (double)d->weight_decay)
+           - (double)d->lr / (1 - pow((double)0.9f, (double)d->step)) * v[1]
+                 / (sqrt(v[2] / (1 - pow((double)0.999f, (double)d->step))) + 1e-8);
 }
 
 static void sgd_f64(double *v, double g, const ddp_cuda_step_desc *d) {
@@ -394,7 +472,8 @@ static void step_free(step_state *s) {
 }
 
 /* adamw 0: SGD of the given kind: 0 plain, 1 momentum with dampening, 2 Nesterov. */
-static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_dtype, size_t count, size_t shift) {
+static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_dtype, size_t count,
+                      size_t shift) {
     step_state s = step_make(count, shift);
     double *wide = (double *)calloc(3 * count, 8), worst = 0;
     float *plain = (float *)calloc(3 * count, 4), w;
@@ -412,7 +491,11 @@ static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_
         ddp_cuda_step_desc d = step_desc(&s, grad_dtype, copy_dtype, step);
         fill(s.grad.host + shift * ddp_dtype_size(grad_dtype), count, grad_dtype, 0);
         buffer_up(&s.grad);
-        if (!adamw && kind) { d.momentum = 0.9f; d.dampening = kind == 1 ? 0.2f : 0; d.nesterov = kind == 2; }
+        if (!adamw && kind) {
+            d.momentum = 0.9f;
+            d.dampening = kind == 1 ? 0.2f : 0;
+            d.nesterov = kind == 2;
+        }
         d.skip = (const int64_t *)(void *)(flag.device + 8); /* a step that is skipped changes nothing */
         check_that((adamw ? ddp_cuda_adamw(&d, 0) : ddp_cuda_sgd(&d, 0)) == DDP_OK, "%s", ddp_last_error());
         d.skip = (const int64_t *)(void *)flag.device;
@@ -420,8 +503,11 @@ static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_
         for (size_t i = 0; i < count; i++) {
             float g;
             ddp__cast(&g, DDP_F32, s.grad.host + (shift + i) * ddp_dtype_size(grad_dtype), grad_dtype, 1);
-            if (adamw) { adamw_f32(plain + 3 * i, g, &d); adamw_f64(wide + 3 * i, g, &d); }
-            else sgd_f64(wide + 3 * i, g, &d);
+            if (adamw) {
+                adamw_f32(plain + 3 * i, g, &d);
+                adamw_f64(wide + 3 * i, g, &d);
+            } else
+                sgd_f64(wide + 3 * i, g, &d);
         }
     }
     buffer_down(&s.master);
@@ -435,9 +521,11 @@ static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_
         memcpy(&copied, s.copy.host + size * (shift + i), size);
         different += rounded != copied;
     }
-    check_that(different == 0, "%s %d %s to %s count=%zu shift=%zu: %zu differ in bits", adamw ? "adamw" : "sgd", kind, ddp_dtype_name(grad_dtype),
-               ddp_dtype_name(copy_dtype), count, shift, different);
-    check_that(worst < 4e-6, "%s %d %s: off by %g from f64", adamw ? "adamw" : "sgd", kind, ddp_dtype_name(grad_dtype), worst);
+    check_that(different == 0, "%s %d %s to %s count=%zu shift=%zu: %zu differ in bits",
+               adamw ? "adamw" : "sgd", kind, ddp_dtype_name(grad_dtype), ddp_dtype_name(copy_dtype), count,
+               shift, different);
+    check_that(worst < 4e-6, "%s %d %s: off by %g from f64", adamw ? "adamw" : "sgd", kind,
+               ddp_dtype_name(grad_dtype), worst);
     free(wide);
     free(plain);
     buffer_free(&flag);
@@ -536,7 +624,8 @@ static void check_optimizers(void) {
 
 /* A step of an optimizer by the device table, and as ddp_fsdp.h computes it on the CPU. */
 static void update_case(ddp_update u, size_t count, size_t shift) {
-    size_t size = ddp_dtype_size(u.dtype), bytes = (count + shift + 4) * size, at[4] = {shift * size, shift * size, shift * size, shift * size};
+    size_t size = ddp_dtype_size(u.dtype), bytes = (count + shift + 4) * size,
+           at[4] = {shift * size, shift * size, shift * size, shift * size};
     unsigned char *got = (unsigned char *)malloc(bytes + 64);
     static const char *const names[4] = {"value", "grad", "state0", "state1"};
     int without = !u.state0;
@@ -545,7 +634,10 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
     memcpy(factors.host, &grad_scale, sizeof grad_scale);
     memcpy(factors.host + 8, &u.scale, sizeof u.scale);
     buffer_up(&factors);
-    if (shift == 2) { at[1] = size; at[2] = 3 * size; } /* without a head all of them are aligned */
+    if (shift == 2) {
+        at[1] = size;
+        at[2] = 3 * size;
+    } /* without a head all of them are aligned */
     for (int k = 0; k < 4; k++) {
         b[k] = buffer_make(bytes);
         fill(b[k].host, bytes / size, u.dtype, k < 2);
@@ -570,14 +662,17 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
             device.scale_at = (const double *)(const void *)(factors.device + 8);
             device.grad_scale = device.scale = 0.123;
         }
-        if (u.dtype == DDP_F32) ddp__update_f32(&host);
-        else ddp__update_f64(&host);
+        if (u.dtype == DDP_F32)
+            ddp__update_f32(&host);
+        else
+            ddp__update_f64(&host);
         gpu->optimizer->update(&device);
     }
     for (int k = 0; k < 4; k++) {
         gpu->copy(got, b[k].device, bytes);
-        check_that(same(got, b[k].host, bytes / size, u.dtype), "update %s kind=%d count=%zu shift=%zu: %s differs", ddp_dtype_name(u.dtype), (int)u.kind, count, shift,
-                   names[k]);
+        check_that(same(got, b[k].host, bytes / size, u.dtype),
+                   "update %s kind=%d count=%zu shift=%zu: %s differs", ddp_dtype_name(u.dtype), (int)u.kind,
+                   count, shift, names[k]);
         buffer_free(&b[k]);
     }
     buffer_free(&factors);
@@ -596,8 +691,15 @@ static void check_updates(void) {
                     u.kind = kind == 0 ? DDP_UPDATE_ADAMW : kind < 3 ? DDP_UPDATE_LAMB : DDP_UPDATE_SGD;
                     u.dtype = wide ? DDP_F64 : DDP_F32;
                     u.state0 = kind == 3 ? NULL : &u;
-                    u.rate = 0.03f; u.beta1 = 0.9f; u.one_minus_beta1 = 1.0f - 0.9f; u.beta2 = 0.999f; u.one_minus_beta2 = 1.0f - 0.999f;
-                    u.inv_sqrt_bias_correction2 = 31.6f; u.eps = 1e-8f; u.decay_factor = 0.997f; u.scale = kind == 4 ? 0.7f : 1;
+                    u.rate = 0.03f;
+                    u.beta1 = 0.9f;
+                    u.one_minus_beta1 = 1.0f - 0.9f;
+                    u.beta2 = 0.999f;
+                    u.one_minus_beta2 = 1.0f - 0.999f;
+                    u.inv_sqrt_bias_correction2 = 31.6f;
+                    u.eps = 1e-8f;
+                    u.decay_factor = 0.997f;
+                    u.scale = kind == 4 ? 0.7f : 1;
                     u.decay = kind == 2 || kind == 5 ? 0.1f : 0;
                     u.nesterov = kind == 5;
                     u.grad_scale = kind % 2 ? 0.3f : 0;
@@ -609,7 +711,8 @@ static void check_updates(void) {
 
 static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind) {
     size_t blocks = (count + DDP_CUDA_QUANT_BLOCK - 1) / DDP_CUDA_QUANT_BLOCK, size = ddp_dtype_size(dtype);
-    buffer data = buffer_make(count * size), q = buffer_make(count), scales = buffer_make(blocks * 4), back = buffer_make(count * 4);
+    buffer data = buffer_make(count * size), q = buffer_make(count), scales = buffer_make(blocks * 4),
+           back = buffer_make(count * 4);
     fill(data.host + shift * size, count, dtype, 0);
     /* kind 1: extremes; kind 2: tiny; kind 3: one NaN or infinity in every second block. */
     for (size_t i = 0; i < count; i++) {
@@ -621,9 +724,14 @@ static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind)
     buffer_up(&data);
     memset(q.host, 0x55, q.bytes);
     buffer_up(&q);
-    check_that(ddp_cuda_quantise8((int8_t *)(q.device + shift), (float *)(void *)scales.device, data.device + shift * size, dtype, count, 0) == DDP_OK, "%s", ddp_last_error());
-    check_that(ddp_cuda_dequantise8(back.device, DDP_F32, (const int8_t *)(q.device + shift), (const float *)(const void *)scales.device, count, 0) == DDP_OK, "%s",
-               ddp_last_error());
+    check_that(ddp_cuda_quantise8((int8_t *)(q.device + shift), (float *)(void *)scales.device,
+                                  data.device + shift * size, dtype, count, 0)
+                   == DDP_OK,
+               "%s", ddp_last_error());
+    check_that(ddp_cuda_dequantise8(back.device, DDP_F32, (const int8_t *)(q.device + shift),
+                                    (const float *)(const void *)scales.device, count, 0)
+                   == DDP_OK,
+               "%s", ddp_last_error());
     buffer_down(&q);
     size_t outside = shift && q.host[0] != 0x55;
     for (size_t i = shift + count; i < q.bytes; i++) outside += q.host[i] != 0x55;
@@ -631,7 +739,8 @@ static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind)
                ddp_dtype_name(dtype), count, shift, outside);
     buffer_down(&back);
     for (size_t b = 0; b < blocks; b++) {
-        size_t first = b * DDP_CUDA_QUANT_BLOCK, n = count - first < DDP_CUDA_QUANT_BLOCK ? count - first : DDP_CUDA_QUANT_BLOCK, wrong = 0;
+        size_t first = b * DDP_CUDA_QUANT_BLOCK,
+               n = count - first < DDP_CUDA_QUANT_BLOCK ? count - first : DDP_CUDA_QUANT_BLOCK, wrong = 0;
         double largest = 0;
         int special = 0;
         for (size_t i = first; i < first + n; i++) {
@@ -645,20 +754,28 @@ static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind)
             float y;
             ddp__cast(&x, DDP_F64, data.host + (shift + i) * size, dtype, 1);
             memcpy(&y, back.host + 4 * i, 4);
-            if (special) wrong += y == y;
-            else if (largest < 0x1p-100) wrong += y != 0;
-            else wrong += !(fabs((double)y - x) <= largest / 253.9);
+            if (special)
+                wrong += y == y;
+            else if (largest < 0x1p-100)
+                wrong += y != 0;
+            else
+                wrong += !(fabs((double)y - x) <= largest / 253.9);
         }
-        check_that(wrong == 0, "quantise %s count=%zu shift=%zu kind=%d block %zu: %zu out of bounds", ddp_dtype_name(dtype), count, shift, kind, b, wrong);
+        check_that(wrong == 0, "quantise %s count=%zu shift=%zu kind=%d block %zu: %zu out of bounds",
+                   ddp_dtype_name(dtype), count, shift, kind, b, wrong);
     }
     for (int d = 2; d < 4; d++) { /* 16-bit results are the f32 ones, rounded */
-        unsigned char *want = (unsigned char *)malloc(2 * count + 1), *f32 = (unsigned char *)malloc(4 * count + 1);
+        unsigned char *want = (unsigned char *)malloc(2 * count + 1),
+                      *f32 = (unsigned char *)malloc(4 * count + 1);
         memcpy(f32, back.host, 4 * count);
         ddp__cast(want, float_dtypes[d], f32, DDP_F32, count);
-        check_that(ddp_cuda_dequantise8(back.device + 2, float_dtypes[d], (const int8_t *)(q.device + shift), (const float *)(const void *)scales.device, count, 0) == DDP_OK,
+        check_that(ddp_cuda_dequantise8(back.device + 2, float_dtypes[d], (const int8_t *)(q.device + shift),
+                                        (const float *)(const void *)scales.device, count, 0)
+                       == DDP_OK,
                    "%s", ddp_last_error());
         gpu->copy(f32, back.device + 2, 2 * count);
-        check_that(same(f32, want, count, float_dtypes[d]), "dequantise to %s", ddp_dtype_name(float_dtypes[d]));
+        check_that(same(f32, want, count, float_dtypes[d]), "dequantise to %s",
+                   ddp_dtype_name(float_dtypes[d]));
         free(want);
         free(f32);
     }
@@ -685,11 +802,13 @@ enum { STEERS = 512 };
 /* Sums of all sizes, cells after an addition over ranks, zeros, infinities, a NaN. */
 static void steer_sums(ddp_exact_sum *sums) {
     for (int i = 0; i < STEERS; i++) {
-        int terms = i % 16 == 15 ? 0 : 1 + (int)(random_u64() % 40), scale = (int)(random_u64() % 2100) - 1070;
+        int terms = i % 16 == 15 ? 0 : 1 + (int)(random_u64() % 40),
+            scale = (int)(random_u64() % 2100) - 1070;
         ddp_exact_sum_clear(&sums[i]);
         for (int k = 0; k < terms; k++) {
             ddp_exact_sum part;
-            double x = ldexp((double)(random_u64() >> 11), scale + (int)(random_u64() % (i % 3 ? 8 : 200)) - 53);
+            double x = ldexp((double)(random_u64() >> 11),
+                             scale + (int)(random_u64() % (i % 3 ? 8 : 200)) - 53);
             ddp_exact_sum_clear(&part);
             ddp_exact_sum_add(&part, x);
             for (int cell = 0; cell < DDP_EXACT_CELLS; cell++) sums[i].cell[cell] += part.cell[cell];
@@ -714,15 +833,19 @@ static void check_steer(void) {
     buffer_up(&sums);
     const ddp_exact_sum *there = (const ddp_exact_sum *)(const void *)sums.device;
     for (int i = 0; i < STEERS; i++) {
-        float limit = limits[i % 5], n = (float)sqrt(ddp_exact_sum_value(&host[i])), got[2] = {7, 7}, want[2] = {n > limit && n <= FLT_MAX ? limit / n : 1, n};
-        gpu->optimizer->clip(there + i, limit, (float *)(void *)out.device, (float *)(void *)(out.device + 4));
+        float limit = limits[i % 5], n = (float)sqrt(ddp_exact_sum_value(&host[i])), got[2] = {7, 7},
+              want[2] = {n > limit && n <= FLT_MAX ? limit / n : 1, n};
+        gpu->optimizer->clip(there + i, limit, (float *)(void *)out.device,
+                             (float *)(void *)(out.device + 4));
         gpu->copy(got, out.device, sizeof got);
-        check_that(same(got, want, 2, DDP_F32), "clip %d: %.9g %.9g, want %.9g %.9g", i, (double)got[0], (double)got[1], (double)want[0], (double)want[1]);
+        check_that(same(got, want, 2, DDP_F32), "clip %d: %.9g %.9g, want %.9g %.9g", i, (double)got[0],
+                   (double)got[1], (double)want[0], (double)want[1]);
     }
     for (int d = 0; d < 3; d++) {
         double want[STEERS / 2], lr = (double)0.03f, c = (double)0.001f;
         for (int i = 0; i < STEERS / 2; i++) {
-            double value = sqrt(ddp_exact_sum_value(&host[2 * i])), grad = sqrt(ddp_exact_sum_value(&host[2 * i + 1])), decayed = decays[d] * value;
+            double value = sqrt(ddp_exact_sum_value(&host[2 * i])),
+                   grad = sqrt(ddp_exact_sum_value(&host[2 * i + 1])), decayed = decays[d] * value;
             double trust = value == 0 || grad == 0 ? 1 : c * value / (decays[d] < 0 ? grad : grad + decayed);
             want[i] = lr * trust;
         }
@@ -740,9 +863,11 @@ static void check_device(void) {
     enum { COUNT = 1003 };
     const ddp_device *cpu = ddp_device_cpu();
     buffer a = buffer_make(COUNT * 8), b = buffer_make(COUNT * 8), c = buffer_make(COUNT * 8);
-    unsigned char *want = (unsigned char *)malloc(COUNT * 8 + 64), *got = (unsigned char *)malloc(COUNT * 8 + 64);
+    unsigned char *want = (unsigned char *)malloc(COUNT * 8 + 64),
+                  *got = (unsigned char *)malloc(COUNT * 8 + 64);
     void *memory = NULL;
-    check_that(gpu->alloc(NULL, 1000, &memory) == DDP_OK && (uintptr_t)memory % 64 == 0, "alloc: %s", ddp_last_error());
+    check_that(gpu->alloc(NULL, 1000, &memory) == DDP_OK && (uintptr_t)memory % 64 == 0, "alloc: %s",
+               ddp_last_error());
     memset(want, 0, 1000);
     memset(got, 1, 1000);
     gpu->copy(got, memory, 1000);
@@ -785,7 +910,8 @@ static void check_device(void) {
             cpu->cast(want, float_dtypes[to], b.host + shift, dtype, COUNT);
             gpu->cast(c.device, float_dtypes[to], b.device + shift, dtype, COUNT);
             gpu->copy(got, c.device, COUNT * ddp_dtype_size(float_dtypes[to]));
-            check_that(same(got, want, COUNT, float_dtypes[to]), "cast %s to %s", ddp_dtype_name(dtype), ddp_dtype_name(float_dtypes[to]));
+            check_that(same(got, want, COUNT, float_dtypes[to]), "cast %s to %s", ddp_dtype_name(dtype),
+                       ddp_dtype_name(float_dtypes[to]));
         }
     }
     gpu->fill_zero(c.device + 1, 100);

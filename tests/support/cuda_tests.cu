@@ -58,6 +58,8 @@ int main(int argc, char **argv) {
     if (strcmp(name, "layers") == 0) return layers::test_main(argc, argv);
     if (strcmp(name, "nccl") == 0) return nccl::test_main(argc, argv);
     if (strcmp(name, "fake_gpu") == 0) return fake_gpu::test_main();
-    printf("cuda_tests: no test is called '%s'; there are conformance, groups, training, fsdp, tensor, layers, pipeline, nccl and fake_gpu\n", name);
+    printf("cuda_tests: no test is called '%s'; there are conformance, groups, training, fsdp, tensor, "
+           "layers, pipeline, nccl and fake_gpu\n",
+           name);
     return 2;
 }

@@ -77,10 +77,16 @@ static RANKS_UNUSED int device_machine(int by) { /* the order violations so far 
     return failures;
 }
 #else
-static __global__ void device_spin(long long cycles) { for (long long start = clock64(); clock64() - start < cycles;) {} }
+static __global__ void device_spin(long long cycles) {
+    for (long long start = clock64(); clock64() - start < cycles;) {
+    }
+}
 /* About 10 us. */
 static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); }
-static int device_machine(int by) { (void)by; return 0; }
+static int device_machine(int by) {
+    (void)by;
+    return 0;
+}
 #endif
 
 static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world, size_t scratch_bytes) {
@@ -121,7 +127,10 @@ static RANKS_UNUSED ddp_result device_up(device_rank *d, void *far, const void *
     RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
     ddp_device_cuda()->copy(d->scratch, near, size_bytes); /* waits until the stream no longer uses scratch */
     device_delay(d->stream);
-    RANKS_CHECK(d->cpu, cuda->memcpy_async(far, d->scratch, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess, "copying up");
+    RANKS_CHECK(d->cpu,
+                cuda->memcpy_async(far, d->scratch, size_bytes, cudaMemcpyDeviceToDevice, d->stream)
+                    == cudaSuccess,
+                "copying up");
     return DDP_OK;
 }
 
@@ -130,7 +139,10 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     if (size_bytes == 0) return DDP_OK;
     RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
-    RANKS_CHECK(d->cpu, cuda->memcpy_async(d->scratch, far, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess, "copying down");
+    RANKS_CHECK(d->cpu,
+                cuda->memcpy_async(d->scratch, far, size_bytes, cudaMemcpyDeviceToDevice, d->stream)
+                    == cudaSuccess,
+                "copying down");
     ddp_device_cuda()->copy(near, d->scratch, size_bytes);
     return DDP_OK;
 }
@@ -148,7 +160,8 @@ static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group 
 
 /* Ends the tests of a rank. user: the one passed by device_each. */
 static RANKS_UNUSED ddp_result device_ok(ddp_group *world, void *user) {
-    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
+    if (ddp_rank(world) == 0)
+        printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
     fflush(stdout);
     return DDP_OK;
 }

@@ -15,19 +15,37 @@
 #include <cublasLt.h>
 #include <math.h>
 
-struct cublasLtContext { int device; };
-struct fake_lt_desc { int compute, scale, transposed[2]; uint32_t epilogue; const void *bias, *aux; int64_t aux_step; };
-struct fake_lt_layout { int type; uint64_t rows, columns; int64_t step; };
-struct fake_lt_want { uint64_t bytes; uint32_t schemes, align[4]; };
+struct cublasLtContext {
+    int device;
+};
+struct fake_lt_desc {
+    int compute, scale, transposed[2];
+    uint32_t epilogue;
+    const void *bias, *aux;
+    int64_t aux_step;
+};
+struct fake_lt_layout {
+    int type;
+    uint64_t rows, columns;
+    int64_t step;
+};
+struct fake_lt_want {
+    uint64_t bytes;
+    uint32_t schemes, align[4];
+};
 /* Of A, B, C, D, bias, aux. */
-struct fake_lt_way { int compute, type; uint32_t m, n, k, epilogue, bytes; uint16_t align[6]; };
+struct fake_lt_way {
+    int compute, type;
+    uint32_t m, n, k, epilogue, bytes;
+    uint16_t align[6];
+};
 /* live handles; heuristic requests; products with TF32 */
 static int fake_lt_handles, fake_lt_asked, fake_lt_tf32;
-static uint64_t fake_lt_refused;                         /* 1 << epilogue % 61 */
+static uint64_t fake_lt_refused;                                     /* 1 << epilogue % 61 */
 static cublasStatus_t fake_lt_refusal = CUBLAS_STATUS_NOT_SUPPORTED; /* the result in that case */
 static cublasStatus_t fake_lt_state = CUBLAS_STATUS_SUCCESS; /* the state of results of the heuristics */
-static int fake_lt_late;                                 /* 1: the product refuses, not the heuristics */
-static int fake_lt_fused;                                /* products with an epilogue */
+static int fake_lt_late;                                     /* 1: the product refuses, not the heuristics */
+static int fake_lt_fused;                                    /* products with an epilogue */
 
 template <class T, class Opaque> static T &fake_lt(Opaque *opaque) {
     static_assert(sizeof(T) <= sizeof(Opaque), "NVIDIA's struct is larger");
@@ -37,10 +55,14 @@ template <class T, class Opaque> static T &fake_lt(Opaque *opaque) {
 extern "C" {
 
 const char *cublasLtGetStatusName(cublasStatus_t status) {
-    return status == CUBLAS_STATUS_EXECUTION_FAILED ? "CUBLAS_STATUS_EXECUTION_FAILED" : status == CUBLAS_STATUS_NOT_SUPPORTED ? "CUBLAS_STATUS_NOT_SUPPORTED" :
-           status == CUBLAS_STATUS_SUCCESS ? "CUBLAS_STATUS_SUCCESS" : "CUBLAS_STATUS_INVALID_VALUE";
+    return status == CUBLAS_STATUS_EXECUTION_FAILED ? "CUBLAS_STATUS_EXECUTION_FAILED"
+           : status == CUBLAS_STATUS_NOT_SUPPORTED  ? "CUBLAS_STATUS_NOT_SUPPORTED"
+           : status == CUBLAS_STATUS_SUCCESS        ? "CUBLAS_STATUS_SUCCESS"
+                                                    : "CUBLAS_STATUS_INVALID_VALUE";
 }
-const char *cublasLtGetStatusString(cublasStatus_t status) { return status == CUBLAS_STATUS_EXECUTION_FAILED ? "the function failed to launch" : "it failed"; }
+const char *cublasLtGetStatusString(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_EXECUTION_FAILED ? "the function failed to launch" : "it failed";
+}
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
     FAKE_CALL(0, "cublasLtCreate()");
@@ -57,18 +79,27 @@ cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t desc, size_t, cublasComputeType_t compute, cudaDataType_t scale) {
-    fake_lt<fake_lt_desc>(desc) = {(int)compute, (int)scale, {0, 0}, CUBLASLT_EPILOGUE_DEFAULT, NULL, NULL, 0};
+cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t desc, size_t, cublasComputeType_t compute,
+                                               cudaDataType_t scale) {
+    fake_lt<fake_lt_desc>(desc) = {(int)compute, (int)scale, {0, 0}, CUBLASLT_EPILOGUE_DEFAULT,
+                                   NULL,         NULL,       0};
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, const void *value, size_t bytes) {
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
+                                              cublasLtMatmulDescAttributes_t attribute, const void *value,
+                                              size_t bytes) {
     fake_lt_desc &d = fake_lt<fake_lt_desc>(desc);
-    size_t size = attribute == CUBLASLT_MATMUL_DESC_TRANSA || attribute == CUBLASLT_MATMUL_DESC_TRANSB || attribute == CUBLASLT_MATMUL_DESC_EPILOGUE ? 4 : 8;
+    size_t size = attribute == CUBLASLT_MATMUL_DESC_TRANSA || attribute == CUBLASLT_MATMUL_DESC_TRANSB
+                          || attribute == CUBLASLT_MATMUL_DESC_EPILOGUE
+                      ? 4
+                      : 8;
     if (bytes != size) return CUBLAS_STATUS_INVALID_VALUE;
     switch (attribute) {
-    case CUBLASLT_MATMUL_DESC_TRANSA: case CUBLASLT_MATMUL_DESC_TRANSB:
-        d.transposed[attribute == CUBLASLT_MATMUL_DESC_TRANSB] = *(const cublasOperation_t *)value == CUBLAS_OP_T;
+    case CUBLASLT_MATMUL_DESC_TRANSA:
+    case CUBLASLT_MATMUL_DESC_TRANSB:
+        d.transposed[attribute == CUBLASLT_MATMUL_DESC_TRANSB] = *(const cublasOperation_t *)value
+                                                                 == CUBLAS_OP_T;
         break;
     case CUBLASLT_MATMUL_DESC_EPILOGUE: d.epilogue = *(const uint32_t *)value; break;
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER: d.bias = *(const void *const *)value; break;
@@ -79,7 +110,8 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasL
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, size_t, cudaDataType_t type, uint64_t rows, uint64_t columns, int64_t step) {
+cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, size_t, cudaDataType_t type,
+                                                 uint64_t rows, uint64_t columns, int64_t step) {
     fake_lt<fake_lt_layout>(layout) = {(int)type, rows, columns, step};
     return step < (int64_t)rows || !rows || !columns ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_SUCCESS;
 }
@@ -89,10 +121,12 @@ cublasStatus_t cublasLtMatmulPreferenceInit_internal(cublasLtMatmulPreference_t 
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t want, cublasLtMatmulPreferenceAttributes_t attribute, const void *value,
-                                                    size_t bytes) {
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t want,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute,
+                                                    const void *value, size_t bytes) {
     fake_lt_want &w = fake_lt<fake_lt_want>(want);
-    if (bytes != (attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES ? 8u : 4u)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (bytes != (attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES ? 8u : 4u))
+        return CUBLAS_STATUS_INVALID_VALUE;
     switch (attribute) {
     case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: w.bytes = *(const uint64_t *)value; break;
     case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: w.schemes = *(const uint32_t *)value; break;
@@ -106,49 +140,80 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t w
 }
 }
 
-static int fake_lt_has_aux(uint32_t epilogue) { return epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || epilogue == CUBLASLT_EPILOGUE_DGELU; }
-static int fake_lt_has_bias(uint32_t epilogue) { return epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_DGELU; }
+static int fake_lt_has_aux(uint32_t epilogue) {
+    return epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || epilogue == CUBLASLT_EPILOGUE_DGELU;
+}
+static int fake_lt_has_bias(uint32_t epilogue) {
+    return epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_DGELU;
+}
 static size_t fake_lt_size(int type) { return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : 2; }
 /* Alignment up to 256, the maximum for an algorithm. */
-static uint16_t fake_lt_aligned(const void *at) { uint16_t align = 256; while ((uintptr_t)at % align) align /= 2; return align; }
+static uint16_t fake_lt_aligned(const void *at) {
+    uint16_t align = 256;
+    while ((uintptr_t)at % align) align /= 2;
+    return align;
+}
 
 /* The requirements of an epilogue, from the comments of <cublasLt.h>. */
 static int fake_lt_epilogue_fits(const fake_lt_desc &d, uint64_t rows) {
     switch (d.epilogue) {
-    case CUBLASLT_EPILOGUE_DEFAULT: case CUBLASLT_EPILOGUE_BIAS: case CUBLASLT_EPILOGUE_GELU_AUX_BIAS: case CUBLASLT_EPILOGUE_DGELU:
-    case CUBLASLT_EPILOGUE_BGRADA: case CUBLASLT_EPILOGUE_BGRADB: break;
+    case CUBLASLT_EPILOGUE_DEFAULT:
+    case CUBLASLT_EPILOGUE_BIAS:
+    case CUBLASLT_EPILOGUE_GELU_AUX_BIAS:
+    case CUBLASLT_EPILOGUE_DGELU:
+    case CUBLASLT_EPILOGUE_BGRADA:
+    case CUBLASLT_EPILOGUE_BGRADB: break;
     default: return 0;
     }
-    return (d.bias || !fake_lt_has_bias(d.epilogue)) && (!fake_lt_has_aux(d.epilogue) || (d.aux && d.aux_step % 8 == 0 && d.aux_step >= (int64_t)rows));
+    return (d.bias || !fake_lt_has_bias(d.epilogue))
+           && (!fake_lt_has_aux(d.epilogue) || (d.aux && d.aux_step % 8 == 0 && d.aux_step >= (int64_t)rows));
 }
 
 /* The algorithm for these layouts; m = 0 if they do not match. */
-static fake_lt_way fake_lt_shape(const fake_lt_desc &d, const fake_lt_layout &a, const fake_lt_layout &b, const fake_lt_layout &c, const fake_lt_layout &out) {
-    fake_lt_way way = {d.compute, a.type, (uint32_t)(d.transposed[0] ? a.columns : a.rows), (uint32_t)(d.transposed[1] ? b.rows : b.columns),
-                       (uint32_t)(d.transposed[0] ? a.rows : a.columns), d.epilogue, 0, {0, 0, 0, 0, 0, 0}};
+static fake_lt_way fake_lt_shape(const fake_lt_desc &d, const fake_lt_layout &a, const fake_lt_layout &b,
+                                 const fake_lt_layout &c, const fake_lt_layout &out) {
+    fake_lt_way way = {
+        d.compute,
+        a.type,
+        (uint32_t)(d.transposed[0] ? a.columns : a.rows),
+        (uint32_t)(d.transposed[1] ? b.rows : b.columns),
+        (uint32_t)(d.transposed[0] ? a.rows : a.columns),
+        d.epilogue,
+        0,
+        {0, 0, 0, 0, 0, 0},
+    };
     uint64_t k = d.transposed[1] ? b.columns : b.rows;
     int scale = a.type == CUDA_R_16BF ? CUDA_R_32F : a.type;
-    if (k != way.k || out.rows != way.m || out.columns != way.n || c.rows != way.m || c.columns != way.n) way.m = 0;
+    if (k != way.k || out.rows != way.m || out.columns != way.n || c.rows != way.m || c.columns != way.n)
+        way.m = 0;
     if (a.type != b.type || a.type != c.type || a.type != out.type || scale != d.scale) way.m = 0;
-    if (a.type == CUDA_R_64F ? d.compute != CUBLAS_COMPUTE_64F : d.compute != CUBLAS_COMPUTE_32F && d.compute != CUBLAS_COMPUTE_32F_FAST_TF32) way.m = 0;
+    if (a.type == CUDA_R_64F ? d.compute != CUBLAS_COMPUTE_64F
+                             : d.compute != CUBLAS_COMPUTE_32F && d.compute != CUBLAS_COMPUTE_32F_FAST_TF32)
+        way.m = 0;
     if (!fake_lt_epilogue_fits(d, out.rows)) way.m = 0;
     return way;
 }
 
-extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                                         cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t want,
-                                                         int most, cublasLtMatmulHeuristicResult_t *found, int *count) {
+extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
+                                                         cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                         cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                                         cublasLtMatmulPreference_t want, int most,
+                                                         cublasLtMatmulHeuristicResult_t *found, int *count) {
     FAKE_CALL(0, "cublasLtMatmulAlgoGetHeuristic()");
     const fake_lt_want &w = fake_lt<fake_lt_want>(want);
     const fake_lt_desc &how = fake_lt<fake_lt_desc>(desc);
-    fake_lt_way way = fake_lt_shape(how, fake_lt<fake_lt_layout>(a), fake_lt<fake_lt_layout>(b), fake_lt<fake_lt_layout>(c), fake_lt<fake_lt_layout>(d));
+    fake_lt_way way = fake_lt_shape(how, fake_lt<fake_lt_layout>(a), fake_lt<fake_lt_layout>(b),
+                                    fake_lt<fake_lt_layout>(c), fake_lt<fake_lt_layout>(d));
     *count = 0;
     fake_lt_asked++;
     if (call.fault) return CUBLAS_STATUS_EXECUTION_FAILED;
     if (most < 1) return CUBLAS_STATUS_INVALID_VALUE;
     if (way.m == 0) return CUBLAS_STATUS_NOT_SUPPORTED;
-    if (how.epilogue != CUBLASLT_EPILOGUE_DEFAULT && fake_lt_refused >> how.epilogue % 61 & 1 && !fake_lt_late) return fake_lt_refusal;
-    if (w.schemes & CUBLASLT_REDUCTION_SCHEME_INPLACE) fake_failed("parts of a product may be added in any order: %s", fake_where(call.line).c_str());
+    if (how.epilogue != CUBLASLT_EPILOGUE_DEFAULT && fake_lt_refused >> how.epilogue % 61 & 1
+        && !fake_lt_late)
+        return fake_lt_refusal;
+    if (w.schemes & CUBLASLT_REDUCTION_SCHEME_INPLACE)
+        fake_failed("parts of a product may be added in any order: %s", fake_where(call.line).c_str());
     way.bytes = (uint32_t)w.bytes;
     for (int i = 0; i < 4; i++) way.align[i] = (uint16_t)w.align[i];
     way.align[4] = fake_lt_aligned(how.bias);
@@ -165,10 +230,17 @@ extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cubla
 #pragma GCC optimize("O2") /* products take most of the time of a build that is not optimised */
 #endif
 /* Numbers in their memory format, widened and rounded to nearest even. */
-struct fake_lt_bf16 { uint16_t bits; };
+struct fake_lt_bf16 {
+    uint16_t bits;
+};
 static double fake_lt_wide(double x) { return x; }
 static double fake_lt_wide(float x) { return (double)x; }
-static double fake_lt_wide(fake_lt_bf16 x) { uint32_t bits = (uint32_t)x.bits << 16; float f; memcpy(&f, &bits, 4); return (double)f; }
+static double fake_lt_wide(fake_lt_bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return (double)f;
+}
 static void fake_lt_round(double *to, double x) { *to = x; }
 static void fake_lt_round(float *to, double x) { *to = (float)x; }
 static void fake_lt_round(fake_lt_bf16 *to, double x) {
@@ -179,7 +251,13 @@ static void fake_lt_round(fake_lt_bf16 *to, double x) {
 }
 
 /* The operands of one product: A, B, C, D, bias and aux, and their leading dimensions. */
-struct fake_lt_task { fake_lt_desc how; fake_lt_way way; const void *at[6]; int64_t step[4]; double alpha, beta; };
+struct fake_lt_task {
+    fake_lt_desc how;
+    fake_lt_way way;
+    const void *at[6];
+    int64_t step[4];
+    double alpha, beta;
+};
 
 /* GELU in its tanh form, and its derivative. */
 static double fake_lt_gelu(double x, double *slope) {
@@ -190,12 +268,14 @@ static double fake_lt_gelu(double x, double *slope) {
 
 /* sums[j] += x * row[j]: the inner loop of all products. The caller has accessed the memory before, so that a
    sanitizer checks it. */
-__attribute__((no_sanitize("address", "undefined", "thread"))) static void fake_lt_add(double *sums, const double *row, double x, int64_t n) {
+__attribute__((no_sanitize("address", "undefined", "thread"))) static void
+fake_lt_add(double *sums, const double *row, double x, int64_t n) {
     for (int64_t j = 0; j < n; j++) sums[j] += x * row[j];
 }
 
 template <class T> static void fake_lt_product(const fake_lt_task &task) {
-    const T *a = (const T *)fake_real(task.at[0]), *b = (const T *)fake_real(task.at[1]), *c = (const T *)fake_real(task.at[2]);
+    const T *a = (const T *)fake_real(task.at[0]), *b = (const T *)fake_real(task.at[1]),
+            *c = (const T *)fake_real(task.at[2]);
     T *d = (T *)fake_real(task.at[3]), *bias = (T *)fake_real(task.at[4]), *aux = (T *)fake_real(task.at[5]);
     const fake_lt_desc &how = task.how;
     /* From one i, or j, to the next. */
@@ -206,7 +286,8 @@ template <class T> static void fake_lt_product(const fake_lt_task &task) {
     if (how.epilogue == CUBLASLT_EPILOGUE_BGRADA || how.epilogue == CUBLASLT_EPILOGUE_BGRADB)
         for (int64_t i = 0, which = how.epilogue == CUBLASLT_EPILOGUE_BGRADB; i < (which ? n : m); i++) {
             double sum = 0;
-            for (int64_t k = depth; k-- > 0;) sum += fake_lt_wide((which ? b : a)[i * row[which] + k * deep[which]]);
+            for (int64_t k = depth; k-- > 0;)
+                sum += fake_lt_wide((which ? b : a)[i * row[which] + k * deep[which]]);
             fake_lt_round(&bias[i], sum);
         }
     std::vector<double> wide((size_t)(depth * n)), sums((size_t)n); /* of b, row by row of k */
@@ -214,11 +295,13 @@ template <class T> static void fake_lt_product(const fake_lt_task &task) {
         for (int64_t j = 0; j < n; j++) wide[(size_t)(k * n + j)] = fake_lt_wide(b[j * row[1] + k * deep[1]]);
     for (int64_t i = 0; i < m; i++) {
         sums.assign((size_t)n, 0);
-        for (int64_t k = depth; k-- > 0;) fake_lt_add(sums.data(), wide.data() + k * n, fake_lt_wide(a[i * row[0] + k * deep[0]]), n);
+        for (int64_t k = depth; k-- > 0;)
+            fake_lt_add(sums.data(), wide.data() + k * n, fake_lt_wide(a[i * row[0] + k * deep[0]]), n);
         for (int64_t j = 0; j < n; j++) {
             double sum = sums[(size_t)j], slope;
             sum = task.alpha * sum + (task.beta != 0 ? task.beta * fake_lt_wide(c[j * task.step[2] + i]) : 0);
-            if (how.epilogue == CUBLASLT_EPILOGUE_BIAS || how.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) sum += fake_lt_wide(bias[i]);
+            if (how.epilogue == CUBLASLT_EPILOGUE_BIAS || how.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS)
+                sum += fake_lt_wide(bias[i]);
             if (how.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) {
                 fake_lt_round(&aux[j * how.aux_step + i], sum);
                 sum = fake_lt_gelu(sum, &slope);
@@ -236,54 +319,76 @@ template <class T> static void fake_lt_product(const fake_lt_task &task) {
 #pragma GCC pop_options
 #endif
 
-static void fake_lt_rows(std::vector<fake_range> &ranges, const void *at, int64_t step, uint64_t rows, uint64_t columns, size_t size, int write) {
+static void fake_lt_rows(std::vector<fake_range> &ranges, const void *at, int64_t step, uint64_t rows,
+                         uint64_t columns, size_t size, int write) {
     for (uint64_t j = 0; j < (step == (int64_t)rows ? 1 : columns); j++)
-        ranges.push_back({(const char *)at + j * (uint64_t)step * size, (step == (int64_t)rows ? columns : 1) * rows * size, write});
+        ranges.push_back({(const char *)at + j * (uint64_t)step * size,
+                          (step == (int64_t)rows ? columns : 1) * rows * size, write});
 }
 
-extern "C" cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha, const void *a,
-                                         cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout, const void *beta,
-                                         const void *c, cublasLtMatrixLayout_t c_layout, void *d, cublasLtMatrixLayout_t d_layout,
-                                         const cublasLtMatmulAlgo_t *algo, void *workspace, size_t bytes, cudaStream_t stream) {
+extern "C" cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
+                                         const void *alpha, const void *a, cublasLtMatrixLayout_t a_layout,
+                                         const void *b, cublasLtMatrixLayout_t b_layout, const void *beta,
+                                         const void *c, cublasLtMatrixLayout_t c_layout, void *d,
+                                         cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *algo,
+                                         void *workspace, size_t bytes, cudaStream_t stream) {
     FAKE_CALL(0, "cublasLtMatmul(%s)", fake_name(stream).c_str());
-    const fake_lt_layout layout[4] = {fake_lt<fake_lt_layout>(a_layout), fake_lt<fake_lt_layout>(b_layout), fake_lt<fake_lt_layout>(c_layout),
-                                      fake_lt<fake_lt_layout>(d_layout)};
-    fake_lt_task task = {fake_lt<fake_lt_desc>(desc), fake_lt<fake_lt_way>((cublasLtMatmulAlgo_t *)algo), {a, b, c, d, NULL, NULL},
-                         {layout[0].step, layout[1].step, layout[2].step, layout[3].step}, 0, 0};
-    const fake_lt_way mine = fake_lt_shape(task.how, layout[0], layout[1], layout[2], layout[3]), &way = task.way;
+    const fake_lt_layout layout[4] = {fake_lt<fake_lt_layout>(a_layout), fake_lt<fake_lt_layout>(b_layout),
+                                      fake_lt<fake_lt_layout>(c_layout), fake_lt<fake_lt_layout>(d_layout)};
+    fake_lt_task task = {fake_lt<fake_lt_desc>(desc),
+                         fake_lt<fake_lt_way>((cublasLtMatmulAlgo_t *)algo),
+                         {a, b, c, d, NULL, NULL},
+                         {layout[0].step, layout[1].step, layout[2].step, layout[3].step},
+                         0,
+                         0};
+    const fake_lt_way mine = fake_lt_shape(task.how, layout[0], layout[1], layout[2], layout[3]),
+                      &way = task.way;
     std::vector<fake_range> ranges = {{workspace, bytes, 1}};
     size_t size = fake_lt_size(way.type);
     if (call.fault) return CUBLAS_STATUS_EXECUTION_FAILED;
-    if (handle->device != fake_me.device) fake_failed("the handle is another device's: %s", fake_where(call.line).c_str());
-    if (!mine.m || mine.m != way.m || mine.n != way.n || mine.k != way.k || mine.compute != way.compute || mine.type != way.type ||
-        mine.epilogue != way.epilogue || bytes < way.bytes || (c == d && layout[2].step != layout[3].step)) {
+    if (handle->device != fake_me.device)
+        fake_failed("the handle is another device's: %s", fake_where(call.line).c_str());
+    if (!mine.m || mine.m != way.m || mine.n != way.n || mine.k != way.k || mine.compute != way.compute
+        || mine.type != way.type || mine.epilogue != way.epilogue || bytes < way.bytes
+        || (c == d && layout[2].step != layout[3].step)) {
         fake_failed("the way is not for this product: %s", fake_where(call.line).c_str());
         return CUBLAS_STATUS_INVALID_VALUE;
     }
-    if (fake_lt_late && way.epilogue != CUBLASLT_EPILOGUE_DEFAULT && fake_lt_refused >> way.epilogue % 61 & 1) return fake_lt_refusal;
+    if (fake_lt_late && way.epilogue != CUBLASLT_EPILOGUE_DEFAULT && fake_lt_refused >> way.epilogue % 61 & 1)
+        return fake_lt_refusal;
     task.alpha = way.type == CUDA_R_64F ? *(const double *)alpha : *(const float *)alpha;
     task.beta = way.type == CUDA_R_64F ? *(const double *)beta : *(const float *)beta;
     if (fake_lt_has_bias(way.epilogue)) {
         int written = way.epilogue == CUBLASLT_EPILOGUE_BGRADA || way.epilogue == CUBLASLT_EPILOGUE_BGRADB;
         task.at[4] = task.how.bias;
-        ranges.push_back({task.how.bias, (way.epilogue == CUBLASLT_EPILOGUE_BGRADB ? way.n : way.m) * size, written});
+        ranges.push_back(
+            {task.how.bias, (way.epilogue == CUBLASLT_EPILOGUE_BGRADB ? way.n : way.m) * size, written});
     }
     if (fake_lt_has_aux(way.epilogue)) {
         task.at[5] = task.how.aux;
-        fake_lt_rows(ranges, task.how.aux, task.how.aux_step, way.m, way.n, size, way.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS);
+        fake_lt_rows(ranges, task.how.aux, task.how.aux_step, way.m, way.n, size,
+                     way.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS);
     }
     for (int i = 0; i < 6; i++)
-        if ((uintptr_t)task.at[i] % way.align[i] || (uintptr_t)workspace % 256) fake_failed("memory is not aligned as was said: %s",
-                fake_where(call.line).c_str());
+        if ((uintptr_t)task.at[i] % way.align[i] || (uintptr_t)workspace % 256)
+            fake_failed("memory is not aligned as was said: %s", fake_where(call.line).c_str());
     for (int i = 0; i < 4; i++)
-        if (i != 2 || task.beta != 0) fake_lt_rows(ranges, task.at[i], layout[i].step, layout[i].rows, layout[i].columns, size, i == 3);
+        if (i != 2 || task.beta != 0)
+            fake_lt_rows(ranges, task.at[i], layout[i].step, layout[i].rows, layout[i].columns, size, i == 3);
     fake_lt_tf32 += task.how.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
     fake_lt_fused += way.epilogue != CUBLASLT_EPILOGUE_DEFAULT;
-    return fake_enqueue_work(stream, call.line, ranges, [=] {
-        if (task.way.type == CUDA_R_64F) fake_lt_product<double>(task);
-        else if (task.way.type == CUDA_R_32F) fake_lt_product<float>(task);
-        else fake_lt_product<fake_lt_bf16>(task);
-    }) == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
+    return fake_enqueue_work(stream, call.line, ranges,
+                             [=] {
+                                 if (task.way.type == CUDA_R_64F)
+                                     fake_lt_product<double>(task);
+                                 else if (task.way.type == CUDA_R_32F)
+                                     fake_lt_product<float>(task);
+                                 else
+                                     fake_lt_product<fake_lt_bf16>(task);
+                             })
+                   == cudaSuccess
+               ? CUBLAS_STATUS_SUCCESS
+               : CUBLAS_STATUS_INVALID_VALUE;
 }
 
 #endif /* DDP_TEST_FAKE_CUBLASLT_H */

@@ -11,22 +11,32 @@
 
 /* ---- memory ---- */
 
-template <class T> static inline cudaError_t fake_name_malloc(T **out, size_t bytes) { return fake_malloc((void **)out, bytes); }
-template <class T> static inline cudaError_t fake_name_malloc_async(T **out, size_t bytes, cudaStream_t stream) {
+template <class T> static inline cudaError_t fake_name_malloc(T **out, size_t bytes) {
+    return fake_malloc((void **)out, bytes);
+}
+template <class T>
+static inline cudaError_t fake_name_malloc_async(T **out, size_t bytes, cudaStream_t stream) {
     return fake_malloc_async((void **)out, bytes, stream);
 }
-template <class T> static inline cudaError_t fake_name_host_alloc(T **out, size_t bytes, unsigned = 0) { return fake_host_alloc((void **)out, bytes); }
+template <class T> static inline cudaError_t fake_name_host_alloc(T **out, size_t bytes, unsigned = 0) {
+    return fake_host_alloc((void **)out, bytes);
+}
 
 /* Host memory that is not pinned makes the copy wait, and so do copies to the host. */
-static inline cudaError_t fake_name_memcpy_async(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream = 0) {
+static inline cudaError_t fake_name_memcpy_async(void *to, const void *from, size_t bytes,
+                                                 cudaMemcpyKind kind, cudaStream_t stream = 0) {
     return fake_memcpy(to, from, bytes, kind, stream);
 }
 static inline cudaError_t fake_name_memcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
     cudaError_t error = fake_memcpy(to, from, bytes, kind, 0);
     return error == cudaSuccess && kind != cudaMemcpyDeviceToDevice ? fake_synchronize(0) : error;
 }
-static inline cudaError_t fake_name_memset_async(void *at, int value, size_t bytes, cudaStream_t stream = 0) { return fake_memset(at, value, bytes, stream); }
-static inline cudaError_t fake_name_memset(void *at, int value, size_t bytes) { return fake_memset(at, value, bytes, 0); }
+static inline cudaError_t fake_name_memset_async(void *at, int value, size_t bytes, cudaStream_t stream = 0) {
+    return fake_memset(at, value, bytes, stream);
+}
+static inline cudaError_t fake_name_memset(void *at, int value, size_t bytes) {
+    return fake_memset(at, value, bytes, 0);
+}
 
 static inline cudaError_t fake_name_mem_info(size_t *available, size_t *total) {
     FAKE_CALL(1, "cudaMemGetInfo()");
@@ -38,15 +48,31 @@ static inline cudaError_t fake_name_mem_info(size_t *available, size_t *total) {
 /* ---- devices ---- */
 
 static inline cudaError_t fake_name_attribute(int *value, cudaDeviceAttr attribute, int device) {
-    static const struct { cudaDeviceAttr attribute; int value; } known[] = {
-        {cudaDevAttrComputeCapabilityMajor, 9}, {cudaDevAttrComputeCapabilityMinor, 0}, {cudaDevAttrMultiProcessorCount, 4}, {cudaDevAttrWarpSize, 32},
-        {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxSharedMemoryPerBlock, 48 * 1024},
-        {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 * 1024}, {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 * 1024}, {cudaDevAttrL2CacheSize, 50 << 20},
-        {cudaDevAttrMaxRegistersPerBlock, 65536}, {cudaDevAttrMemoryPoolsSupported, 1}};
+    static const struct {
+        cudaDeviceAttr attribute;
+        int value;
+    } known[] = {
+        {cudaDevAttrComputeCapabilityMajor, 9},
+        {cudaDevAttrComputeCapabilityMinor, 0},
+        {cudaDevAttrMultiProcessorCount, 4},
+        {cudaDevAttrWarpSize, 32},
+        {cudaDevAttrMaxThreadsPerBlock, 1024},
+        {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+        {cudaDevAttrMaxSharedMemoryPerBlock, 48 * 1024},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 * 1024},
+        {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 * 1024},
+        {cudaDevAttrL2CacheSize, 50 << 20},
+        {cudaDevAttrMaxRegistersPerBlock, 65536},
+        {cudaDevAttrMemoryPoolsSupported, 1},
+    };
     FAKE_CALL(1, "cudaDeviceGetAttribute(%d, %d)", (int)attribute, device);
-    if (call.fault || device < 0 || device >= fake.device_count) return call.fault ? call.error() : cudaErrorInvalidDevice;
+    if (call.fault || device < 0 || device >= fake.device_count)
+        return call.fault ? call.error() : cudaErrorInvalidDevice;
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
-        if (known[i].attribute == attribute) { *value = known[i].value; return cudaSuccess; }
+        if (known[i].attribute == attribute) {
+            *value = known[i].value;
+            return cudaSuccess;
+        }
     fake_failed("the attribute is not modelled: %s", fake_where(call.line).c_str());
     return cudaErrorInvalidValue;
 }
@@ -84,25 +110,32 @@ static inline cudaError_t fake_name_device_synchronize(void) {
 static inline cudaError_t fake_name_stream_create_with_flags(cudaStream_t *out, unsigned flags) {
     return flags & cudaStreamNonBlocking ? fake_stream_create(out, 0) : fake_stream_create_blocking(out);
 }
-static inline cudaError_t fake_name_stream_create_with_priority(cudaStream_t *out, unsigned flags, int priority) {
-    return flags & cudaStreamNonBlocking ? fake_stream_create(out, priority < 0) : fake_stream_create_blocking(out);
+static inline cudaError_t fake_name_stream_create_with_priority(cudaStream_t *out, unsigned flags,
+                                                                int priority) {
+    return flags & cudaStreamNonBlocking ? fake_stream_create(out, priority < 0)
+                                         : fake_stream_create_blocking(out);
 }
 static inline cudaError_t fake_name_priorities(int *least, int *greatest) {
     *least = 0;
     *greatest = -5;
     return cudaSuccess;
 }
-static inline cudaError_t fake_name_wait_event(cudaStream_t stream, cudaEvent_t event, unsigned = 0) { return fake_stream_wait_event(stream, event); }
+static inline cudaError_t fake_name_wait_event(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
+    return fake_stream_wait_event(stream, event);
+}
 static inline cudaError_t fake_name_event_create(cudaEvent_t *out) { return fake_event_create_timing(out); }
 static inline cudaError_t fake_name_event_create_with_flags(cudaEvent_t *out, unsigned flags) {
     return flags & cudaEventDisableTiming ? fake_event_create(out) : fake_event_create_timing(out);
 }
-static inline cudaError_t fake_name_event_record(cudaEvent_t event, cudaStream_t stream = 0) { return fake_event_record(event, stream); }
+static inline cudaError_t fake_name_event_record(cudaEvent_t event, cudaStream_t stream = 0) {
+    return fake_event_record(event, stream);
+}
 
 /* The function must not call CUDA: the lock is held. */
 static inline cudaError_t fake_name_host_function(cudaStream_t stream, cudaHostFn_t function, void *user) {
     FAKE_CALL(0, "cudaLaunchHostFunc(%s)", fake_name(stream).c_str());
-    return call.fault ? call.error() : fake_enqueue_work(stream, call.line, {}, [function, user] { function(user); });
+    return call.fault ? call.error()
+                      : fake_enqueue_work(stream, call.line, {}, [function, user] { function(user); });
 }
 
 /* ---- graphs ---- */
@@ -115,7 +148,8 @@ static inline cudaError_t fake_name_capturing(cudaStream_t stream, cudaStreamCap
 }
 static inline cudaError_t fake_name_exchange_mode(cudaStreamCaptureMode *mode) {
     FAKE_CALL(2, "cudaThreadExchangeStreamCaptureMode(%d)", (int)*mode);
-    cudaStreamCaptureMode before = fake_me.relaxed ? cudaStreamCaptureModeRelaxed : cudaStreamCaptureModeGlobal;
+    cudaStreamCaptureMode before = fake_me.relaxed ? cudaStreamCaptureModeRelaxed
+                                                   : cudaStreamCaptureModeGlobal;
     if (call.fault) return call.error();
     fake_me.relaxed = *mode == cudaStreamCaptureModeRelaxed;
     *mode = before;
@@ -128,7 +162,8 @@ static inline cudaError_t fake_name_end_capture(cudaStream_t stream, cudaGraph_t
     return graph ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
 }
 
-static inline cudaError_t fake_name_instantiate(cudaGraphExec_t *out, cudaGraph_t handle, unsigned long long = 0) {
+static inline cudaError_t fake_name_instantiate(cudaGraphExec_t *out, cudaGraph_t handle,
+                                                unsigned long long = 0) {
     FAKE_CALL(0, "cudaGraphInstantiate()");
     fake_graph *graph = (fake_graph *)(void *)handle;
     *out = NULL;
@@ -153,7 +188,8 @@ static inline cudaError_t fake_name_graph_destroy(cudaGraph_t handle) {
 static inline cudaError_t fake_name_exec_destroy(cudaGraphExec_t handle) {
     FAKE_CALL(0, "cudaGraphExecDestroy()");
     fake_exec *exec = (fake_exec *)(void *)handle;
-    if (!exec->live) fake_failed("the instance has been destroyed already: %s", fake_where(call.line).c_str());
+    if (!exec->live)
+        fake_failed("the instance has been destroyed already: %s", fake_where(call.line).c_str());
     exec->live = 0;
     return call.error();
 }

@@ -31,7 +31,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-#if defined(__GNUC__) && !defined(__clang__) && !defined(__OPTIMIZE__) /* threads switch all the time: optimized in every build */
+#if defined(__GNUC__) && !defined(__clang__) \
+    && !defined(__OPTIMIZE__) /* threads switch all the time: optimized in every build */
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 #define FAKE_POP_OPTIONS
@@ -42,21 +43,39 @@
 #define __launch_bounds__(...)
 #define FAKE_STACK ((size_t)1 << 17) /* of a thread; the page next to it is closed */
 #define FAKE_THREADS 1024
-#define FAKE_RESIDENTS 3 /* concurrent blocks */
+#define FAKE_RESIDENTS 3                 /* concurrent blocks */
 #define FAKE_SHARED ((size_t)227 * 1024) /* of a block of sm_90, of which 16 KiB may be static */
 #define FAKE_SPINS 1000
 
 enum fake_warp_kind { FAKE_WARP_SYNC, FAKE_SHUFFLE, FAKE_LDMATRIX, FAKE_LDMATRIX_TRANS, FAKE_MMA };
-static const char *const fake_warp_names[] = {"gpt_cuda_warp_sync", "gpt_cuda_shuffle", "gpt_cuda_ldmatrix4", "gpt_cuda_ldmatrix4_trans", "gpt_cuda_mma_bf16"};
+static const char *const fake_warp_names[] = {"gpt_cuda_warp_sync", "gpt_cuda_shuffle", "gpt_cuda_ldmatrix4",
+                                              "gpt_cuda_ldmatrix4_trans", "gpt_cuda_mma_bf16"};
 enum fake_fiber_state { FAKE_READY, FAKE_AT_BARRIER, FAKE_IN_WARP, FAKE_SPINNING, FAKE_RETURNED };
 
-struct fake_static { const void *key; char *at; size_t bytes; };
-struct fake_copy { char *to; const char *from; int group; }; /* from NULL: zeros */
+struct fake_static {
+    const void *key;
+    char *at;
+    size_t bytes;
+};
+struct fake_copy {
+    char *to;
+    const char *from;
+    int group;
+}; /* from NULL: zeros */
 
 /* Input of a lane to an operation of its warp, and the place of its result. */
-struct fake_lane { const void *in, *more; void *out; int from; uint32_t bits; };
+struct fake_lane {
+    const void *in, *more;
+    void *out;
+    int from;
+    uint32_t bits;
+};
 /* Lanes that can run are bits in `ready`, that of lane l at l ^ flip. */
-struct fake_warp { uint32_t ready, flip, live, arrived; int kind; fake_lane lane[32]; };
+struct fake_warp {
+    uint32_t ready, flip, live, arrived;
+    int kind;
+    fake_lane lane[32];
+};
 
 struct fake_resident;
 struct fake_fiber {
@@ -78,7 +97,7 @@ struct fake_resident {
     int live, waiting, barrier_line, spinning, made; /* threads; made: fibers with a stack */
     /* Warps that may have lanes ready: bit i is warp order[i]. */
     uint32_t ready, order[32];
-    fake_warp *warp;                                 /* of the thread that ran last */
+    fake_warp *warp; /* of the thread that ran last */
     char *shared, *dynamic;
     size_t static_bytes;
     std::vector<fake_static> statics;
@@ -87,7 +106,7 @@ struct fake_resident {
 };
 
 static struct fake_grid_state {
-    const char *name; /* of the kernel */
+    const char *name;                                      /* of the kernel */
     int line, threads, warps, residents, running, stopped; /* running: blocks */
     size_t dynamic_bytes, next; /* next: index into order of the next block to start */
     std::vector<uint32_t> order;
@@ -123,10 +142,14 @@ __asm__(".text\n.p2align 4\n.type fake_fiber_switch,@function\nfake_fiber_switch
 #define FAKE_FIBER_WORDS 20
 #define FAKE_FIBER_ENTRY 11
 __asm__(".text\n.p2align 4\n.type fake_fiber_switch,@function\nfake_fiber_switch:\n"
-        "sub sp, sp, #160\nstp x19, x20, [sp]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\nstp x25, x26, [sp, #48]\nstp x27, x28, [sp, #64]\n"
-        "stp x29, x30, [sp, #80]\nstp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\nstp d12, d13, [sp, #128]\nstp d14, d15, [sp, #144]\n"
-        "mov x9, sp\nstr x9, [x0]\nmov sp, x1\nldp x19, x20, [sp]\nldp x21, x22, [sp, #16]\nldp x23, x24, [sp, #32]\nldp x25, x26, [sp, #48]\n"
-        "ldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\nldp d8, d9, [sp, #96]\nldp d10, d11, [sp, #112]\nldp d12, d13, [sp, #128]\n"
+        "sub sp, sp, #160\nstp x19, x20, [sp]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\nstp x25, "
+        "x26, [sp, #48]\nstp x27, x28, [sp, #64]\n"
+        "stp x29, x30, [sp, #80]\nstp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\nstp d12, d13, [sp, "
+        "#128]\nstp d14, d15, [sp, #144]\n"
+        "mov x9, sp\nstr x9, [x0]\nmov sp, x1\nldp x19, x20, [sp]\nldp x21, x22, [sp, #16]\nldp x23, x24, "
+        "[sp, #32]\nldp x25, x26, [sp, #48]\n"
+        "ldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\nldp d8, d9, [sp, #96]\nldp d10, d11, [sp, "
+        "#112]\nldp d12, d13, [sp, #128]\n"
         "ldp d14, d15, [sp, #144]\nadd sp, sp, #160\nret\n.size fake_fiber_switch,.-fake_fiber_switch\n");
 #else
 #error "fake_kernel.h: fake_fiber_switch is written for x86-64 and arm64"
@@ -144,12 +167,14 @@ static inline void fake_fiber_go(fake_fiber *from, fake_fiber *to) {
 #if defined(__SANITIZE_ADDRESS__)
     void **kept = from ? &from->asan : &fake_grid.host_asan;
     if (!from) fake_grid.from_host = 1;
-    __sanitizer_start_switch_fiber(kept, to ? to->stack : fake_grid.host_stack, to ? FAKE_STACK : fake_grid.host_stack_bytes);
+    __sanitizer_start_switch_fiber(kept, to ? to->stack : fake_grid.host_stack,
+                                   to ? FAKE_STACK : fake_grid.host_stack_bytes);
 #endif
     if (to) fake_fiber_is(to);
     fake_fiber_switch(from ? &from->stands : &fake_grid.host, to ? to->stands : fake_grid.host);
 #if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(*kept, fake_grid.from_host ? &fake_grid.host_stack : NULL, fake_grid.from_host ? &fake_grid.host_stack_bytes : NULL);
+    __sanitizer_finish_switch_fiber(*kept, fake_grid.from_host ? &fake_grid.host_stack : NULL,
+                                    fake_grid.from_host ? &fake_grid.host_stack_bytes : NULL);
     fake_grid.from_host = 0;
 #endif
 }
@@ -157,7 +182,8 @@ static inline void fake_fiber_go(fake_fiber *from, fake_fiber *to) {
 /* ---- failures ---- */
 
 /* Ends the launch. */
-static inline void fake_kernel_failed(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
+static inline void fake_kernel_failed(const char *format, ...)
+    __attribute__((format(printf, 1, 2), noreturn));
 static inline void fake_kernel_failed(const char *format, ...) {
     char text[512];
     const uint3 &b = fake_grid.now->home->index, &t = fake_grid.now->thread;
@@ -165,8 +191,8 @@ static inline void fake_kernel_failed(const char *format, ...) {
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    fake_failed("kernel %s, block %u %u %u, thread %u %u %u: %s, in %s", fake_grid.name, b.x, b.y, b.z, t.x, t.y, t.z, text,
-                fake_where(fake_grid.line).c_str());
+    fake_failed("kernel %s, block %u %u %u, thread %u %u %u: %s, in %s", fake_grid.name, b.x, b.y, b.z, t.x,
+                t.y, t.z, text, fake_where(fake_grid.line).c_str());
     fake_grid.stopped = 1;
     fake_fiber_go(fake_grid.now, NULL);
     __builtin_unreachable();
@@ -210,7 +236,10 @@ static inline int fake_block_look_again(fake_resident *r) {
     if (!r->spinning) return 0;
     for (int i = 0; i < fake_grid.threads; i++) {
         fake_fiber &f = r->fiber[i];
-        if (f.state == FAKE_SPINNING) { f.state = FAKE_READY; f.warp->ready |= 1u << ((uint32_t)(i % 32) ^ f.warp->flip); }
+        if (f.state == FAKE_SPINNING) {
+            f.state = FAKE_READY;
+            f.warp->ready |= 1u << ((uint32_t)(i % 32) ^ f.warp->flip);
+        }
     }
     r->ready = fake_bits(fake_grid.warps);
     r->spinning = 0;
@@ -222,7 +251,8 @@ static inline fake_fiber *fake_grid_next(void) {
     size_t first = (size_t)fake_random((uint64_t)fake_grid.residents);
     for (int again = 1; again;) {
         for (int i = 0; i < fake_grid.residents; i++) {
-            fake_fiber *next = fake_block_next(&fake_grid.resident[(first + (size_t)i) % (size_t)fake_grid.residents]);
+            fake_fiber *next = fake_block_next(
+                &fake_grid.resident[(first + (size_t)i) % (size_t)fake_grid.residents]);
             if (next) return next;
         }
         again = 0;
@@ -243,9 +273,11 @@ static inline void fake_grid_stuck(void) {
             while (w.arrived >> missing & 1) missing++;
             int other = i * 32 + missing;
             fake_grid.now = &r.fiber[i * 32 + __builtin_ctz(w.arrived)];
-            fake_kernel_failed("%s of warp %d misses %d lanes: lane %d %s", fake_warp_names[w.kind], i, 32 - __builtin_popcount(w.arrived), missing,
-                               other >= fake_grid.threads ? "is none of the block's threads" :
-                               r.fiber[other].state == FAKE_AT_BARRIER ? "waits at a barrier" : "has returned");
+            fake_kernel_failed("%s of warp %d misses %d lanes: lane %d %s", fake_warp_names[w.kind], i,
+                               32 - __builtin_popcount(w.arrived), missing,
+                               other >= fake_grid.threads                ? "is none of the block's threads"
+                               : r.fiber[other].state == FAKE_AT_BARRIER ? "waits at a barrier"
+                                                                         : "has returned");
         }
     fake_kernel_failed("its threads wait for each other");
 }
@@ -267,7 +299,8 @@ static inline __attribute__((noinline)) void fake_fiber_body(void) { (*fake_grid
 /* A fiber runs one thread after another, of the blocks that are active here. */
 static inline void fake_fiber_main(void) {
 #if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(NULL, fake_grid.from_host ? &fake_grid.host_stack : NULL, fake_grid.from_host ? &fake_grid.host_stack_bytes : NULL);
+    __sanitizer_finish_switch_fiber(NULL, fake_grid.from_host ? &fake_grid.host_stack : NULL,
+                                    fake_grid.from_host ? &fake_grid.host_stack_bytes : NULL);
     fake_grid.from_host = 0;
 #endif
     fake_fiber *me = fake_grid.now;
@@ -300,11 +333,15 @@ static inline void fake_fiber_fresh(fake_fiber *f) {
 
 static inline void *fake_kernel_map(size_t bytes) {
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) { perror("fake_kernel: mmap"); _exit(1); }
+    if (at == MAP_FAILED) {
+        perror("fake_kernel: mmap");
+        _exit(1);
+    }
     return at;
 }
 
-#define FAKE_SHARED_MAP ((size_t)320 * 1024) /* static memory from its start, dynamic memory up to a closed page at its end */
+#define FAKE_SHARED_MAP \
+    ((size_t)320 * 1024) /* static memory from its start, dynamic memory up to a closed page at its end */
 
 /* Memory that all launches share, and as many fibers as this one needs. */
 static inline void fake_grid_prepare(void) {
@@ -339,12 +376,15 @@ static inline void fake_kernel_sync(int line) {
     fake_resident *r = fake_grid.now->home;
     int elsewhere = 0;
     if (r->waiting == 0) r->barrier_line = line;
-    if (r->barrier_line != line) fake_kernel_failed("it comes to the barrier of line %d while others wait at that of line %d", line, r->barrier_line);
+    if (r->barrier_line != line)
+        fake_kernel_failed("it comes to the barrier of line %d while others wait at that of line %d", line,
+                           r->barrier_line);
     fake_grid.now->state = FAKE_AT_BARRIER;
     if (++r->waiting == r->live) {
         fake_block_wake(r); /* this thread too: it continues at its turn */
         elsewhere = fake_grid.residents > 1 && fake_random(2);
-        for (int i = 0; i < fake_grid.residents && elsewhere; i++) fake_block_look_again(&fake_grid.resident[i]);
+        for (int i = 0; i < fake_grid.residents && elsewhere; i++)
+            fake_block_look_again(&fake_grid.resident[i]);
     }
     fake_fiber_yield(elsewhere);
     fake_grid.now->state = FAKE_READY;
@@ -359,7 +399,8 @@ static inline void fake_warp_meet(fake_warp_kind kind) {
     fake_warp *w = me->warp;
     if (w->arrived == 0) w->kind = kind;
     if (w->kind != kind)
-        fake_kernel_failed("its lane comes to %s while others of warp %d are in %s", fake_warp_names[kind], me->number / 32, fake_warp_names[w->kind]);
+        fake_kernel_failed("its lane comes to %s while others of warp %d are in %s", fake_warp_names[kind],
+                           me->number / 32, fake_warp_names[w->kind]);
     w->arrived |= 1u << me->number % 32;
     if (w->arrived == ~0u) {
         w->arrived = 0;
@@ -373,7 +414,9 @@ static inline void fake_warp_meet(fake_warp_kind kind) {
     me->state = FAKE_READY;
 }
 
-static inline fake_lane &fake_kernel_my_lane(void) { return fake_grid.now->warp->lane[fake_grid.now->number % 32]; }
+static inline fake_lane &fake_kernel_my_lane(void) {
+    return fake_grid.now->warp->lane[fake_grid.now->number % 32];
+}
 static inline int fake_kernel_lane(void) { return fake_grid.now->number % 32; }
 static inline void fake_kernel_warp_sync(void) { fake_warp_meet(FAKE_WARP_SYNC); }
 
@@ -391,13 +434,16 @@ template <class T> static inline T fake_kernel_shuffle(T value, int lane) {
 static inline int fake_in_shared(const void *p, size_t bytes) {
     const char *at = (const char *)p;
     const fake_resident &r = *fake_grid.now->home;
-    return (at >= r.shared && at + bytes <= r.shared + r.static_bytes) || (at >= r.dynamic && at + bytes <= r.dynamic + fake_grid.dynamic_bytes);
+    return (at >= r.shared && at + bytes <= r.shared + r.static_bytes)
+           || (at >= r.dynamic && at + bytes <= r.dynamic + fake_grid.dynamic_bytes);
 }
 
 static inline void fake_kernel_ldmatrix(uint32_t r[4], const void *shared, int trans) {
     fake_lane &mine = fake_kernel_my_lane();
-    if ((uintptr_t)shared % 16) fake_kernel_failed("gpt_cuda_ldmatrix4 reads a row that is not aligned to 16");
-    if (!fake_in_shared(shared, 16)) fake_kernel_failed("gpt_cuda_ldmatrix4 reads a row that does not lie in shared memory");
+    if ((uintptr_t)shared % 16)
+        fake_kernel_failed("gpt_cuda_ldmatrix4 reads a row that is not aligned to 16");
+    if (!fake_in_shared(shared, 16))
+        fake_kernel_failed("gpt_cuda_ldmatrix4 reads a row that does not lie in shared memory");
     mine.in = shared;
     mine.out = r;
     fake_warp_meet(trans ? FAKE_LDMATRIX_TRANS : FAKE_LDMATRIX);
@@ -423,15 +469,23 @@ FAKE_HOT static void fake_tiles(uint32_t (*r)[4], const uint16_t (*rows)[8], int
     for (int lane = 0; lane < 32; lane++) {
         int g = lane / 4, t = lane % 4;
         for (int i = 0; i < 4; i++) {
-            uint16_t low = trans ? rows[8 * i + 2 * t][g] : rows[8 * i + g][2 * t], high = trans ? rows[8 * i + 2 * t + 1][g] : rows[8 * i + g][2 * t + 1];
+            uint16_t low = trans ? rows[8 * i + 2 * t][g] : rows[8 * i + g][2 * t],
+                     high = trans ? rows[8 * i + 2 * t + 1][g] : rows[8 * i + g][2 * t + 1];
             r[lane][i] = low | (uint32_t)high << 16;
         }
     }
 }
 
 /* Exponent of a number from its bits; for 0 one that no sum is aligned to. */
-static inline int fake_exponent(uint32_t bits) { return bits << 1 == 0 ? -1000 : (bits >> 23 & 255) ? (int)(bits >> 23 & 255) : 1; }
-static inline double fake_power(int exponent) { uint64_t bits = (uint64_t)(1023 + exponent) << 52; double x; memcpy(&x, &bits, 8); return x; }
+static inline int fake_exponent(uint32_t bits) {
+    return bits << 1 == 0 ? -1000 : (bits >> 23 & 255) ? (int)(bits >> 23 & 255) : 1;
+}
+static inline double fake_power(int exponent) {
+    uint64_t bits = (uint64_t)(1023 + exponent) << 52;
+    double x;
+    memcpy(&x, &bits, 8);
+    return x;
+}
 
 /* To f32, cut off. */
 static inline float fake_cut(double x) {
@@ -453,7 +507,9 @@ FAKE_HOT static int fake_add(float *z, const uint32_t (*x)[16], const uint32_t (
     uint32_t bits[16][8];
     memcpy(at, x, sizeof at);
     memcpy(bits, z, sizeof bits);
-    for (int i = 0; i < 256; i++) finite &= (x_exponent[i / 16][i % 16] = fake_exponent(x[i / 16][i % 16])) < 255, left[i / 16][i % 16] = (double)at[i / 16][i % 16];
+    for (int i = 0; i < 256; i++)
+        finite &= (x_exponent[i / 16][i % 16] = fake_exponent(x[i / 16][i % 16])) < 255,
+            left[i / 16][i % 16] = (double)at[i / 16][i % 16];
     memcpy(at, y, sizeof right / 2);
     for (int i = 0; i < 128; i++) {
         finite &= (y_exponent[i / 8][i % 8] = fake_exponent(y[i / 8][i % 8])) < 255;
@@ -486,8 +542,15 @@ static int fake_rounds;
 /* In and out by lanes. */
 FAKE_HOT static void fake_product(float (*d)[4], const uint32_t (*a)[4], const uint32_t (*b)[2]) {
     typedef float four __attribute__((vector_size(16)));
-    union { uint32_t bits[16][16]; float at[16][16]; } x;
-    union { uint32_t bits[16][8]; float at[16][8]; four row[16][2]; } y, z;
+    union {
+        uint32_t bits[16][16];
+        float at[16][16];
+    } x;
+    union {
+        uint32_t bits[16][8];
+        float at[16][8];
+        four row[16][2];
+    } y, z;
     for (int lane = 0; lane < 32; lane++) {
         int g = lane / 4, t = lane % 4;
         for (int i = 0; i < 4; i++) {
@@ -503,7 +566,8 @@ FAKE_HOT static void fake_product(float (*d)[4], const uint32_t (*a)[4], const u
     }
     if (fake_rounds || !fake_add(&z.at[0][0], x.bits, y.bits))
         for (int i = 0; i < 256; i++) {
-            four factor = {x.at[i / 16][i % 16], x.at[i / 16][i % 16], x.at[i / 16][i % 16], x.at[i / 16][i % 16]};
+            four factor = {x.at[i / 16][i % 16], x.at[i / 16][i % 16], x.at[i / 16][i % 16],
+                           x.at[i / 16][i % 16]};
             z.row[i / 16][0] += factor * y.row[i % 16][0];
             z.row[i / 16][1] += factor * y.row[i % 16][1];
         }
@@ -550,37 +614,53 @@ static inline __attribute__((noinline)) void fake_kernel_look(const void *p, siz
     const char *what = write ? "writes" : "reads", *wrong = NULL;
     size_t offset = (size_t)((const char *)p - fake.base);
     int device = fake.running->device;
-    if ((uintptr_t)p % bytes) fake_kernel_failed("it %s %zu bytes at %s, which is not aligned to that", what, bytes, fake_name(p).c_str());
+    if ((uintptr_t)p % bytes)
+        fake_kernel_failed("it %s %zu bytes at %s, which is not aligned to that", what, bytes,
+                           fake_name(p).c_str());
     if (!fake_in_arena(p))
         fake_kernel_failed("it %s %zu bytes at %p, which is %s", what, bytes, p,
-                           fake_in_shared(p, 1) ? "shared memory" : (uintptr_t)p >> 20 ? "memory of the host" : "near NULL");
+                           fake_in_shared(p, 1) ? "shared memory"
+                           : (uintptr_t)p >> 20 ? "memory of the host"
+                                                : "near NULL");
     fake_block *block = fake_block_of(p);
     if (!block) { /* possibly the end of the allocation before it */
         std::map<uintptr_t, fake_block>::iterator i = fake.blocks.upper_bound((uintptr_t)p);
-        if (i == fake.blocks.begin()) fake_kernel_failed("it %s %zu bytes outside every allocation", what, bytes);
+        if (i == fake.blocks.begin())
+            fake_kernel_failed("it %s %zu bytes outside every allocation", what, bytes);
         --i;
-        fake_kernel_failed("it %s %zu bytes at %s+%zu, and that has %zu bytes", what, bytes, i->second.name.c_str(), (size_t)((uintptr_t)p - i->first),
-                           i->second.bytes);
+        fake_kernel_failed("it %s %zu bytes at %s+%zu, and that has %zu bytes", what, bytes,
+                           i->second.name.c_str(), (size_t)((uintptr_t)p - i->first), i->second.bytes);
     }
-    if (!block->live) wrong = "has been freed";
-    else if ((const char *)p + bytes > block->at + block->bytes) wrong = "runs over the end of its allocation";
-    else if (block->is_device && block->device != device) wrong = "is memory of another device";
-    if (wrong) fake_kernel_failed("it %s %zu bytes at %s, which %s", what, bytes, fake_name(p).c_str(), wrong);
+    if (!block->live)
+        wrong = "has been freed";
+    else if ((const char *)p + bytes > block->at + block->bytes)
+        wrong = "runs over the end of its allocation";
+    else if (block->is_device && block->device != device)
+        wrong = "is memory of another device";
+    if (wrong)
+        fake_kernel_failed("it %s %zu bytes at %s, which %s", what, bytes, fake_name(p).c_str(), wrong);
     fake_grid.pages[write].push_back((uint32_t)(offset / 4096));
-    fake_grid.page[write][offset / 4096] = (uint16_t)std::min((size_t)4096, block->bytes - (size_t)((const char *)p - block->at) / 4096 * 4096);
+    fake_grid.page[write][offset / 4096] = (uint16_t)std::min(
+        (size_t)4096, block->bytes - (size_t)((const char *)p - block->at) / 4096 * 4096);
 }
 
 /* The real address of the bytes. */
 template <size_t BYTES> static inline char *fake_kernel_reach(const void *p, int write) {
     size_t offset = (size_t)((const char *)p - fake.base);
-    if (__builtin_expect(offset >= FAKE_ARENA || offset % BYTES || offset % 4096 + BYTES > fake_grid.page[write][offset / 4096], 0))
+    if (__builtin_expect(offset >= FAKE_ARENA || offset % BYTES
+                             || offset % 4096 + BYTES > fake_grid.page[write][offset / 4096],
+                         0))
         fake_kernel_look(p, BYTES, write);
     fake_grid.touched[write][offset / 16] |= (unsigned char)(((1u << BYTES / 2) - 1) << (offset / 2 & 7));
     return fake.real + offset;
 }
 
-template <size_t BYTES> static inline void fake_kernel_load(void *out, const void *global) { memcpy(out, fake_kernel_reach<BYTES>(global, 0), BYTES); }
-template <size_t BYTES> static inline void fake_kernel_store(void *global, const void *in) { memcpy(fake_kernel_reach<BYTES>(global, 1), in, BYTES); }
+template <size_t BYTES> static inline void fake_kernel_load(void *out, const void *global) {
+    memcpy(out, fake_kernel_reach<BYTES>(global, 0), BYTES);
+}
+template <size_t BYTES> static inline void fake_kernel_store(void *global, const void *in) {
+    memcpy(fake_kernel_reach<BYTES>(global, 1), in, BYTES);
+}
 
 static inline int fake_kernel_atomic_add(int *global, int value) {
     fake_kernel_reach<4>(global, 0);
@@ -599,7 +679,9 @@ static inline int fake_kernel_acquire(const int *global) {
     me->spins_on = global;
     me->flag = value;
     if (me->spins++ == 0) return value;
-    if (me->spins > FAKE_SPINS) fake_kernel_failed("it waits for ever for the flag at %s, which is %d", fake_name(global).c_str(), value);
+    if (me->spins > FAKE_SPINS)
+        fake_kernel_failed("it waits for ever for the flag at %s, which is %d", fake_name(global).c_str(),
+                           value);
     me->state = FAKE_SPINNING;
     me->home->spinning = 1;
     fake_fiber_yield(1);
@@ -610,15 +692,20 @@ static inline int fake_kernel_acquire(const int *global) {
 
 /* ---- shared memory ---- */
 
-static inline unsigned char *fake_kernel_dynamic_shared(void) { return (unsigned char *)fake_grid.now->home->dynamic; }
+static inline unsigned char *fake_kernel_dynamic_shared(void) {
+    return (unsigned char *)fake_grid.now->home->dynamic;
+}
 
 /* The static memory of a declaration, found by its key. */
 static inline void *fake_kernel_shared(const void *key, size_t bytes) {
     fake_resident &r = *fake_grid.now->home;
-    for (const fake_static &known : r.statics) if (known.key == key) return known.at;
+    for (const fake_static &known : r.statics)
+        if (known.key == key) return known.at;
     char *at = r.shared + r.static_bytes;
-    if (r.static_bytes + bytes > 16 * 1024) fake_kernel_failed("its static shared memory takes more than 16 KiB");
-    if (r.static_bytes + bytes + fake_grid.dynamic_bytes > FAKE_SHARED) fake_kernel_failed("its shared memory takes more than 227 KiB");
+    if (r.static_bytes + bytes > 16 * 1024)
+        fake_kernel_failed("its static shared memory takes more than 16 KiB");
+    if (r.static_bytes + bytes + fake_grid.dynamic_bytes > FAKE_SHARED)
+        fake_kernel_failed("its shared memory takes more than 227 KiB");
     r.static_bytes += (bytes + 15) / 16 * 16;
     ASAN_UNPOISON_MEMORY_REGION(at, bytes);
     memset(at, 0xff, bytes);
@@ -628,21 +715,29 @@ static inline void *fake_kernel_shared(const void *key, size_t bytes) {
 
 static inline void fake_kernel_copy_async16(void *shared, const void *global, int valid) {
     fake_fiber *me = fake_grid.now;
-    if ((uintptr_t)shared % 16) fake_kernel_failed("gpt_cuda_copy_async16 writes to shared memory that is not aligned to 16");
+    if ((uintptr_t)shared % 16)
+        fake_kernel_failed("gpt_cuda_copy_async16 writes to shared memory that is not aligned to 16");
     if ((uintptr_t)global % 16) fake_kernel_failed("gpt_cuda_copy_async16 reads what is not aligned to 16");
-    if (!fake_in_shared(shared, 16)) fake_kernel_failed("gpt_cuda_copy_async16 writes to what does not lie in shared memory");
+    if (!fake_in_shared(shared, 16))
+        fake_kernel_failed("gpt_cuda_copy_async16 writes to what does not lie in shared memory");
     me->copies.push_back({(char *)shared, valid ? fake_kernel_reach<16>(global, 0) : NULL, me->group});
     memset(shared, 0xff, 16);
 }
 static inline void fake_kernel_copy_commit(void) { fake_grid.now->group++; }
 static inline void fake_kernel_copy_wait(int newest) {
     fake_fiber *me = fake_grid.now;
-    for (; me->copied < me->copies.size() && me->copies[me->copied].group < me->group - newest; me->copied++) {
+    for (; me->copied < me->copies.size() && me->copies[me->copied].group < me->group - newest;
+         me->copied++) {
         const fake_copy &copy = me->copies[me->copied];
-        if (copy.from) memcpy(copy.to, copy.from, 16);
-        else memset(copy.to, 0, 16);
+        if (copy.from)
+            memcpy(copy.to, copy.from, 16);
+        else
+            memset(copy.to, 0, 16);
     }
-    if (me->copied == me->copies.size()) { me->copies.clear(); me->copied = 0; }
+    if (me->copied == me->copies.size()) {
+        me->copies.clear();
+        me->copied = 0;
+    }
 }
 
 /* ---- blocks and grids ---- */
@@ -704,8 +799,10 @@ static inline void fake_kernel_ranges(int write, std::vector<fake_range> &ranges
                 const char *at = fake.base + (size_t)page * 4096 + (size_t)(i * 16 + bit * 2);
                 int whole = bits[i] == 0xff;
                 size_t bytes = whole ? 16 : 2;
-                if (ranges.size() > first && (const char *)ranges.back().at + ranges.back().bytes == at) ranges.back().bytes += bytes;
-                else ranges.push_back({at, bytes, write});
+                if (ranges.size() > first && (const char *)ranges.back().at + ranges.back().bytes == at)
+                    ranges.back().bytes += bytes;
+                else
+                    ranges.push_back({at, bytes, write});
                 if (whole) break;
             }
         }
@@ -725,7 +822,8 @@ static inline void fake_grid_shuffle(size_t blocks) {
 }
 
 /* The kernel, when the stream gets to it. */
-static inline void fake_kernel_run(const char *name, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &body, int line) {
+static inline void fake_kernel_run(const char *name, dim3 grid, dim3 block, size_t shared_bytes,
+                                   const std::function<void()> &body, int line) {
     cudaStream_t s = fake.running;
     std::vector<fake_range> ranges;
     fake_grid_shuffle((size_t)grid.x * grid.y * grid.z);
@@ -751,18 +849,24 @@ static inline void fake_kernel_run(const char *name, dim3 grid, dim3 block, size
     for (const fake_range &range : ranges) fake_touch(range, s->timeline, s->clock, line);
 }
 
-static inline cudaError_t fake_kernel_launch(const char *name, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-                                             const std::function<void()> &body) {
-    FAKE_CALL(0, "cudaLaunchKernel(%s, %u x %u x %u, %u, %s)", name, grid.x, grid.y, grid.z, block.x * block.y * block.z, fake_name(stream).c_str());
+static inline cudaError_t fake_kernel_launch(const char *name, dim3 grid, dim3 block, size_t shared_bytes,
+                                             cudaStream_t stream, const std::function<void()> &body) {
+    FAKE_CALL(0, "cudaLaunchKernel(%s, %u x %u x %u, %u, %s)", name, grid.x, grid.y, grid.z,
+              block.x * block.y * block.z, fake_name(stream).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
     int line = call.line;
     if (call.fault || !s) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
-    if (s->device != fake_me.device) { fake_failed("the stream is another device's: %s", fake_where(line).c_str()); return cudaErrorInvalidResourceHandle; }
-    if ((uint64_t)block.x * block.y * block.z > FAKE_THREADS || block.x * block.y * block.z == 0 || block.z > 64 || grid.x == 0 || grid.x > 0x7fffffffu ||
-        grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535)
+    if (s->device != fake_me.device) {
+        fake_failed("the stream is another device's: %s", fake_where(line).c_str());
+        return cudaErrorInvalidResourceHandle;
+    }
+    if ((uint64_t)block.x * block.y * block.z > FAKE_THREADS || block.x * block.y * block.z == 0
+        || block.z > 64 || grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0
+        || grid.z > 65535)
         return cudaErrorInvalidConfiguration;
     if (shared_bytes > FAKE_SHARED) return cudaErrorInvalidValue;
-    return fake_enqueue_work(stream, line, {}, [=] { fake_kernel_run(name, grid, block, shared_bytes, body, line); });
+    return fake_enqueue_work(stream, line, {},
+                             [=] { fake_kernel_run(name, grid, block, shared_bytes, body, line); });
 }
 
 #if defined(FAKE_POP_OPTIONS)

@@ -14,7 +14,8 @@
 #define RANKS_MAX 64
 /* The promise is 100 ms, but a loaded machine can schedule no rank for seconds. It is still far below every
    timeout, 20 s. */
-#define PROMPT_SECONDS (15.0 * DDP_TEST_SLOWDOWN) /* less than a timeout; a busy machine needs seconds to reap a process */
+#define PROMPT_SECONDS \
+    (15.0 * DDP_TEST_SLOWDOWN) /* less than a timeout; a busy machine needs seconds to reap a process */
 /* A timeout that ranks are meant to reach, before sanitizers stretch it. A machine, or one process on it, can
    stand still for seconds: a slow rank must not be mistaken for the missing one. */
 #define RUN_INTO_MS (8000 / DDP_TEST_SLOWDOWN)
@@ -23,7 +24,7 @@
 typedef struct seen {
     int done;
     pid_t pid;
-    ddp_result first, second; /* of the call that met the fault, and of the next */
+    ddp_result first, second;  /* of the call that met the fault, and of the next */
     double start_at, first_at; /* start of that call, if a test records it, and its end */
     char text[512], text2[512];
 } seen;
@@ -53,14 +54,14 @@ static void faults_begin(const char *scenario) {
     memset(stage_shared, 0, sizeof *stage_shared);
 }
 
-#define EXPECT(condition, ...)                                                                                               \
-    do {                                                                                                                     \
-        if (!(condition)) {                                                                                                  \
-            faults_failures++;                                                                                               \
-            fprintf(stderr, "FAIL %s:%d [%s] %s: ", __FILE__, __LINE__, faults_scenario, #condition);                        \
-            fprintf(stderr, __VA_ARGS__);                                                                                    \
-            fputc('\n', stderr);                                                                                             \
-        }                                                                                                                    \
+#define EXPECT(condition, ...)                                                                        \
+    do {                                                                                              \
+        if (!(condition)) {                                                                           \
+            faults_failures++;                                                                        \
+            fprintf(stderr, "FAIL %s:%d [%s] %s: ", __FILE__, __LINE__, faults_scenario, #condition); \
+            fprintf(stderr, __VA_ARGS__);                                                             \
+            fputc('\n', stderr);                                                                      \
+        }                                                                                             \
     } while (0)
 
 /* Is the word in the text, upper or lower case? */
@@ -84,7 +85,9 @@ static RANKS_UNUSED int names_rank(const char *text, int rank) {
 }
 
 /* This rank's place on the page. */
-static RANKS_UNUSED seen *seen_by(ddp_group *world) { return &stage_shared->rank[(unsigned)ddp_rank(world) % RANKS_MAX]; }
+static RANKS_UNUSED seen *seen_by(ddp_group *world) {
+    return &stage_shared->rank[(unsigned)ddp_rank(world) % RANKS_MAX];
+}
 
 /* On a rank: stores the result of the call that met the fault, and that of the next call. */
 static RANKS_UNUSED ddp_result note(ddp_group *world, ddp_group *group, ddp_result result) {
@@ -135,7 +138,9 @@ static int faults_count_files(const char *directory, const char *word) {
     return count;
 }
 
-typedef struct leftovers { int files, shm; } leftovers;
+typedef struct leftovers {
+    int files, shm;
+} leftovers;
 
 static RANKS_UNUSED leftovers leftovers_now(void) {
     leftovers l;
@@ -155,7 +160,8 @@ static RANKS_UNUSED void expect_nothing_left(leftovers before) {
         ranks_sleep_us(2000);
         now = leftovers_now();
     }
-    EXPECT(child == -1 && errno == ECHILD, "child %d is left, as a %s", (int)child, child > 0 ? "zombie" : "running process");
+    EXPECT(child == -1 && errno == ECHILD, "child %d is left, as a %s", (int)child,
+           child > 0 ? "zombie" : "running process");
     EXPECT(now.files == before.files, "%d open files became %d", before.files, now.files);
     EXPECT(now.shm <= before.shm, "%d files in /dev/shm became %d", before.shm, now.shm);
 }
@@ -180,7 +186,8 @@ static RANKS_UNUSED int gone(pid_t pid) {
 
 /* ddp_launch with the parameters that fault tests vary; measures its duration. */
 static double launch_seconds;
-static RANKS_UNUSED ddp_result launch(ranks_mode mode, int world_size, int timeout_ms, ddp_rank_fn fn, void *user) {
+static RANKS_UNUSED ddp_result launch(ranks_mode mode, int world_size, int timeout_ms, ddp_rank_fn fn,
+                                      void *user) {
     leftovers before = leftovers_now();
     double start = ranks_now();
     ddp_result result = ranks_run(mode, world_size, timeout_ms * DDP_TEST_SLOWDOWN, fn, user);

@@ -27,7 +27,10 @@ static int refused(long number, ...) {
         va_end(list);
     }
 #if defined(SYS_memfd_create) && defined(SYS_process_vm_readv)
-    if (inner.refuses && (number == SYS_memfd_create || number == SYS_process_vm_readv)) { errno = ENOSYS; return 1; }
+    if (inner.refuses && (number == SYS_memfd_create || number == SYS_process_vm_readv)) {
+        errno = ENOSYS;
+        return 1;
+    }
 #endif
     return 0;
 }
@@ -46,7 +49,8 @@ static ssize_t hello_send(int fd, const struct msghdr *message, int flags) {
     ssize_t sent;
     int unread = 1;
     uint32_t kind = 0;
-    if (message->msg_iov->iov_len > INNER_TEXT) memcpy(&kind, (const char *)message->msg_iov->iov_base + sizeof(uint64_t), sizeof kind);
+    if (message->msg_iov->iov_len > INNER_TEXT)
+        memcpy(&kind, (const char *)message->msg_iov->iov_base + sizeof(uint64_t), sizeof kind);
     if (kind != INNER_HELLO) return sendmsg(fd, message, flags);
     if (inner.before_hello) inner.before_hello();
     sent = sendmsg(fd, message, flags);
@@ -169,9 +173,49 @@ static int can_read_peers(ddp_group *group) { return ddp__can_read_peers((ddp__l
 
 static int *can_read(ddp_group *group, int peer) { return &((ddp__local *)group->state)->can_read[peer]; }
 
-static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)group->state)->heap->job->rank[rank].pid; }
+static int32_t *pid_of(ddp_group *group, int rank) {
+    return &((ddp__local *)group->state)->heap->job->rank[rank].pid;
+}
 
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, 0, 0, NULL, NULL, NULL, 5, DDP__TUNED_METHODS, DDP__METHOD_READ,
-    ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, tcp_listen,
-    ddp__slurm_first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, handles_in_use, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};
+test_inner inner = {(size_t)4 << 20,
+                    (size_t)64 << 10,
+                    65536,
+                    300000,
+                    INT64_C(214748364),
+                    0,
+                    NULL,
+                    0,
+                    0,
+                    0,
+                    NULL,
+                    NULL,
+                    NULL,
+                    5,
+                    DDP__TUNED_METHODS,
+                    DDP__METHOD_READ,
+                    ddp__reduce_tree,
+                    ddp__cast,
+                    ddp__divide,
+                    ddp__update_f32,
+                    ddp__update_f64,
+                    ddp__copy_across,
+                    ddp__copy_stream,
+                    ddp__stream_end,
+                    ddp__exact_add_squares,
+                    tcp_listen,
+                    ddp__slurm_first_host,
+                    DDP__HELLO_VERSION,
+                    hello,
+                    frame,
+                    job_socket,
+                    backend_name,
+                    forget_cause,
+                    handles_in_use,
+                    exhaust,
+                    write_cause,
+                    force_way,
+                    round_of,
+                    can_read_peers,
+                    can_read,
+                    pid_of};

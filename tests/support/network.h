@@ -14,7 +14,10 @@ static pid_t machine[2]; /* processes that keep a namespace alive */
 
 /* Moves this process onto the machine (namespaces) of another process. */
 static int enter_machine_of(pid_t pid) {
-    static const struct { const char *name; int flag; } spaces[] = {{"net", 0x40000000 /* CLONE_NEWNET */}, {"uts", 0x04000000 /* CLONE_NEWUTS */}};
+    static const struct {
+        const char *name;
+        int flag;
+    } spaces[] = {{"net", 0x40000000 /* CLONE_NEWNET */}, {"uts", 0x04000000 /* CLONE_NEWUTS */}};
     int result = 0;
     for (int i = 0; i < 2; i++) {
         char name[64];
@@ -55,7 +58,8 @@ static pid_t make_machine(const char *host) {
     pid = fork();
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
-        byte = syscall(SYS_unshare, 0x44000000 /* CLONE_NEWNET | CLONE_NEWUTS */) == 0 && syscall(SYS_sethostname, host, strlen(host)) == 0;
+        byte = syscall(SYS_unshare, 0x44000000 /* CLONE_NEWNET | CLONE_NEWUTS */) == 0
+               && syscall(SYS_sethostname, host, strlen(host)) == 0;
         (void)!write(ready[1], &byte, 1);
         for (;;) pause();
     }
@@ -69,9 +73,12 @@ static pid_t make_machine(const char *host) {
 static int make_network(void) {
     for (int i = 0; i < 2; i++)
         if ((machine[i] = make_machine(i ? "machine1" : "machine0")) < 0) return 0;
-    if (on(0, "ip link add cable type veth peer name cable netns %d 2>/dev/null", (int)machine[1]) != 0) return 0;
+    if (on(0, "ip link add cable type veth peer name cable netns %d 2>/dev/null", (int)machine[1]) != 0)
+        return 0;
     for (int i = 0; i < 2; i++)
-        if (on(i, "ip link set lo up && ip addr add 10.77.0.%d/24 dev cable && ip link set cable up", i + 1) != 0) return 0;
+        if (on(i, "ip link set lo up && ip addr add 10.77.0.%d/24 dev cable && ip link set cable up", i + 1)
+            != 0)
+            return 0;
     /* the kernel can lack IPv6 */
     for (int i = 0; i < 2; i++) on(i, "ip -6 addr add fd77::%d/64 dev cable nodad 2>/dev/null", i + 1);
     return 1;

@@ -11,36 +11,55 @@
 
 #include <math.h>
 
-enum { PIPE_ROWS = 2, PIPE_SIDE = 5, PIPE_CELLS = PIPE_ROWS * PIPE_SIDE, PIPE_WEIGHTS = PIPE_SIDE * PIPE_SIDE, PIPE_STAGES = 12, PIPE_BATCHES = 40, PIPE_NOTES = 3 };
+enum {
+    PIPE_ROWS = 2,
+    PIPE_SIDE = 5,
+    PIPE_CELLS = PIPE_ROWS * PIPE_SIDE,
+    PIPE_WEIGHTS = PIPE_SIDE * PIPE_SIDE,
+    PIPE_STAGES = 12,
+    PIPE_BATCHES = 40,
+    PIPE_NOTES = 3
+};
 
-typedef struct pipe_saved { float y[PIPE_CELLS], dz[PIPE_CELLS]; } pipe_saved;
+typedef struct pipe_saved {
+    float y[PIPE_CELLS], dz[PIPE_CELLS];
+} pipe_saved;
 
 /* A fault injected into a stage's callback. */
 /* how: 0 = none, 1 = fails, 2 = is killed, 3 = never reports completion. */
-typedef struct pipe_fault { int stage, microbatch, step, loss; ddp_action_kind kind; int how; } pipe_fault;
+typedef struct pipe_fault {
+    int stage, microbatch, step, loss;
+    ddp_action_kind kind;
+    int how;
+} pipe_fault;
 
 typedef struct pipe_model {
     int stages, with_loss, steps;
-    int first;                   /* number of the runner's micro-batch 0 among those of all replicas */
+    int first; /* number of the runner's micro-batch 0 among those of all replicas */
     float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE];
     float d_weight[PIPE_STAGES][PIPE_WEIGHTS], d_bias[PIPE_STAGES][PIPE_SIDE];
     ddp_param params[PIPE_STAGES][2], *pointers[PIPE_STAGES][2];
     ddp_pipeline_stage stage[PIPE_STAGES];
     ddp_pipeline_edge edges[2 * PIPE_STAGES + 2];
     int edge_count;
-    int hooks[PIPE_STAGES][5];   /* number of calls of each */
+    int hooks[PIPE_STAGES][5]; /* number of calls of each */
     int recomputed, evaluated;
     pipe_fault fault;
-    const char *wrong;           /* an error that a callback observed */
+    const char *wrong; /* an error that a callback observed */
 } pipe_model;
 
-static float pipe_number(uint64_t seed) { return (float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0); }
+static float pipe_number(uint64_t seed) {
+    return (float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0);
+}
 
 //== the model as plain loops ==================================================================
 
-static void pipe_input(float *x, int i) { for (int k = 0; k < PIPE_CELLS; k++) x[k] = pipe_number((uint64_t)i * 1000 + (uint64_t)k); }
+static void pipe_input(float *x, int i) {
+    for (int k = 0; k < PIPE_CELLS; k++) x[k] = pipe_number((uint64_t)i * 1000 + (uint64_t)k);
+}
 
-static void pipe_forward(const float *weight, const float *bias, const float *x, const double *skip, float *y) {
+static void pipe_forward(const float *weight, const float *bias, const float *x, const double *skip,
+                         float *y) {
     for (int r = 0; r < PIPE_ROWS; r++)
         for (int n = 0; n < PIPE_SIDE; n++) {
             float sum = bias[n] + (skip ? (float)skip[r * PIPE_SIDE + n] : 0);
@@ -49,7 +68,9 @@ static void pipe_forward(const float *weight, const float *bias, const float *x,
         }
 }
 
-static void pipe_skip_out(const float *y, double *skip) { for (int k = 0; k < PIPE_CELLS; k++) skip[k] = (double)y[k] * y[k]; }
+static void pipe_skip_out(const float *y, double *skip) {
+    for (int k = 0; k < PIPE_CELLS; k++) skip[k] = (double)y[k] * y[k];
+}
 
 static double pipe_loss(const float *y, int i, float *dy) {
     double loss = 0;
@@ -62,7 +83,8 @@ static double pipe_loss(const float *y, int i, float *dy) {
 }
 
 /* dz and dx; d_skip_back is the gradient received for the skip output. */
-static void pipe_input_grad(const float *weight, const float *y, const float *dy, const double *d_skip_back, float *dz, float *dx, double *d_skip) {
+static void pipe_input_grad(const float *weight, const float *y, const float *dy, const double *d_skip_back,
+                            float *dz, float *dx, double *d_skip) {
     for (int k = 0; k < PIPE_CELLS; k++) {
         float d = dy[k] + (d_skip_back ? (float)(d_skip_back[k] * 2 * y[k]) : 0);
         dz[k] = d * (1 - y[k] * y[k]);
@@ -93,7 +115,10 @@ static void pipe_weight_grad(const float *dz, const float *x, float *d_weight, f
 
 static int pipe_skips(const pipe_model *m) { return m->stages >= 3; }
 
-#define PIPE_SEE(m, condition) do { if (!(condition) && !(m)->wrong) (m)->wrong = #condition; } while (0)
+#define PIPE_SEE(m, condition)                                    \
+    do {                                                          \
+        if (!(condition) && !(m)->wrong) (m)->wrong = #condition; \
+    } while (0)
 
 /* The arrays of a call: boundary first, then notes, then skip, as edges are listed. */
 static const float *pipe_x(const pipe_model *m, const ddp_pipeline_call *c, float *drawn) {
@@ -104,7 +129,9 @@ static const float *pipe_x(const pipe_model *m, const ddp_pipeline_call *c, floa
 
 static ddp_result pipe_misbehave(pipe_model *m, const ddp_pipeline_call *c, int loss) {
     const pipe_fault *f = &m->fault;
-    if (!f->how || f->stage != c->stage || f->microbatch != c->microbatch || f->kind != c->kind || f->step != m->steps || f->loss != loss) return DDP_OK;
+    if (!f->how || f->stage != c->stage || f->microbatch != c->microbatch || f->kind != c->kind
+        || f->step != m->steps || f->loss != loss)
+        return DDP_OK;
     if (f->how == 2) kill(getpid(), SIGKILL);
     return f->how == 3 ? DDP_ERR_SYSTEM : ddp_fail(DDP_ERR_CORRUPT, "the sun does not shine");
 }
@@ -114,14 +141,17 @@ static ddp_result pipe_on_forward(const ddp_pipeline_call *c, void *user) {
     int s = c->stage, last = s + 1 == m->stages;
     float drawn[PIPE_CELLS], *y = (float *)(last ? ((pipe_saved *)c->saved)->y : c->outputs[0].data);
     const float *x = pipe_x(m, c, drawn);
-    PIPE_SEE(m, c->kind == DDP_ACTION_FORWARD && c->saved && c->input_grads == NULL && c->output_grads == NULL);
+    PIPE_SEE(m,
+             c->kind == DDP_ACTION_FORWARD && c->saved && c->input_grads == NULL && c->output_grads == NULL);
     PIPE_SEE(m, c->input_count == (s ? 2 : 0) + (last && pipe_skips(m)));
     PIPE_SEE(m, c->output_count == (last ? m->with_loss : 2) + (s == 0 && pipe_skips(m)));
     PIPE_SEE(m, (last != 0) == (c->loss != NULL));
-    for (int k = 0; k < PIPE_NOTES && s; k++) PIPE_SEE(m, ((const int32_t *)c->inputs[1].data)[k] == c->microbatch * 100 + s * 10 + k);
-    for (int k = 0; k < PIPE_NOTES && !last; k++) ((int32_t *)c->outputs[1].data)[k] = c->microbatch * 100 + (s + 1) * 10 + k;
-    pipe_forward((const float *)m->pointers[s][0]->value.data, (const float *)m->pointers[s][1]->value.data, x,
-                 last && pipe_skips(m) ? (const double *)c->inputs[2].data : NULL, y);
+    for (int k = 0; k < PIPE_NOTES && s; k++)
+        PIPE_SEE(m, ((const int32_t *)c->inputs[1].data)[k] == c->microbatch * 100 + s * 10 + k);
+    for (int k = 0; k < PIPE_NOTES && !last; k++)
+        ((int32_t *)c->outputs[1].data)[k] = c->microbatch * 100 + (s + 1) * 10 + k;
+    pipe_forward((const float *)m->pointers[s][0]->value.data, (const float *)m->pointers[s][1]->value.data,
+                 x, last && pipe_skips(m) ? (const double *)c->inputs[2].data : NULL, y);
     if (s == 0 && pipe_skips(m)) pipe_skip_out(y, (double *)c->outputs[2].data);
     if (!last) memcpy(((pipe_saved *)c->saved)->y, y, sizeof(float) * PIPE_CELLS);
     if (last && m->with_loss) memcpy(c->outputs[0].data, y, sizeof(float) * PIPE_CELLS);
@@ -134,7 +164,8 @@ static ddp_result pipe_on_forward(const ddp_pipeline_call *c, void *user) {
 static ddp_result pipe_on_loss(const ddp_pipeline_call *c, void *user) {
     pipe_model *m = (pipe_model *)user;
     PIPE_SEE(m, c->output_count == 1 && (c->evaluating != 0) == (c->output_grads == NULL));
-    *c->loss = pipe_loss((const float *)c->outputs[0].data, m->first + c->microbatch, c->output_grads ? (float *)c->output_grads[0].data : NULL);
+    *c->loss = pipe_loss((const float *)c->outputs[0].data, m->first + c->microbatch,
+                         c->output_grads ? (float *)c->output_grads[0].data : NULL);
     return pipe_misbehave(m, c, 1);
 }
 
@@ -144,13 +175,17 @@ static ddp_result pipe_on_input_grad(const ddp_pipeline_call *c, void *user) {
     int s = c->stage, last = s + 1 == m->stages;
     float own[PIPE_CELLS];
     const float *dy = own;
-    if (last && !m->with_loss) pipe_loss(saved->y, m->first + c->microbatch, own);
-    else dy = (const float *)c->output_grads[0].data;
+    if (last && !m->with_loss)
+        pipe_loss(saved->y, m->first + c->microbatch, own);
+    else
+        dy = (const float *)c->output_grads[0].data;
     PIPE_SEE(m, c->outputs == NULL && !c->evaluating && !c->recomputing);
     PIPE_SEE(m, last || c->output_grads[1].data == NULL);
     PIPE_SEE(m, !s || c->input_grads[1].data == NULL);
-    pipe_input_grad((const float *)m->pointers[s][0]->value.data, saved->y, dy, s == 0 && pipe_skips(m) ? (const double *)c->output_grads[2].data : NULL, saved->dz,
-                    s ? (float *)c->input_grads[0].data : NULL, last && pipe_skips(m) ? (double *)c->input_grads[2].data : NULL);
+    pipe_input_grad((const float *)m->pointers[s][0]->value.data, saved->y, dy,
+                    s == 0 && pipe_skips(m) ? (const double *)c->output_grads[2].data : NULL, saved->dz,
+                    s ? (float *)c->input_grads[0].data : NULL,
+                    last && pipe_skips(m) ? (double *)c->input_grads[2].data : NULL);
     return pipe_misbehave(m, c, 0);
 }
 
@@ -159,8 +194,10 @@ static ddp_result pipe_on_weight_grad(const ddp_pipeline_call *c, void *user) {
     int s = c->stage;
     float drawn[PIPE_CELLS];
     PIPE_SEE(m, c->input_grads == NULL && c->saved);
-    for (int k = 0; k < PIPE_NOTES && s; k++) PIPE_SEE(m, ((const int32_t *)c->inputs[1].data)[k] == c->microbatch * 100 + s * 10 + k);
-    pipe_weight_grad(((pipe_saved *)c->saved)->dz, pipe_x(m, c, drawn), (float *)m->pointers[s][0]->grad.data, (float *)m->pointers[s][1]->grad.data);
+    for (int k = 0; k < PIPE_NOTES && s; k++)
+        PIPE_SEE(m, ((const int32_t *)c->inputs[1].data)[k] == c->microbatch * 100 + s * 10 + k);
+    pipe_weight_grad(((pipe_saved *)c->saved)->dz, pipe_x(m, c, drawn), (float *)m->pointers[s][0]->grad.data,
+                     (float *)m->pointers[s][1]->grad.data);
     return pipe_misbehave(m, c, 0);
 }
 
@@ -175,7 +212,9 @@ static ddp_result pipe_on_backward(const ddp_pipeline_call *c, void *user) {
 /* w = w - rate g */
 static RANKS_UNUSED void pipe_descend(const pipe_model *m, int s) {
     for (int i = 0; i < 2; i++)
-        for (int k = 0; k < (i ? PIPE_SIDE : PIPE_WEIGHTS); k++) ((float *)m->pointers[s][i]->value.data)[k] -= 0.05f * ((const float *)m->pointers[s][i]->grad.data)[k];
+        for (int k = 0; k < (i ? PIPE_SIDE : PIPE_WEIGHTS); k++)
+            ((float *)m->pointers[s][i]->value.data)[k] -= 0.05f
+                                                           * ((const float *)m->pointers[s][i]->grad.data)[k];
 }
 
 //== building it ================================================================================
@@ -241,10 +280,13 @@ static void pipe_desc(pipe_model *m, const ddp_schedule *schedule, ddp_pipeline_
 
 //== one process ================================================================================
 
-typedef struct pipe_grads { float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE]; } pipe_grads;
+typedef struct pipe_grads {
+    float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE];
+} pipe_grads;
 
 /* Forward and backward of one micro-batch, with weights of any version. Returns the loss. */
-static RANKS_UNUSED double pipe_plain(int stages, const float *const *weight, const float *const *bias, int i, pipe_grads *g) {
+static RANKS_UNUSED double pipe_plain(int stages, const float *const *weight, const float *const *bias, int i,
+                                      pipe_grads *g) {
     float x[PIPE_STAGES + 1][PIPE_CELLS], dz[PIPE_CELLS], d[2][PIPE_CELLS];
     double skip[PIPE_CELLS], d_skip[PIPE_CELLS], loss;
     int skips = stages >= 3;
@@ -255,7 +297,8 @@ static RANKS_UNUSED double pipe_plain(int stages, const float *const *weight, co
     }
     loss = pipe_loss(x[stages], i, d[0]);
     for (int s = stages - 1; s >= 0; s--) {
-        pipe_input_grad(weight[s], x[s + 1], d[0], skips && s == 0 ? d_skip : NULL, dz, d[1], skips && s + 1 == stages ? d_skip : NULL);
+        pipe_input_grad(weight[s], x[s + 1], d[0], skips && s == 0 ? d_skip : NULL, dz, d[1],
+                        skips && s + 1 == stages ? d_skip : NULL);
         pipe_weight_grad(dz, x[s], g->weight[s], g->bias[s]);
         memcpy(d[0], d[1], sizeof d[0]);
     }

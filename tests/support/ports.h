@@ -20,10 +20,14 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-enum { PORTS_IN_BLOCK = 128, PORTS_FROM = 10240, PORTS_TO = 20000 /* SLURM jobs without a port have the next 10,000 */ };
+enum {
+    PORTS_IN_BLOCK = 128,
+    PORTS_FROM = 10240,
+    PORTS_TO = 20000 /* SLURM jobs without a port have the next 10,000 */
+};
 /* of the block: its first port, and how many were returned */
 static int ports_first, ports_given;
-static int ports_claimed_by = -1;    /* a descriptor */
+static int ports_claimed_by = -1; /* a descriptor */
 
 /* Ports for tests: from the return value up to *end. If the system's range leaves none below, they are above
    it. */
@@ -42,14 +46,18 @@ static int ports_range(int *end) {
 
 /* Claims a block for this process and its children. Returns 0, with a line on stderr, if none is free. */
 static inline int ports_claim(void) {
-    int end, from = ports_range(&end), blocks = (end - from) / PORTS_IN_BLOCK, fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    int end, from = ports_range(&end), blocks = (end - from) / PORTS_IN_BLOCK,
+             fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     for (int i = 0; fd >= 0 && i < blocks; i++) {
         struct sockaddr_un name;
         int first = from + ((int)getpid() + i) % blocks * PORTS_IN_BLOCK, length;
         memset(&name, 0, sizeof name);
         name.sun_family = AF_UNIX;
         length = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "ddp tests: ports from %d", first);
-        if (bind(fd, (struct sockaddr *)&name, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length)) != 0) continue;
+        if (bind(fd, (struct sockaddr *)&name,
+                 (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length))
+            != 0)
+            continue;
         ports_first = first;
         ports_given = 0;
         ports_claimed_by = fd;
@@ -74,7 +82,9 @@ static int ports_free(int port) {
         at.sin_family = AF_INET, at.sin_port = htons((uint16_t)port);
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
         if (i == 0) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on);
-        if (bind(fd, i ? (struct sockaddr *)&at : (struct sockaddr *)&at6, i ? sizeof at : sizeof at6) != 0 || listen(fd, 1) != 0) error = errno;
+        if (bind(fd, i ? (struct sockaddr *)&at : (struct sockaddr *)&at6, i ? sizeof at : sizeof at6) != 0
+            || listen(fd, 1) != 0)
+            error = errno;
         close(fd);
         if (error == EADDRINUSE) return 0;
     }

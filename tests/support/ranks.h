@@ -26,7 +26,8 @@
 #if defined(__cplusplus)
 extern "C"
 #endif
-const ddp_backend *RANKS_BACKEND(void);
+    const ddp_backend *
+    RANKS_BACKEND(void);
 #define RANKS_PLUG RANKS_BACKEND()
 #else
 #define RANKS_PLUG ((const ddp_backend *)NULL)
@@ -35,17 +36,32 @@ const ddp_backend *RANKS_BACKEND(void);
 //== backends ===============================================================================
 
 /* The backends of the tests in tests/ranks: the arguments of a test select entries of this table. */
-typedef enum ranks_mode { RANKS_SELF, RANKS_PROCESSES, RANKS_THREADS, RANKS_LARGE, RANKS_LARGE_THREADS, RANKS_NARROW, RANKS_TCP, RANKS_TCP_THREADS, RANKS_ENV,
-    RANKS_MPI, RANKS_MPI_ANY, RANKS_FOREIGN, RANKS_FOREIGN_THREADS, RANKS_MODES } ranks_mode;
+typedef enum ranks_mode {
+    RANKS_SELF,
+    RANKS_PROCESSES,
+    RANKS_THREADS,
+    RANKS_LARGE,
+    RANKS_LARGE_THREADS,
+    RANKS_NARROW,
+    RANKS_TCP,
+    RANKS_TCP_THREADS,
+    RANKS_ENV,
+    RANKS_MPI,
+    RANKS_MPI_ANY,
+    RANKS_FOREIGN,
+    RANKS_FOREIGN_THREADS,
+    RANKS_MODES
+} ranks_mode;
 enum { RANKS_LAUNCHED, RANKS_AS_THREADS, RANKS_STARTED /* this process is one rank already */ };
 enum {
-    RANKS_NO_MESSAGES = 1, RANKS_NO_COUNTS = 2, /* no send and receive; no call with counts per rank */
-    RANKS_APART = 4,                            /* every rank is on an emulated machine of its own */
-    RANKS_PLUGGED_IN = 8,                       /* launched on the backend that RANKS_BACKEND gives */
+    RANKS_NO_MESSAGES = 1,
+    RANKS_NO_COUNTS = 2,  /* no send and receive; no call with counts per rank */
+    RANKS_APART = 4,      /* every rank is on an emulated machine of its own */
+    RANKS_PLUGGED_IN = 8, /* launched on the backend that RANKS_BACKEND gives */
     /* The methods of large calls, at sizes that a test can afford. */
     RANKS_LARGE_EARLY = 16,
-    RANKS_NARROW_CPU = 32,                      /* as without wide vectors */
-    RANKS_ALL_CASES = 64                        /* others repeat only some of them */
+    RANKS_NARROW_CPU = 32, /* as without wide vectors */
+    RANKS_ALL_CASES = 64   /* others repeat only some of them */
 };
 typedef struct ranks_backend {
     const char *name;
@@ -65,8 +81,10 @@ static const ranks_backend ranks_backends[RANKS_MODES] = {
     {"large", RANKS_LAUNCHED, NULL, DDP_ORDER_DEFAULT, RANKS_LARGE_EARLY | RANKS_ALL_CASES, 0, 1},
     {"large_threads", RANKS_AS_THREADS, NULL, DDP_ORDER_DEFAULT, RANKS_LARGE_EARLY, 0, 1},
     {"narrow", RANKS_LAUNCHED, NULL, DDP_ORDER_DEFAULT, RANKS_LARGE_EARLY | RANKS_NARROW_CPU, 0, 1},
-    {"tcp", RANKS_LAUNCHED, "file://", DDP_ORDER_DEFAULT, RANKS_APART | RANKS_NO_MESSAGES | RANKS_NO_COUNTS, 65536, 10},
-    {"tcp_threads", RANKS_AS_THREADS, "file://", DDP_ORDER_DEFAULT, RANKS_APART | RANKS_NO_MESSAGES | RANKS_NO_COUNTS, 65536, 10},
+    {"tcp", RANKS_LAUNCHED, "file://", DDP_ORDER_DEFAULT, RANKS_APART | RANKS_NO_MESSAGES | RANKS_NO_COUNTS,
+     65536, 10},
+    {"tcp_threads", RANKS_AS_THREADS, "file://", DDP_ORDER_DEFAULT,
+     RANKS_APART | RANKS_NO_MESSAGES | RANKS_NO_COUNTS, 65536, 10},
     {"env", RANKS_STARTED, NULL, DDP_ORDER_DEFAULT, 0, 0, 1},
     {"mpi", RANKS_STARTED, "mpi://", DDP_ORDER_DEFAULT, 0, 0, 1},
     {"mpi_any", RANKS_STARTED, "mpi://", DDP_ORDER_ANY, 0, 0, 1},
@@ -84,7 +102,9 @@ static RANKS_UNUSED const char *ranks_mode_name(ranks_mode mode) { return ranks_
 /* Returns 0 if text names a backend of this program. */
 static RANKS_UNUSED int ranks_mode_parse(const char *text, ranks_mode *mode) {
     for (int m = 0; m < RANKS_MODES; m++) {
-        if (strcmp(text, ranks_backends[m].name) != 0 || (ranks_backends[m].is & RANKS_PLUGGED_IN && !RANKS_PLUG)) continue;
+        if (strcmp(text, ranks_backends[m].name) != 0
+            || (ranks_backends[m].is & RANKS_PLUGGED_IN && !RANKS_PLUG))
+            continue;
         *mode = (ranks_mode)m;
         return 0;
     }
@@ -103,7 +123,11 @@ static RANKS_UNUSED int ranks_per_machine(void) {
 
 //== running ranks ==========================================================================
 
-typedef struct ranks_joining { int timeout_ms, launch; ddp_rank_fn fn; void *user; } ranks_joining;
+typedef struct ranks_joining {
+    int timeout_ms, launch;
+    ddp_rank_fn fn;
+    void *user;
+} ranks_joining;
 
 /* local: the group of the launch, whose ranks join another group together; or NULL. */
 static RANKS_UNUSED ddp_result ranks_join(ddp_group *local, void *user) {
@@ -119,7 +143,8 @@ static RANKS_UNUSED ddp_result ranks_join(ddp_group *local, void *user) {
     desc.user = ranks_memory.user;
     desc.init_method = ranks_on.joins;
     if (local) {
-        snprintf(url, sizeof url, "%.20s/tmp/ddp_test_ranks_%d_%d", ranks_on.joins, (int)j->launch, (int)getuid());
+        snprintf(url, sizeof url, "%.20s/tmp/ddp_test_ranks_%d_%d", ranks_on.joins, (int)j->launch,
+                 (int)getuid());
         desc.init_method = url;
         desc.rank = ddp_rank(local);
         desc.world_size = ddp_world_size(local);
@@ -136,7 +161,8 @@ static RANKS_UNUSED ddp_result ranks_join(ddp_group *local, void *user) {
 }
 
 /* Runs fn on world_size ranks. */
-static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int timeout_ms, ddp_rank_fn fn, void *user) {
+static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int timeout_ms, ddp_rank_fn fn,
+                                         void *user) {
     static int launches;
     ranks_joining joining;
     ddp_launch_desc desc = DDP_ZERO;
@@ -147,7 +173,8 @@ static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int ti
     ranks_on = ranks_backends[mode];
 #if !defined(DDP_TEST_INNER_H)
     if (ranks_on.is & (RANKS_APART | RANKS_LARGE_EARLY | RANKS_NARROW_CPU))
-        return ddp_fail(DDP_ERR_INVALID, "mode %s needs support/inner.h, included before ranks.h", ranks_on.name);
+        return ddp_fail(DDP_ERR_INVALID, "mode %s needs support/inner.h, included before ranks.h",
+                        ranks_on.name);
 #else
     if (ranks_on.is & RANKS_LARGE_EARLY) inner.large_bytes = 16384;
     inner.narrow = (ranks_on.is & RANKS_NARROW_CPU) != 0;
@@ -164,7 +191,10 @@ static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int ti
 /* Zeroed memory shared by all ranks, as threads or as forked processes. */
 static RANKS_UNUSED void *ranks_shared(size_t size_bytes) {
     void *memory = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) { perror("mmap"); exit(2); }
+    if (memory == MAP_FAILED) {
+        perror("mmap");
+        exit(2);
+    }
     return memory;
 }
 
@@ -178,64 +208,71 @@ static RANKS_UNUSED void ranks_sleep_us(long us) {
     struct timespec pause;
     pause.tv_sec = us / 1000000;
     pause.tv_nsec = us % 1000000 * 1000;
-    while (nanosleep(&pause, &pause) != 0 && errno == EINTR) {}
+    while (nanosleep(&pause, &pause) != 0 && errno == EINTR) {
+    }
 }
 
 /* Inside a rank function: returns with an error that names the place if condition is false. */
-#define RANKS_CHECK(group, condition, ...)                                                                                   \
-    do {                                                                                                                     \
-        if (!(condition)) return ranks_failed((group), __FILE__, __LINE__, #condition, __VA_ARGS__);                         \
+#define RANKS_CHECK(group, condition, ...)                                                           \
+    do {                                                                                             \
+        if (!(condition)) return ranks_failed((group), __FILE__, __LINE__, #condition, __VA_ARGS__); \
     } while (0)
 
 /* As above for a call that must return DDP_OK. */
-#define RANKS_OK(group, call)                                                                                                \
-    do {                                                                                                                     \
-        ddp_result ranks_result = (call);                                                                                    \
-        if (ranks_result != DDP_OK)                                                                                          \
-            return ranks_failed((group), __FILE__, __LINE__, #call, "%s: %s", ddp_result_name(ranks_result), ddp_last_error()); \
+#define RANKS_OK(group, call)                                                                                \
+    do {                                                                                                     \
+        ddp_result ranks_result = (call);                                                                    \
+        if (ranks_result != DDP_OK)                                                                          \
+            return ranks_failed((group), __FILE__, __LINE__, #call, "%s: %s", ddp_result_name(ranks_result), \
+                                ddp_last_error());                                                           \
     } while (0)
 
-static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, int line, const char *what, const char *format, ...)
-    __attribute__((format(printf, 5, 6)));
-static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, int line, const char *what, const char *format, ...) {
+static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, int line, const char *what,
+                                            const char *format, ...) __attribute__((format(printf, 5, 6)));
+static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, int line, const char *what,
+                                            const char *format, ...) {
     char text[600];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    fprintf(stderr, "FAIL %s:%d rank %d/%d: %s: %s\n", file, line, group ? ddp_rank(group) : -1, group ? ddp_world_size(group) : 0,
-            what, text);
+    fprintf(stderr, "FAIL %s:%d rank %d/%d: %s: %s\n", file, line, group ? ddp_rank(group) : -1,
+            group ? ddp_world_size(group) : 0, what, text);
     return ddp_fail(DDP_ERR_CORRUPT, "%s:%d: %s", file, line, what);
 }
 
 static RANKS_UNUSED __thread const char *ranks_current = ""; /* the test that runs; the same on every rank */
 
 /* Inside a rank function: runs a test and a barrier, and returns if either fails. */
-#define RANKS_RUN(world, test)                                                                                               \
-    do {                                                                                                                     \
-        double run_start = ranks_now();                                                                                      \
-        ddp_result run_result;                                                                                               \
-        ranks_current = #test;                                                                                               \
-        run_result = (test);                                                                                                 \
-        if (run_result == DDP_OK) run_result = ddp_barrier(world);                                                           \
-        if (run_result != DDP_OK) {                                                                                          \
-            fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), ddp_world_size(world), #test, ddp_last_error()); \
-            return run_result;                                                                                               \
-        }                                                                                                                    \
-        if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
+#define RANKS_RUN(world, test)                                                                              \
+    do {                                                                                                    \
+        double run_start = ranks_now();                                                                     \
+        ddp_result run_result;                                                                              \
+        ranks_current = #test;                                                                              \
+        run_result = (test);                                                                                \
+        if (run_result == DDP_OK) run_result = ddp_barrier(world);                                          \
+        if (run_result != DDP_OK) {                                                                         \
+            fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), ddp_world_size(world), #test,   \
+                    ddp_last_error());                                                                      \
+            return run_result;                                                                              \
+        }                                                                                                   \
+        if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start); \
     } while (0)
 
 /* The main of `program BACKEND [W ...]`: one launch per W, by default per entry of defaults, which ends with
    0; fn gets the mode. Returns how many failed, or -1 after a line on usage. The watchdog is started here. */
-static RANKS_UNUSED int ranks_each(int argc, char **argv, const int *defaults, int watchdog_seconds, ranks_mode *mode, ddp_rank_fn fn) {
+static RANKS_UNUSED int ranks_each(int argc, char **argv, const int *defaults, int watchdog_seconds,
+                                   ranks_mode *mode, ddp_rank_fn fn) {
     int failures = 0;
-    if (argc < 2 || ranks_mode_parse(argv[1], mode) != 0) return fprintf(stderr, "usage: %s BACKEND [W ...], see support/ranks.h\n", argv[0]), -1;
+    if (argc < 2 || ranks_mode_parse(argv[1], mode) != 0)
+        return fprintf(stderr, "usage: %s BACKEND [W ...], see support/ranks.h\n", argv[0]), -1;
     watchdog_start(watchdog_seconds);
     for (int i = 0; argc > 2 ? i + 2 < argc : defaults[i]; i++) {
         int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
         ddp_result result = ranks_run(*mode, w, 60000 * DDP_TEST_SLOWDOWN, fn, mode);
         if (result != DDP_OK) {
-            fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(*mode), w, ddp_result_name(result), ddp_last_error());
+            fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(*mode), w, ddp_result_name(result),
+                    ddp_last_error());
             failures++;
         }
         if (ranks_joins(*mode)) break;
@@ -255,9 +292,12 @@ static float ranks_power_of_2(int exponent) {
 static RANKS_UNUSED float ranks_f16_to_f32(uint16_t bits) {
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     float value;
-    if (exponent == 31) value = mantissa ? NAN : INFINITY;
-    else if (exponent == 0) value = (float)mantissa * ranks_power_of_2(-24);
-    else value = (float)(mantissa + 1024) * ranks_power_of_2(exponent - 25);
+    if (exponent == 31)
+        value = mantissa ? NAN : INFINITY;
+    else if (exponent == 0)
+        value = (float)mantissa * ranks_power_of_2(-24);
+    else
+        value = (float)(mantissa + 1024) * ranks_power_of_2(exponent - 25);
     return bits & 0x8000 ? -value : value;
 }
 
@@ -270,7 +310,9 @@ static RANKS_UNUSED uint16_t ranks_f32_to_f16(float value) {
     if (size >= 65520.0f) return (uint16_t)(sign | 0x7c00);
     if (size < ldexpf(1, -14)) return (uint16_t)(sign | (uint16_t)rintf(ldexpf(size, 24)));
     exponent = ilogbf(size);
-    return (uint16_t)(sign | (uint16_t)(((exponent + 15) << 10) + ((int)rintf(ldexpf(size, 10 - exponent)) - 1024)));
+    return (
+        uint16_t)(sign
+                  | (uint16_t)(((exponent + 15) << 10) + ((int)rintf(ldexpf(size, 10 - exponent)) - 1024)));
 }
 
 static RANKS_UNUSED float ranks_bf16_to_f32(uint16_t bits) {
@@ -308,25 +350,32 @@ typedef struct ranks_data {
 
 static RANKS_UNUSED size_t ranks_dtype_size(ddp_dtype dtype) {
     switch (dtype) {
-    case DDP_F64: case DDP_I64: case DDP_U64: return 8;
-    case DDP_F32: case DDP_I32: return 4;
-    case DDP_F16: case DDP_BF16: return 2;
+    case DDP_F64:
+    case DDP_I64:
+    case DDP_U64: return 8;
+    case DDP_F32:
+    case DDP_I32: return 4;
+    case DDP_F16:
+    case DDP_BF16: return 2;
     default: return 1;
     }
 }
 
 /* A finite float in a range of a few binades, so that the order of additions shows; or a special one. */
 static inline uint64_t ranks_float_bits(uint64_t h, int mantissa_bits, int exponent_bits, int special) {
-    uint64_t top = (UINT64_C(1) << exponent_bits) - 1, bias = top >> 1, mantissa = (UINT64_C(1) << mantissa_bits) - 1;
+    uint64_t top = (UINT64_C(1) << exponent_bits) - 1, bias = top >> 1,
+             mantissa = (UINT64_C(1) << mantissa_bits) - 1;
     uint64_t sign = (h >> 63) << (mantissa_bits + exponent_bits);
     if (special) {
         switch (h >> 8 & 7) {
-        case 0: return sign | top << mantissa_bits | (mantissa + 1) >> 1;             /* NaN */
-        case 1: case 2: return sign | top << mantissa_bits;                           /* infinity */
-        case 3: case 4: return sign;                                                  /* zero */
-        case 5: return sign | 1;                                                      /* least subnormal */
-        case 6: return sign | (top - 1) << mantissa_bits | mantissa;                  /* greatest */
-        default: return sign | (h >> 16 & mantissa);                                  /* subnormal */
+        case 0: return sign | top << mantissa_bits | (mantissa + 1) >> 1; /* NaN */
+        case 1:
+        case 2: return sign | top << mantissa_bits; /* infinity */
+        case 3:
+        case 4: return sign;                                         /* zero */
+        case 5: return sign | 1;                                     /* least subnormal */
+        case 6: return sign | (top - 1) << mantissa_bits | mantissa; /* greatest */
+        default: return sign | (h >> 16 & mantissa);                 /* subnormal */
         }
     }
     return sign | (bias - 4 + h % 9) << mantissa_bits | (h >> 8 & mantissa);
@@ -347,10 +396,14 @@ static inline uint64_t ranks_bits(const ranks_data *data, int rank, size_t index
 
 static inline void ranks_store(void *memory, size_t index, size_t size, uint64_t bits) { /* little-endian */
     unsigned char *at = (unsigned char *)memory + index * size;
-    if (size == 8) memcpy(at, &bits, 8);
-    else if (size == 4) memcpy(at, &bits, 4);
-    else if (size == 2) memcpy(at, &bits, 2);
-    else *at = (unsigned char)bits;
+    if (size == 8)
+        memcpy(at, &bits, 8);
+    else if (size == 4)
+        memcpy(at, &bits, 4);
+    else if (size == 2)
+        memcpy(at, &bits, 2);
+    else
+        *at = (unsigned char)bits;
 }
 
 static RANKS_UNUSED uint64_t ranks_load(const void *memory, size_t index, size_t size) {
@@ -360,14 +413,20 @@ static RANKS_UNUSED uint64_t ranks_load(const void *memory, size_t index, size_t
 }
 
 /* memory[0 .. count) = elements first, first + 1, ... of a rank's input. */
-static RANKS_UNUSED void ranks_fill(void *memory, const ranks_data *data, int rank, size_t first, size_t count) {
+static RANKS_UNUSED void ranks_fill(void *memory, const ranks_data *data, int rank, size_t first,
+                                    size_t count) {
     size_t size = ranks_dtype_size(data->dtype);
     for (size_t i = 0; i < count; i++) ranks_store(memory, i, size, ranks_bits(data, rank, first + i));
 }
 
 //== reference reduction ====================================================================
 
-typedef union ranks_number { float f; double d; uint64_t u; int64_t i; } ranks_number;
+typedef union ranks_number {
+    float f;
+    double d;
+    uint64_t u;
+    int64_t i;
+} ranks_number;
 
 static inline ranks_number ranks_widen(ddp_dtype dtype, uint64_t bits) {
     ranks_number n;
@@ -390,31 +449,46 @@ static inline uint64_t ranks_narrow(ddp_dtype dtype, ranks_number n) {
 static int ranks_is_f32(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F16 || dtype == DDP_BF16; }
 
 /* a = a op b for n numbers. */
-#define RANKS_EACH(field, value) for (size_t i = 0; i < n; i++) a[i].field = (value)
-#define RANKS_PICK(field, less) (isnan(a[i].field) || isnan(b[i].field) ? NAN : b[i].field less a[i].field ? b[i].field : a[i].field)
-#define RANKS_FLOATS(field)                                                                                                  \
-    do {                                                                                                                     \
-        if (op == DDP_OP_SUM || op == DDP_OP_AVG) RANKS_EACH(field, a[i].field + b[i].field);                                \
-        else if (op == DDP_OP_PROD) RANKS_EACH(field, a[i].field * b[i].field);                                              \
-        else if (op == DDP_OP_MIN) RANKS_EACH(field, RANKS_PICK(field, <));                                                  \
-        else RANKS_EACH(field, RANKS_PICK(field, >));                                                                        \
+#define RANKS_EACH(field, value) \
+    for (size_t i = 0; i < n; i++) a[i].field = (value)
+#define RANKS_PICK(field, less) \
+    (isnan(a[i].field) || isnan(b[i].field) ? NAN : b[i].field less a[i].field ? b[i].field : a[i].field)
+#define RANKS_FLOATS(field)                             \
+    do {                                                \
+        if (op == DDP_OP_SUM || op == DDP_OP_AVG)       \
+            RANKS_EACH(field, a[i].field + b[i].field); \
+        else if (op == DDP_OP_PROD)                     \
+            RANKS_EACH(field, a[i].field *b[i].field);  \
+        else if (op == DDP_OP_MIN)                      \
+            RANKS_EACH(field, RANKS_PICK(field, <));    \
+        else                                            \
+            RANKS_EACH(field, RANKS_PICK(field, >));    \
     } while (0)
-static RANKS_UNUSED void ranks_combine(ddp_dtype dtype, ddp_op op, ranks_number *a, const ranks_number *b, size_t n) {
+static RANKS_UNUSED void ranks_combine(ddp_dtype dtype, ddp_op op, ranks_number *a, const ranks_number *b,
+                                       size_t n) {
     int is_unsigned = dtype == DDP_U8 || dtype == DDP_U64;
-    if (ranks_is_f32(dtype)) RANKS_FLOATS(f);
-    else if (dtype == DDP_F64) RANKS_FLOATS(d);
-    else if (op == DDP_OP_SUM || op == DDP_OP_AVG) RANKS_EACH(u, a[i].u + b[i].u);
-    else if (op == DDP_OP_PROD) RANKS_EACH(u, a[i].u * b[i].u);
-    else RANKS_EACH(u, (op == DDP_OP_MIN) == (is_unsigned ? b[i].u < a[i].u : b[i].i < a[i].i) ? b[i].u : a[i].u);
+    if (ranks_is_f32(dtype))
+        RANKS_FLOATS(f);
+    else if (dtype == DDP_F64)
+        RANKS_FLOATS(d);
+    else if (op == DDP_OP_SUM || op == DDP_OP_AVG)
+        RANKS_EACH(u, a[i].u + b[i].u);
+    else if (op == DDP_OP_PROD)
+        RANKS_EACH(u, a[i].u * b[i].u);
+    else
+        RANKS_EACH(u,
+                   (op == DDP_OP_MIN) == (is_unsigned ? b[i].u < a[i].u : b[i].i < a[i].i) ? b[i].u : a[i].u);
 }
 
 /* Elements at .. at + n - 1 of ranks first .. first + ranks - 1 as a tree: the left part is the largest power
    of two below the number of ranks. */
 #define RANKS_BLOCK ((size_t)128)
-static RANKS_UNUSED void ranks_tree(ranks_number *out, const ranks_data *data, ddp_op op, int first, int ranks, size_t at, size_t n) {
+static RANKS_UNUSED void ranks_tree(ranks_number *out, const ranks_data *data, ddp_op op, int first,
+                                    int ranks, size_t at, size_t n) {
     ranks_number right[RANKS_BLOCK];
     int left = 1;
-    for (size_t i = 0; i < n && ranks == 1; i++) out[i] = ranks_widen(data->dtype, ranks_bits(data, first, at + i));
+    for (size_t i = 0; i < n && ranks == 1; i++)
+        out[i] = ranks_widen(data->dtype, ranks_bits(data, first, at + i));
     if (ranks == 1) return;
     while (left * 2 < ranks) left *= 2;
     ranks_tree(out, data, op, first, left, at, n);
@@ -423,26 +497,34 @@ static RANKS_UNUSED void ranks_tree(ranks_number *out, const ranks_data *data, d
 }
 
 static inline ranks_number ranks_divided(ddp_dtype dtype, ranks_number n, uint64_t divisor) {
-    if (ranks_is_f32(dtype)) n.f /= (float)divisor;
-    else if (dtype == DDP_F64) n.d /= (double)divisor;
+    if (ranks_is_f32(dtype))
+        n.f /= (float)divisor;
+    else if (dtype == DDP_F64)
+        n.d /= (double)divisor;
     else {
         n = ranks_widen(dtype, n.u); /* the wrapped sum */
-        if (dtype == DDP_U8 || dtype == DDP_U64) n.u /= divisor;
-        else n.i /= (int64_t)divisor;
+        if (dtype == DDP_U8 || dtype == DDP_U64)
+            n.u /= divisor;
+        else
+            n.i /= (int64_t)divisor;
     }
     return n;
 }
 
 /* out[0 .. count) = elements first, first + 1, ... of a reduction over ranks 0 .. world_size - 1; AVG divides
    by divisor. */
-static RANKS_UNUSED void ranks_reduce(void *out, const ranks_data *data, ddp_op op, int world_size, uint64_t divisor, size_t first, size_t count) {
+static RANKS_UNUSED void ranks_reduce(void *out, const ranks_data *data, ddp_op op, int world_size,
+                                      uint64_t divisor, size_t first, size_t count) {
     size_t size = ranks_dtype_size(data->dtype);
     ranks_number block[RANKS_BLOCK];
     for (size_t at = 0; at < count; at += RANKS_BLOCK) {
         size_t n = count - at < RANKS_BLOCK ? count - at : RANKS_BLOCK;
         ranks_tree(block, data, op, 0, world_size, first + at, n);
         for (size_t i = 0; i < n; i++)
-            ranks_store(out, at + i, size, ranks_narrow(data->dtype, op == DDP_OP_AVG ? ranks_divided(data->dtype, block[i], divisor) : block[i]));
+            ranks_store(out, at + i, size,
+                        ranks_narrow(data->dtype, op == DDP_OP_AVG
+                                                      ? ranks_divided(data->dtype, block[i], divisor)
+                                                      : block[i]));
     }
 }
 
@@ -460,7 +542,8 @@ static RANKS_UNUSED int ranks_is_zero(ddp_dtype dtype, uint64_t bits) {
 
 /* -1 if have equals want bit for bit, otherwise the first index that differs. Any NaN equals any NaN. MIN and
    MAX may choose either sign of a zero, but the same on all ranks: it goes into *zero_signs. */
-static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_t count, ddp_dtype dtype, int free_zero, uint64_t *zero_signs) {
+static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_t count, ddp_dtype dtype,
+                                       int free_zero, uint64_t *zero_signs) {
     size_t size = ranks_dtype_size(dtype);
     if (memcmp(have, want, count * size) == 0) return -1;
     for (size_t i = 0; i < count; i++) {
@@ -474,7 +557,8 @@ static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_
 
 /* The same as ranks_compare for an engine that chose the order of additions of floats: a small difference is
    allowed, and any result if a number is not finite. */
-static RANKS_UNUSED long ranks_compare_any(const void *have, const void *want, size_t count, ddp_dtype dtype) {
+static RANKS_UNUSED long ranks_compare_any(const void *have, const void *want, size_t count,
+                                           ddp_dtype dtype) {
     size_t size = ranks_dtype_size(dtype);
     for (size_t i = 0; i < count; i++) {
         uint64_t a = ranks_load(have, i, size), b = ranks_load(want, i, size);

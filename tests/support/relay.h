@@ -18,19 +18,25 @@ static int relay_gathers[DDP_MAX_LOCAL_RANKS];
 
 static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call) {
     int *gathers = &relay_gathers[ddp_rank(group)];
-    if (call->kind == DDP_CALL_ALL_GATHER && !(call->flags & DDP_CALL_HOST_MEMORY)) __atomic_add_fetch(gathers, 1, __ATOMIC_RELAXED);
+    if (call->kind == DDP_CALL_ALL_GATHER && !(call->flags & DDP_CALL_HOST_MEMORY))
+        __atomic_add_fetch(gathers, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&relay_runs, 1, __ATOMIC_RELAXED);
     return ddp_group_call((ddp_group *)state, call, NULL);
 }
 
 /* one after the other: the group below has one caller at a time */
-typedef struct relay_memory { ddp_group *below; size_t size_bytes; void *memory; } relay_memory;
+typedef struct relay_memory {
+    ddp_group *below;
+    size_t size_bytes;
+    void *memory;
+} relay_memory;
 
 static ddp_result relay_take(ddp_group *group, void *argument) {
     relay_memory *m = (relay_memory *)argument;
     (void)group;
     if (!m->memory) __atomic_add_fetch(&relay_allocs, 1, __ATOMIC_RELAXED);
-    return m->memory ? ddp_group_free(m->below, m->memory) : ddp_group_alloc(m->below, m->size_bytes, &m->memory);
+    return m->memory ? ddp_group_free(m->below, m->memory)
+                     : ddp_group_alloc(m->below, m->size_bytes, &m->memory);
 }
 
 static ddp_result relay_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
@@ -66,14 +72,19 @@ static void relay_close(ddp_group *group, void *state) {
 }
 
 static ddp_result relay_over_device(ddp_group **out, ddp_group *group, const ddp_device *device) {
-    static const ddp_backend relay = {"relay", relay_open, relay_run, NULL, NULL, NULL, NULL, relay_alloc, relay_free, relay_status, relay_poison, relay_close, 0,
-                                      DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    static const ddp_backend relay = {
+        "relay",     relay_open, relay_run,    NULL,         NULL,        NULL, NULL,
+        relay_alloc, relay_free, relay_status, relay_poison, relay_close, 0,    DDP_ORDER_TREE,
+        NULL,        NULL,       NULL,         NULL,         NULL,
+    };
     ddp_group_desc desc = DDP_ZERO;
     desc.backend = &relay;
     desc.device = device;
     return ddp_group_create_on(out, group, &desc);
 }
 
-static ddp_result relay_over(ddp_group **out, ddp_group *group) { return relay_over_device(out, group, NULL); }
+static ddp_result relay_over(ddp_group **out, ddp_group *group) {
+    return relay_over_device(out, group, NULL);
+}
 
 #endif

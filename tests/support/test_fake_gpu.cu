@@ -31,16 +31,23 @@ static float *device_floats(float value) {
 }
 
 static cudaError_t add_one(cudaStream_t s, float *p) {
-    return fake_launch_work(s, "add_one", {{p, BYTES, 0}, {p, BYTES, 1}}, [p] { for (int i = 0; i < N; i++) ((float *)fake_view(p))[i] += 1; });
+    return fake_launch_work(s, "add_one", {{p, BYTES, 0}, {p, BYTES, 1}}, [p] {
+        for (int i = 0; i < N; i++) ((float *)fake_view(p))[i] += 1;
+    });
 }
 static cudaError_t doubled(cudaStream_t s, float *to, const float *from) {
-    return fake_launch_work(s, "doubled", {{from, BYTES, 0}, {to, BYTES, 1}},
-                            [to, from] { for (int i = 0; i < N; i++) ((float *)fake_view(to))[i] = 2 * ((float *)fake_view(from))[i]; });
+    return fake_launch_work(s, "doubled", {{from, BYTES, 0}, {to, BYTES, 1}}, [to, from] {
+        for (int i = 0; i < N; i++) ((float *)fake_view(to))[i] = 2 * ((float *)fake_view(from))[i];
+    });
 }
 static float last(const float *p) { return ((float *)fake_view(p))[N - 1]; }
 
 typedef void (*rank_fn)(int rank, int size);
-static struct { rank_fn fn; int size; pthread_barrier_t all_here; } job;
+static struct {
+    rank_fn fn;
+    int size;
+    pthread_barrier_t all_here;
+} job;
 static void *rank_main(void *argument) {
     int rank = (int)(intptr_t)argument;
     fake_set_device(rank);
@@ -169,7 +176,10 @@ static void freeing(void) {
 
 /* ---- streams and events ---- */
 
-struct loop { float *to; const float *from; };
+struct loop {
+    float *to;
+    const float *from;
+};
 static void run_loop(void *argument) {
     loop *l = (loop *)argument;
     for (int i = 0; i < N; i++) {
@@ -210,10 +220,10 @@ static void event_orders(void) {
     fake_event_record(e, a);
     fake_stream_wait_event(c, e); /* through a third stream */
     fake_event_record(f, c);
-    fake_event_destroy(e);        /* does not remove the wait */
+    fake_event_destroy(e); /* does not remove the wait */
     fake_stream_wait_event(b, f);
     doubled(b, q, p);
-    fake_stream_destroy(a);       /* its work still runs */
+    fake_stream_destroy(a); /* its work still runs */
     fake_synchronize(b);
     CHECK(last(q) == 4);
     CHECK(fake_event_query(f) == cudaSuccess);
@@ -303,8 +313,12 @@ static void host_orders(void) {
     fake_event_record(e, a);
     if (way == 0) fake_synchronize(a);
     if (way == 1) fake_event_synchronize(e);
-    if (way == 2) while (fake_stream_query(a) == cudaErrorNotReady) {}
-    if (way == 3) while (fake_event_query(e) == cudaErrorNotReady) {}
+    if (way == 2)
+        while (fake_stream_query(a) == cudaErrorNotReady) {
+        }
+    if (way == 3)
+        while (fake_event_query(e) == cudaErrorNotReady) {
+        }
     doubled(b, q, p);
     fake_synchronize(b);
     CHECK(last(q) == 4);
@@ -421,11 +435,14 @@ static void devices(void) {
     int device = -1, count = -1;
     char name[256];
     unsigned char uuid[16];
-    CHECK(fake_identity(2, name, uuid) == cudaSuccess && strcmp(name, "Fake 2") == 0 && uuid[0] == 2 && fake_identity(3, name, uuid) == cudaErrorInvalidDevice);
-    CHECK(fake_launch(NULL, dim3(7), dim3(256), NULL, 0, 0) == cudaSuccess && fake_record(0).find("cudaLaunchKernel(7, 256, s0)\n") != std::string::npos);
+    CHECK(fake_identity(2, name, uuid) == cudaSuccess && strcmp(name, "Fake 2") == 0 && uuid[0] == 2
+          && fake_identity(3, name, uuid) == cudaErrorInvalidDevice);
+    CHECK(fake_launch(NULL, dim3(7), dim3(256), NULL, 0, 0) == cudaSuccess
+          && fake_record(0).find("cudaLaunchKernel(7, 256, s0)\n") != std::string::npos);
     CHECK(fake_clear_error() == cudaSuccess);
     CHECK(fake_device_count(&count) == cudaSuccess && count == 3);
-    CHECK(fake_set_device(3) == cudaErrorInvalidDevice && fake_get_device(&device) == cudaSuccess && device == 0);
+    CHECK(fake_set_device(3) == cudaErrorInvalidDevice && fake_get_device(&device) == cudaSuccess
+          && device == 0);
     fake_stream_create(&a, 0);
     fake_event_create(&e);
     fake_set_device(1);
@@ -435,7 +452,8 @@ static void devices(void) {
     fake_expect("another device");
     CHECK(fake_event_record(e, b) != cudaSuccess);
     FOUND("different devices");
-    CHECK(fake_event_record(e, a) == cudaSuccess && fake_stream_wait_event(b, e) == cudaSuccess && fake_synchronize(b) == cudaSuccess);
+    CHECK(fake_event_record(e, a) == cudaSuccess && fake_stream_wait_event(b, e) == cudaSuccess
+          && fake_synchronize(b) == cudaSuccess);
     CLEAN();
 }
 
@@ -542,7 +560,8 @@ static void faults(void) {
     void *p = NULL, *q = NULL;
     cudaStream_t s;
     fake_fail("cudaMalloc", -1, 2, cudaErrorMemoryAllocation, 0);
-    CHECK(fake_malloc(&p, 64) == cudaSuccess && fake_malloc(&q, 64) == cudaErrorMemoryAllocation && !q && fake.fault.fired);
+    CHECK(fake_malloc(&p, 64) == cudaSuccess && fake_malloc(&q, 64) == cudaErrorMemoryAllocation && !q
+          && fake.fault.fired);
     CHECK(fake_malloc(&q, 64) == cudaSuccess);
     fake_fail(NULL, 1, 1, 0, 1);
     CHECK(fake_memset(p, 0, 64, 0) == cudaSuccess);
@@ -567,7 +586,8 @@ static void the_record(void) {
     fake_event_record(e, s);
     fake_stream_wait_event(0, e);
     fake_event_query(e);
-    CHECK(fake_record(0) == "cudaMemsetAsync(m1+4, 0, 60, s1)\ncudaEventRecord(e1, s1)\ncudaStreamWaitEvent(s0, e1)\n");
+    CHECK(fake_record(0)
+          == "cudaMemsetAsync(m1+4, 0, 60, s1)\ncudaEventRecord(e1, s1)\ncudaStreamWaitEvent(s0, e1)\n");
     CHECK(fake_record(1) == "");
     fake_free(p);
     fake_stream_destroy(s);
@@ -607,7 +627,8 @@ static void begin(int size) {
 }
 
 static void end_rank(int rank, int) {
-    CHECK(settle(comms[rank], ncclCommFinalize(comms[rank])) == ncclSuccess && ncclCommDestroy(comms[rank]) == ncclSuccess);
+    CHECK(settle(comms[rank], ncclCommFinalize(comms[rank])) == ncclSuccess
+          && ncclCommDestroy(comms[rank]) == ncclSuccess);
     fake_free(in[rank]);
     fake_free(out[rank]);
     fake_stream_destroy(streams[rank]);
@@ -629,24 +650,31 @@ static void collectives_rank(int rank, int size) {
     ncclRedOp_t op;
     float half = 0.5f;
     int n = 0;
-    CHECK(ncclCommCount(c, &n) == ncclSuccess && n == size && ncclCommUserRank(c, &n) == ncclSuccess && n == rank && ncclCommCuDevice(c,
-        &n) == ncclSuccess && n == rank);
+    CHECK(ncclCommCount(c, &n) == ncclSuccess && n == size && ncclCommUserRank(c, &n) == ncclSuccess
+          && n == rank && ncclCommCuDevice(c, &n) == ncclSuccess && n == rank);
     CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclSum, c, s)) == ncclSuccess);
     fake_synchronize(s);
     CHECK(at(b, 0) == 6 && at(b, N - 1) == 6);
-    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclAvg, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == 2);
-    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclMax, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
-    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclProd, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == 6);
+    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclAvg, c, s)) == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess && at(b, 5) == 2);
+    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclMax, c, s)) == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
+    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclProd, c, s)) == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess && at(b, 5) == 6);
     CHECK(ncclRedOpCreatePreMulSum(&op, &half, ncclFloat32, ncclScalarHostImmediate, c) == ncclSuccess);
-    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, op, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
+    CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, op, c, s)) == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
     CHECK(ncclRedOpDestroy(op, c) == ncclSuccess);
-    CHECK(settle(c, ncclReduce(a, b, N, ncclFloat32, ncclMin, 1, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b,
-        5) == (rank == 1 ? 1 : 3));
-    CHECK(settle(c, ncclBroadcast(a, b, N, ncclFloat32, 2, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
-    CHECK(settle(c, ncclAllGather(a, b, part, ncclFloat32, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess);
+    CHECK(settle(c, ncclReduce(a, b, N, ncclFloat32, ncclMin, 1, c, s)) == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess && at(b, 5) == (rank == 1 ? 1 : 3));
+    CHECK(settle(c, ncclBroadcast(a, b, N, ncclFloat32, 2, c, s)) == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
+    CHECK(settle(c, ncclAllGather(a, b, part, ncclFloat32, c, s)) == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess);
     for (int r = 0; r < size; r++) CHECK(at(b, r * N / 4) == (float)(r + 1));
-    CHECK(settle(c, ncclReduceScatter(b, b + (size_t)rank * part, part, ncclFloat32, ncclSum, c, s)) == ncclSuccess &&
-        fake_synchronize(s) == cudaSuccess); /* in place */
+    CHECK(settle(c, ncclReduceScatter(b, b + (size_t)rank * part, part, ncclFloat32, ncclSum, c, s))
+              == ncclSuccess
+          && fake_synchronize(s) == cudaSuccess); /* in place */
     CHECK(at(b, rank * N / 4) == (float)(3 * (rank + 1)));
     CHECK(settle(c, ncclGroupStart()) == ncclSuccess); /* an exchange between all pairs of ranks */
     for (int r = 0; r < size; r++) {
@@ -664,10 +692,12 @@ static void collectives(void) {
     end(3);
 }
 
-template <class T> static void dtype_case(int rank, ncclDataType_t dtype, double (*value)(T), T (*made)(double)) {
+template <class T>
+static void dtype_case(int rank, ncclDataType_t dtype, double (*value)(T), T (*made)(double)) {
     T *p = (T *)fake_view(in[rank]);
     for (int i = 0; i < 16; i++) p[i] = made(rank + i);
-    CHECK(ncclAllReduce(in[rank], out[rank], 16, dtype, ncclSum, comms[rank], streams[rank]) == ncclSuccess && fake_synchronize(streams[rank]) == cudaSuccess);
+    CHECK(ncclAllReduce(in[rank], out[rank], 16, dtype, ncclSum, comms[rank], streams[rank]) == ncclSuccess
+          && fake_synchronize(streams[rank]) == cudaSuccess);
     for (int i = 0; i < 16; i++) CHECK(value(((T *)fake_view(out[rank]))[i]) == 3 + 3 * i);
 }
 template <class T> static double plain_value(T x) { return (double)x; }
@@ -697,10 +727,12 @@ static void dtypes(void) {
 
 /* Different calls under one number; a real kernel would do anything. */
 static void mismatch_rank(int rank, int) {
-    ncclAllReduce(in[rank], out[rank], rank == 1 && fake.seed % 3 == 0 ? N - 1 : N, ncclFloat32, rank == 1 && fake.seed % 3 == 1 ? ncclMax
-        : ncclSum, comms[rank], streams[rank]);
-    if (rank == 1 && fake.seed % 3 == 2) ncclBroadcast(in[rank], out[rank], 8, ncclFloat32, 0, comms[rank], streams[rank]);
-    if (rank == 0 && fake.seed % 3 == 2) ncclAllGather(in[rank], out[rank], 8, ncclFloat32, comms[rank], streams[rank]);
+    ncclAllReduce(in[rank], out[rank], rank == 1 && fake.seed % 3 == 0 ? N - 1 : N, ncclFloat32,
+                  rank == 1 && fake.seed % 3 == 1 ? ncclMax : ncclSum, comms[rank], streams[rank]);
+    if (rank == 1 && fake.seed % 3 == 2)
+        ncclBroadcast(in[rank], out[rank], 8, ncclFloat32, 0, comms[rank], streams[rank]);
+    if (rank == 0 && fake.seed % 3 == 2)
+        ncclAllGather(in[rank], out[rank], 8, ncclFloat32, comms[rank], streams[rank]);
     fake_synchronize(streams[rank]);
 }
 
@@ -715,12 +747,14 @@ static void mismatch(void) {
 /* One rank is missing: the stream is blocked until the communicator is aborted, and continues then. */
 static void missing_rank(int rank, int) {
     if (rank == 0) return;
-    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]) == ncclSuccess);
+    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank])
+          == ncclSuccess);
     add_one(streams[rank], out[rank]);
     for (int i = 0; i < 50; i++) CHECK(fake_stream_query(streams[rank]) == cudaErrorNotReady);
     CHECK(ncclCommAbort(comms[rank]) == ncclSuccess);
     CHECK(fake_synchronize(streams[rank]) == cudaSuccess && at(out[rank], 0) == 0);
-    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]) != ncclSuccess);
+    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank])
+          != ncclSuccess);
 }
 
 static void missing(void) {
@@ -739,8 +773,10 @@ static void ring_rank(int rank, int size) {
     ncclSend(in[rank], N, ncclFloat32, next, comms[rank], streams[rank]);
     ncclRecv(out[rank], N, ncclFloat32, before, comms[rank], streams[rank]);
     if (grouped) ncclGroupEnd();
-    if (grouped) CHECK(fake_synchronize(streams[rank]) == cudaSuccess && at(out[rank], 0) == (float)(before + 1));
-    else CHECK(fake_synchronize(streams[rank]) != cudaSuccess);
+    if (grouped)
+        CHECK(fake_synchronize(streams[rank]) == cudaSuccess && at(out[rank], 0) == (float)(before + 1));
+    else
+        CHECK(fake_synchronize(streams[rank]) != cudaSuccess);
     pthread_barrier_wait(&job.all_here);
     if (!grouped) ncclCommAbort(comms[rank]);
 }
@@ -749,15 +785,19 @@ static void ring(void) {
     nonblocking = 0;
     begin(3);
     ranks(3, ring_rank);
-    if (fake.seed & 1) end(3);
-    else FOUND("deadlock: ");
+    if (fake.seed & 1)
+        end(3);
+    else
+        FOUND("deadlock: ");
     CLEAN();
 }
 
 /* Every rank waits on the host for a collective that the other rank has not issued yet. */
 static void crossed_rank(int rank, int) {
-    if (rank == 0) ncclSend(in[rank], N, ncclFloat32, 1, comms[rank], streams[rank]);
-    else ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]);
+    if (rank == 0)
+        ncclSend(in[rank], N, ncclFloat32, 1, comms[rank], streams[rank]);
+    else
+        ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]);
     CHECK(fake_synchronize(streams[rank]) != cudaSuccess);
     pthread_barrier_wait(&job.all_here);
     ncclCommAbort(comms[rank]);
@@ -781,7 +821,10 @@ static void buffer_rank(int rank, int) {
     fake_event_record(e, other);
     if (fake.seed & 1) fake_stream_wait_event(streams[rank], e);
     ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]);
-    if (fake.seed & 2) { fake_event_record(e, streams[rank]); fake_stream_wait_event(other, e); }
+    if (fake.seed & 2) {
+        fake_event_record(e, streams[rank]);
+        fake_stream_wait_event(other, e);
+    }
     add_one(other, in[rank]);
     fake_synchronize(streams[rank]);
     fake_synchronize(other);
@@ -793,8 +836,10 @@ static void buffers(void) {
     nonblocking = 0;
     begin(2);
     ranks(2, buffer_rank);
-    if ((fake.seed & 3) == 3) CHECK(last(in[0]) == 6 && last(in[1]) == 6);
-    else FOUND("race: ");
+    if ((fake.seed & 3) == 3)
+        CHECK(last(in[0]) == 6 && last(in[1]) == 6);
+    else
+        FOUND("race: ");
     end(2);
 }
 
@@ -811,9 +856,11 @@ static void nonblocking_rank(int rank, int size) {
     in[rank] = device_floats(1);
     out[rank] = device_floats(1);
     CHECK(ncclCommInitRankConfig(&comms[rank], size, id, rank, &config) == ncclInProgress);
-    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]) == ncclInvalidArgument);
+    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank])
+          == ncclInvalidArgument);
     CHECK(settle(comms[rank], ncclInProgress) == ncclSuccess);
-    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]) == ncclInProgress);
+    CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank])
+          == ncclInProgress);
     if (fake.seed & 1) CHECK(settle(comms[rank], ncclInProgress) == ncclSuccess);
     fake_event_record(e, streams[rank]);
     CHECK(settle(comms[rank], ncclInProgress) == ncclSuccess);
@@ -838,12 +885,16 @@ static void in_progress(void) {
 static void split_rank(int rank, int size) {
     ncclComm_t child = NULL;
     int n = -1, r = -1;
-    CHECK(settle(comms[rank], ncclCommSplit(comms[rank], rank == 4 ? NCCL_SPLIT_NOCOLOR : rank % 2, size - rank, &child, NULL)) == ncclSuccess);
+    CHECK(settle(comms[rank], ncclCommSplit(comms[rank], rank == 4 ? NCCL_SPLIT_NOCOLOR : rank % 2,
+                                            size - rank, &child, NULL))
+          == ncclSuccess);
     CHECK(!child == (rank == 4));
     if (!child) return;
     CHECK(settle(child, ncclInProgress) == ncclSuccess);
-    CHECK(ncclCommCount(child, &n) == ncclSuccess && n == 2 && ncclCommUserRank(child, &r) == ncclSuccess && r == (rank < 2));
-    CHECK(settle(child, ncclAllReduce(in[rank], out[rank], N, ncclFloat32, ncclSum, child, streams[rank])) == ncclSuccess);
+    CHECK(ncclCommCount(child, &n) == ncclSuccess && n == 2 && ncclCommUserRank(child, &r) == ncclSuccess
+          && r == (rank < 2));
+    CHECK(settle(child, ncclAllReduce(in[rank], out[rank], N, ncclFloat32, ncclSum, child, streams[rank]))
+          == ncclSuccess);
     CHECK(fake_synchronize(streams[rank]) == cudaSuccess && at(out[rank], 0) == (rank % 2 ? 6 : 4));
     CHECK(ncclCommDestroy(child) == ncclSuccess);
 }
@@ -859,7 +910,8 @@ static void split(void) {
 static void same_device_rank(int rank, int size) {
     ncclComm_t c;
     fake_set_device(0);
-    CHECK(ncclCommInitRank(&c, size, id, rank) == (getenv("NCCL_MULTI_RANK_GPU_ENABLE") ? ncclSuccess : ncclInvalidUsage));
+    CHECK(ncclCommInitRank(&c, size, id, rank)
+          == (getenv("NCCL_MULTI_RANK_GPU_ENABLE") ? ncclSuccess : ncclInvalidUsage));
     ncclCommAbort(c);
 }
 
@@ -880,15 +932,19 @@ static void registration(void) {
     void *p, *handle;
     ncclResult_t state;
     begin(1);
-    CHECK(ncclMemAlloc(&p, 4096) == ncclSuccess && ncclCommRegister(comms[0], p, 4096, &handle) == ncclSuccess);
-    CHECK(ncclCommDeregister(comms[0], handle) == ncclSuccess && ncclCommDeregister(comms[0], handle) != ncclSuccess);
+    CHECK(ncclMemAlloc(&p, 4096) == ncclSuccess
+          && ncclCommRegister(comms[0], p, 4096, &handle) == ncclSuccess);
+    CHECK(ncclCommDeregister(comms[0], handle) == ncclSuccess
+          && ncclCommDeregister(comms[0], handle) != ncclSuccess);
     FOUND("nothing is registered so");
     CHECK(ncclCommRegister(comms[0], p, 4096, &handle) == ncclSuccess && ncclMemFree(p) == ncclSuccess);
     FOUND("registrations with NCCL hold it");
     fake_async_error(0, ncclRemoteError);
     CHECK(ncclCommGetAsyncError(comms[0], &state) == ncclSuccess && state == ncclRemoteError);
-    if (fake.seed & 1) CHECK(ncclCommAbort(comms[0]) == ncclSuccess);
-    else CHECK(ncclCommDestroy(comms[0]) == ncclSuccess);
+    if (fake.seed & 1)
+        CHECK(ncclCommAbort(comms[0]) == ncclSuccess);
+    else
+        CHECK(ncclCommDestroy(comms[0]) == ncclSuccess);
     if (!(fake.seed & 1)) FOUND("is left registered");
     CLEAN();
 }
@@ -898,7 +954,8 @@ static void captured_rank(int rank, int) {
     fake_relax_capture();
     fake_capture_begin(streams[rank]);
     add_one(streams[rank], in[rank]);
-    CHECK(ncclAllReduce(in[rank], out[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]) == ncclSuccess);
+    CHECK(ncclAllReduce(in[rank], out[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank])
+          == ncclSuccess);
     fake_graph *graph = fake_capture_end(streams[rank]);
     for (int i = 0; i < 2; i++) fake_graph_launch(graph, streams[rank]);
     fake_synchronize(streams[rank]);
@@ -914,15 +971,45 @@ static void captured(void) {
 
 /* ---- main ---- */
 
-#define CASE(name) {#name, name}
+#define CASE(name) \
+    { #name, name }
 int main(void) {
-    static const struct { const char *name; void (*run)(void); } cases[] = {
-        CASE(memory_is_checked), CASE(cpu_may_not_touch), CASE(copies_with_the_host), CASE(pinned_memory), CASE(freeing), CASE(without_a_wait),
-            CASE(event_orders), CASE(in_a_process),
-        CASE(event_never_recorded), CASE(event_recorded_again), CASE(host_orders), CASE(event_is_not_its_stream), CASE(legacy_stream), CASE(no_race),
-        CASE(threads_by_themselves), CASE(devices), CASE(loops), CASE(capture), CASE(capture_gone_wrong), CASE(faults), CASE(the_record), CASE(collectives),
-        CASE(dtypes), CASE(mismatch), CASE(missing), CASE(ring), CASE(crossed), CASE(buffers), CASE(in_progress), CASE(split), CASE(same_device),
-        CASE(registration), CASE(captured)};
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } cases[] = {CASE(memory_is_checked),
+                 CASE(cpu_may_not_touch),
+                 CASE(copies_with_the_host),
+                 CASE(pinned_memory),
+                 CASE(freeing),
+                 CASE(without_a_wait),
+                 CASE(event_orders),
+                 CASE(in_a_process),
+                 CASE(event_never_recorded),
+                 CASE(event_recorded_again),
+                 CASE(host_orders),
+                 CASE(event_is_not_its_stream),
+                 CASE(legacy_stream),
+                 CASE(no_race),
+                 CASE(threads_by_themselves),
+                 CASE(devices),
+                 CASE(loops),
+                 CASE(capture),
+                 CASE(capture_gone_wrong),
+                 CASE(faults),
+                 CASE(the_record),
+                 CASE(collectives),
+                 CASE(dtypes),
+                 CASE(mismatch),
+                 CASE(missing),
+                 CASE(ring),
+                 CASE(crossed),
+                 CASE(buffers),
+                 CASE(in_progress),
+                 CASE(split),
+                 CASE(same_device),
+                 CASE(registration),
+                 CASE(captured)};
     watchdog_start(50);
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
         doing = cases[k].name;
@@ -931,7 +1018,8 @@ int main(void) {
             cases[k].run();
         }
     }
-    check_at(wrong_data == 3, __LINE__, "a missing wait gives right data with some seeds and wrong data with others");
+    check_at(wrong_data == 3, __LINE__,
+             "a missing wait gives right data with some seeds and wrong data with others");
     printf("%d checks, %d failed\n", checks, failures);
     return failures != 0;
 }

@@ -40,8 +40,12 @@ template <class T> static T *seen(T *p) { return (T *)fake_view(p); }
 /* ---- numbers ---- */
 
 static void numbers(void) {
-    static const struct { float x; uint16_t bits; } known[] = {{1, 0x3f80},          {-2, 0xc000},      {1.00390625f, 0x3f80},
-                                                               {1.01171875f, 0x3f82}, {3.4e38f, 0x7f80}, {0, 0}};
+    static const struct {
+        float x;
+        uint16_t bits;
+    } known[] = {
+        {1, 0x3f80}, {-2, 0xc000}, {1.00390625f, 0x3f80}, {1.01171875f, 0x3f82}, {3.4e38f, 0x7f80}, {0, 0},
+    };
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         CHECK(gpt_cuda_from_float<gpt_bf16>(known[i].x).bits == known[i].bits);
         CHECK(gpt_cuda_pack_bf16(known[i].x, 1) == (0x3f800000u | known[i].bits));
@@ -107,20 +111,26 @@ template <class T> static __global__ void transpose_kernel(T *out, const T *in, 
     T *tile = (T *)memory;
     const int x = (int)threadIdx.x, left = (int)blockIdx.x * 32, top = (int)blockIdx.y * 32;
     for (int y = (int)threadIdx.y; y < 32; y += 8)
-        if (top + y < rows && left + x < columns) gpt_cuda_load_stream<1>(tile + y * 33 + x, in + (top + y) * columns + left + x);
+        if (top + y < rows && left + x < columns)
+            gpt_cuda_load_stream<1>(tile + y * 33 + x, in + (top + y) * columns + left + x);
     gpt_cuda_sync();
     for (int y = (int)threadIdx.y; y < 32; y += 8)
-        if (left + y < columns && top + x < rows) gpt_cuda_store_stream<1>(out + (left + y) * rows + top + x, tile + x * 33 + y);
+        if (left + y < columns && top + x < rows)
+            gpt_cuda_store_stream<1>(out + (left + y) * rows + top + x, tile + x * 33 + y);
 }
 
 static void transposed(void) {
     float *a = made<float>(70 * 40), *b = made<float>(70 * 40);
     uint16_t *c = made<uint16_t>(70 * 40), *d = made<uint16_t>(70 * 40);
-    for (int i = 0; i < 70 * 40; i++) { seen(a)[i] = (float)i; seen(c)[i] = (uint16_t)i; }
+    for (int i = 0; i < 70 * 40; i++) {
+        seen(a)[i] = (float)i;
+        seen(c)[i] = (uint16_t)i;
+    }
     RUN(transpose_kernel<float>, dim3(2, 3), dim3(32, 8), 32 * 33 * 4, b, a, 70, 40);
     RUN(transpose_kernel<uint16_t>, dim3(2, 3), dim3(32, 8), 32 * 33 * 2, d, c, 70, 40);
     for (int i = 0; i < 70; i++)
-        for (int j = 0; j < 40; j++) CHECK(seen(b)[j * 70 + i] == (float)(i * 40 + j) && seen(d)[j * 70 + i] == i * 40 + j);
+        for (int j = 0; j < 40; j++)
+            CHECK(seen(b)[j * 70 + i] == (float)(i * 40 + j) && seen(d)[j * 70 + i] == i * 40 + j);
     CLEAN();
 }
 
@@ -135,11 +145,14 @@ static __global__ void fragment_kernel(float *out, const gpt_bf16 *a, const gpt_
     float d[4] = {1, 2, 3, 4};
     gpt_cuda_load<8>(rows + lane * 8, a + lane * 8);
     gpt_cuda_load<4>(columns + lane * 4, b + lane * 4);
-    columns[128 + lane * 4] = columns[129 + lane * 4] = columns[130 + lane * 4] = columns[131 + lane * 4] = gpt_cuda_from_float<gpt_bf16>(0);
+    columns[128 + lane * 4] = columns[129 + lane * 4] = columns[130 + lane * 4] = columns[131 + lane * 4] =
+        gpt_cuda_from_float<gpt_bf16>(0);
     gpt_cuda_sync();
     gpt_cuda_ldmatrix4(x, rows + (lane % 16) * 16 + lane / 16 * 8);
-    if (transposed) gpt_cuda_ldmatrix4(y, columns + lane % 8 * 16 + lane / 8 % 2 * 8);
-    else gpt_cuda_ldmatrix4_trans(y, columns + lane * 8);
+    if (transposed)
+        gpt_cuda_ldmatrix4(y, columns + lane % 8 * 16 + lane / 8 % 2 * 8);
+    else
+        gpt_cuda_ldmatrix4_trans(y, columns + lane * 8);
     gpt_cuda_mma_bf16(d, x, y);
     gpt_cuda_store<2>(out + g * 8 + 2 * t, d);
     gpt_cuda_store<2>(out + (g + 8) * 8 + 2 * t, d + 2);
@@ -156,7 +169,8 @@ static void fragments(void) {
         for (int i = 0; i < 16; i++)
             for (int j = 0; j < 8; j++) {
                 float sum = (float)(i / 8 * 2 + j % 2 + 1);
-                for (int k = 0; k < 16; k++) sum += plain_a[i * 16 + k] * plain_b[transposed ? j * 16 + k : k * 8 + j];
+                for (int k = 0; k < 16; k++)
+                    sum += plain_a[i * 16 + k] * plain_b[transposed ? j * 16 + k : k * 8 + j];
                 CHECK(seen(out)[i * 8 + j] == sum);
             }
     }
@@ -170,7 +184,8 @@ static __global__ void added_kernel(float *out, const float *in, int count) {
         uint32_t x[4], y[2] = {gpt_cuda_pack_bf16(1, 1), gpt_cuda_pack_bf16(1, 1)};
         for (int k = 0; k < 4; k++) gpt_cuda_load<1>(&d[k], in + 6 * i);
         for (int k = 0; k < 5; k++) gpt_cuda_load<1>(&products[k], in + 6 * i + 1 + k);
-        if (threadIdx.x % 4) for (int k = 0; k < 4; k++) products[k] = 0;
+        if (threadIdx.x % 4)
+            for (int k = 0; k < 4; k++) products[k] = 0;
         x[0] = x[1] = gpt_cuda_pack_bf16(products[0], products[1]);
         x[2] = x[3] = gpt_cuda_pack_bf16(products[2], products[3]);
         if (threadIdx.x % 4 == 1) x[0] = x[1] = gpt_cuda_pack_bf16(products[4], 0);
@@ -184,11 +199,22 @@ static void added(void) {
     const float e = ldexpf(1, -24), huge = 1e30f;
     const float cases[][7] = {
         /* d, products, the sum */
-        {1, 1.5f * e, 0, 0, 0, 0, 1}, {1, 2 * e, 0, 0, 0, 0, 1 + 2 * e}, {1, e, e, 0, 0, 0, 1 + 2 * e}, {1, e / 2, e / 2, e / 2, e / 2, 0, 1 + 2 * e},
-        {1, e / 4, e / 4, e / 4, e / 4, 0, 1}, {-1, -1.5f * e, 0, 0, 0, 0, -1}, {1, -e / 4, 0, 0, 0, 0, 1}, {1, -e / 2, 0, 0, 0, 0, 1 - e},
-        {0, huge, 1, -huge, 0, 0, 0}, {3, 5, -7, 0.5f, 100, -1, 100.5f}, {0, 0, 0, 0, 0, 0, 0}, {e * e, 0, 0, 0, 0, 0, e * e},
+        {1, 1.5f * e, 0, 0, 0, 0, 1},
+        {1, 2 * e, 0, 0, 0, 0, 1 + 2 * e},
+        {1, e, e, 0, 0, 0, 1 + 2 * e},
+        {1, e / 2, e / 2, e / 2, e / 2, 0, 1 + 2 * e},
+        {1, e / 4, e / 4, e / 4, e / 4, 0, 1},
+        {-1, -1.5f * e, 0, 0, 0, 0, -1},
+        {1, -e / 4, 0, 0, 0, 0, 1},
+        {1, -e / 2, 0, 0, 0, 0, 1 - e},
+        {0, huge, 1, -huge, 0, 0, 0},
+        {3, 5, -7, 0.5f, 100, -1, 100.5f},
+        {0, 0, 0, 0, 0, 0, 0},
+        {e * e, 0, 0, 0, 0, 0, e * e},
         {0, INFINITY, 1, 0, 0, 0, INFINITY},
-        {FLT_MAX, FLT_MAX / 2, 0, 0, 0, 0, INFINITY}, {FLT_MAX, ldexpf(1, 103), 0, 0, 0, 0, FLT_MAX}};
+        {FLT_MAX, FLT_MAX / 2, 0, 0, 0, 0, INFINITY},
+        {FLT_MAX, ldexpf(1, 103), 0, 0, 0, 0, FLT_MAX},
+    };
     const int count = (int)(sizeof cases / sizeof *cases);
     float *out = made<float>(count), *in = made<float>(count * 6);
     for (int i = 0; i < count; i++) memcpy(seen(in) + 6 * i, cases[i], 6 * sizeof(float));
@@ -199,7 +225,8 @@ static void added(void) {
 
 /* out (64 x 64) = a (64 x K) b (K x 64): four warps with 16 rows each, tiles of 16 columns of a in two
    buffers. WAIT 0 leaves a wait out, 1 a barrier. */
-template <int WAIT> static __global__ void product_kernel(float *out, const gpt_bf16 *a, const gpt_bf16 *b, int depth, int rows) {
+template <int WAIT>
+static __global__ void product_kernel(float *out, const gpt_bf16 *a, const gpt_bf16 *b, int depth, int rows) {
     GPT_CUDA_DYNAMIC_SHARED(memory);
     gpt_bf16 *tile = (gpt_bf16 *)memory; /* 2 x (64 x 16 of a, 16 x 64 of b) */
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, n = (int)threadIdx.x;
@@ -244,7 +271,8 @@ static int product_wrong(const float *out, const float *a, const float *b, int r
 static void products(void) {
     float *out = made<float>(4096), plain_a[4096], plain_b[4096];
     gpt_bf16 *a = made<gpt_bf16>(50 * 64), *b = made<gpt_bf16>(4096);
-    for (int i = 0; i < 50 * 64; i++) seen(a)[i] = gpt_cuda_round_bf16(plain_a[i] = (float)fake_random(32) - 16);
+    for (int i = 0; i < 50 * 64; i++)
+        seen(a)[i] = gpt_cuda_round_bf16(plain_a[i] = (float)fake_random(32) - 16);
     for (int i = 0; i < 4096; i++) seen(b)[i] = gpt_cuda_round_bf16(plain_b[i] = (float)fake_random(32) - 16);
     RUN(product_kernel<2>, 1, 128, 8192, out, a, b, 64, 50);
     CHECK(product_wrong(seen(out), plain_a, plain_b, 50) == 0);
@@ -298,7 +326,9 @@ static void lanes(void) {
     RUN(lanes_kernel, 1, 128, 0, out, 5);
     FOUND("a row that does not lie in shared memory");
     RUN(lanes_kernel, 1, 128, 0, out, 6);
-    CHECK(fake_expect("writes to what does not lie in shared memory") + fake_expect("writes to shared memory that is not aligned to 16") > 0);
+    CHECK(fake_expect("writes to what does not lie in shared memory")
+              + fake_expect("writes to shared memory that is not aligned to 16")
+          > 0);
     RUN(lanes_kernel, 1, 128, 0, out, 7);
     FOUND("writes to shared memory that is not aligned to 16");
     RUN(lanes_kernel, 1, 128, 0, out, 9);
@@ -356,7 +386,9 @@ static __global__ void chain_kernel(int *cells, int way) {
     gpt_cuda_sync();
     if (threadIdx.x != 40) return;
     int sum = 0, mine = ticket[0];
-    if (way < 2) while (gpt_cuda_acquire(cells + 1) != mine + way) {}
+    if (way < 2)
+        while (gpt_cuda_acquire(cells + 1) != mine + way) {
+        }
     gpt_cuda_load<1>(&sum, cells + 2);
     sum = 2 * sum + mine;
     gpt_cuda_store<1>(cells + 2, &sum);
@@ -366,8 +398,12 @@ static __global__ void chain_kernel(int *cells, int way) {
 /* A thread waits for another one of its block. */
 static __global__ void signal_kernel(int *cells) {
     int one = 1;
-    if (threadIdx.x == 0) while (gpt_cuda_acquire(cells + 2) != 1) {}
-    if (threadIdx.x == 33) while (gpt_cuda_acquire(cells + 1) != 1) {}
+    if (threadIdx.x == 0)
+        while (gpt_cuda_acquire(cells + 2) != 1) {
+        }
+    if (threadIdx.x == 33)
+        while (gpt_cuda_acquire(cells + 1) != 1) {
+        }
     if (threadIdx.x == 63) gpt_cuda_release(cells + 1, 1);
     if (threadIdx.x == 33) gpt_cuda_release(cells + 2, one);
 }
@@ -398,7 +434,8 @@ static void streams(void) {
     float *p = made<float>(256);
     cudaStream_t a = NULL, b = NULL;
     cudaEvent_t e = NULL;
-    CHECK(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking) == cudaSuccess && cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking) == cudaSuccess);
+    CHECK(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking) == cudaSuccess
+          && cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking) == cudaSuccess);
     CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming) == cudaSuccess);
     CHECK(GPT_CUDA_LAUNCH(copy_kernel<1>, 1, 128, 0, a, p + 128, p, 128) == DDP_OK); /* neighbours */
     CHECK(GPT_CUDA_LAUNCH(copy_kernel<1>, 1, 64, 0, b, p + 64, p, 64) == DDP_OK);
@@ -427,17 +464,21 @@ static void graphs(void) {
     cudaStream_t a = NULL;
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
-    CHECK(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking) == cudaSuccess && cudaMemsetAsync(p, 0, 256, a) == cudaSuccess);
+    CHECK(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking) == cudaSuccess
+          && cudaMemsetAsync(p, 0, 256, a) == cudaSuccess);
     CHECK(cudaStreamBeginCapture(a, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
     CHECK(GPT_CUDA_LAUNCH(add_kernel, 1, 64, 0, a, p, by) == DDP_OK);
     by = 3; /* arguments are taken at the launch */
     CHECK(GPT_CUDA_LAUNCH(add_kernel, 1, 64, 0, a, p, by) == DDP_OK);
-    CHECK(cudaStreamEndCapture(a, &graph) == cudaSuccess && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
+    CHECK(cudaStreamEndCapture(a, &graph) == cudaSuccess
+          && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
     for (int i = 0; i < 2; i++) CHECK(cudaGraphLaunch(exec, a) == cudaSuccess);
-    CHECK(GPT_CUDA_LAUNCH(add_kernel, 1, 64, 0, a, p, 100) == DDP_OK && cudaStreamSynchronize(a) == cudaSuccess);
+    CHECK(GPT_CUDA_LAUNCH(add_kernel, 1, 64, 0, a, p, 100) == DDP_OK
+          && cudaStreamSynchronize(a) == cudaSuccess);
     for (int i = 0; i < 64; i++) CHECK(seen(p)[i] == 110);
     CHECK(fake_left().find("an instance of a graph") != std::string::npos);
-    CHECK(cudaGraphExecDestroy(exec) == cudaSuccess && cudaStreamDestroy(a) == cudaSuccess && cudaFree(p) == cudaSuccess && fake_left() == "");
+    CHECK(cudaGraphExecDestroy(exec) == cudaSuccess && cudaStreamDestroy(a) == cudaSuccess
+          && cudaFree(p) == cudaSuccess && fake_left() == "");
     CLEAN();
 }
 
@@ -455,17 +496,21 @@ static void launches(void) {
     float *p = made<float>(64);
     RUN(static_kernel<16>, 1, 64, 0, p);
     for (int i = 0; i < 64; i++) CHECK(seen(p)[i] == (float)(2 * i));
-    CHECK(GPT_CUDA_LAUNCH(static_kernel<1>, 1, 64, 227 * 1024, (cudaStream_t)0, p) == DDP_OK && cudaStreamSynchronize(0) == cudaSuccess);
+    CHECK(GPT_CUDA_LAUNCH(static_kernel<1>, 1, 64, 227 * 1024, (cudaStream_t)0, p) == DDP_OK
+          && cudaStreamSynchronize(0) == cudaSuccess);
     FOUND("its shared memory takes more than 227 KiB");
     RUN(static_kernel<17>, 1, 64, 0, p);
     FOUND("its static shared memory takes more than 16 KiB");
     CHECK(GPT_CUDA_LAUNCH(add_kernel, 1, 1025, 0, (cudaStream_t)0, p, 1) == DDP_ERR_ENGINE);
-    CHECK(strstr(ddp_last_error(), "kernel add_kernel, grid 1 x 1 x 1, block 1025 x 1 x 1, 0 bytes of shared memory: cudaLaunchKernel: ") != NULL);
+    CHECK(strstr(ddp_last_error(), "kernel add_kernel, grid 1 x 1 x 1, block 1025 x 1 x 1, 0 bytes of shared "
+                                   "memory: cudaLaunchKernel: ")
+          != NULL);
     CHECK(GPT_CUDA_LAUNCH(add_kernel, 0, 32, 0, (cudaStream_t)0, p, 1) == DDP_ERR_ENGINE);
     CHECK(GPT_CUDA_LAUNCH(add_kernel, dim3(1, 65536), 32, 0, (cudaStream_t)0, p, 1) == DDP_ERR_ENGINE);
     CHECK(GPT_CUDA_LAUNCH(add_kernel, 1, 32, 228 * 1024, (cudaStream_t)0, p, 1) == DDP_ERR_ENGINE);
     fake_fail("cudaLaunchKernel", -1, 1, (int)cudaErrorLaunchFailure, 0);
-    CHECK(GPT_CUDA_LAUNCH((copy_kernel<4>), 1, 32, 0, (cudaStream_t)0, p, p, 1) == DDP_ERR_ENGINE && strstr(ddp_last_error(), "copy_kernel<4>") != NULL);
+    CHECK(GPT_CUDA_LAUNCH((copy_kernel<4>), 1, 32, 0, (cudaStream_t)0, p, p, 1) == DDP_ERR_ENGINE
+          && strstr(ddp_last_error(), "copy_kernel<4>") != NULL);
     CLEAN();
 }
 
@@ -477,16 +522,22 @@ static void names(void) {
     int value = 0;
     cudaDeviceProp properties;
     fake_set_memory(0, 5000);
-    CHECK(cudaMalloc(&p, 4000) == cudaSuccess && cudaMalloc(&q, 2000) == cudaErrorMemoryAllocation && q == NULL);
-    CHECK(cudaMemGetInfo(&available, &total) == cudaSuccess && available == 1000 && total == 5000 && fake.device[0].most == 4000);
+    CHECK(cudaMalloc(&p, 4000) == cudaSuccess && cudaMalloc(&q, 2000) == cudaErrorMemoryAllocation
+          && q == NULL);
+    CHECK(cudaMemGetInfo(&available, &total) == cudaSuccess && available == 1000 && total == 5000
+          && fake.device[0].most == 4000);
     CHECK(cudaMallocHost(&q, 2000) == cudaSuccess && cudaFreeHost(q) == cudaSuccess);
-    CHECK(cudaEventCreate(&a) == cudaSuccess && cudaEventCreate(&b) == cudaSuccess && cudaEventRecord(a, 0) == cudaSuccess);
+    CHECK(cudaEventCreate(&a) == cudaSuccess && cudaEventCreate(&b) == cudaSuccess
+          && cudaEventRecord(a, 0) == cudaSuccess);
     for (int i = 0; i < 3; i++) CHECK(cudaMemsetAsync(p, 0, 4000, 0) == cudaSuccess);
     CHECK(cudaEventRecord(b, 0) == cudaSuccess && cudaEventElapsedTime(&ms, a, b) == cudaErrorNotReady);
-    CHECK(cudaDeviceSynchronize() == cudaSuccess && cudaEventElapsedTime(&ms, a, b) == cudaSuccess && ms == 3);
-    CHECK(cudaEventDestroy(a) == cudaSuccess && cudaEventDestroy(b) == cudaSuccess && cudaFree(p) == cudaSuccess && fake_left() == "");
+    CHECK(cudaDeviceSynchronize() == cudaSuccess && cudaEventElapsedTime(&ms, a, b) == cudaSuccess
+          && ms == 3);
+    CHECK(cudaEventDestroy(a) == cudaSuccess && cudaEventDestroy(b) == cudaSuccess
+          && cudaFree(p) == cudaSuccess && fake_left() == "");
     CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && value == 9);
-    CHECK(cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9 && strcmp(properties.name, "Fake 0") == 0);
+    CHECK(cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9
+          && strcmp(properties.name, "Fake 0") == 0);
     CLEAN();
     CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMaxPitch, 0) != cudaSuccess);
     FOUND("the attribute is not modelled");
@@ -494,12 +545,15 @@ static void names(void) {
 
 /* ---- main ---- */
 
-#define CASE(name) {#name, name}
+#define CASE(name) \
+    { #name, name }
 int main(void) {
-    static const struct { const char *name; void (*run)(void); } cases[] = {
-        CASE(numbers), CASE(sums), CASE(neighbours), CASE(transposed), CASE(fragments), CASE(added),
-        CASE(products), CASE(lanes), CASE(accesses), CASE(flags), CASE(streams),
-        CASE(graphs), CASE(launches), CASE(names)};
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } cases[] = {CASE(numbers), CASE(sums),     CASE(neighbours), CASE(transposed), CASE(fragments),
+                 CASE(added),   CASE(products), CASE(lanes),      CASE(accesses),   CASE(flags),
+                 CASE(streams), CASE(graphs),   CASE(launches),   CASE(names)};
     watchdog_start(50);
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
         doing = cases[k].name;
@@ -508,8 +562,10 @@ int main(void) {
             cases[k].run();
         }
     }
-    check_at(wrong_sums > 0 && right_sums > 0, __LINE__, "a missing barrier gives right data in some blocks and wrong data in others");
-    check_at(wrong_chains > 0 && right_chains > 0, __LINE__, "a missing wait between blocks gives right data with some seeds and wrong data with others");
+    check_at(wrong_sums > 0 && right_sums > 0, __LINE__,
+             "a missing barrier gives right data in some blocks and wrong data in others");
+    check_at(wrong_chains > 0 && right_chains > 0, __LINE__,
+             "a missing wait between blocks gives right data with some seeds and wrong data with others");
     printf("%d checks, %d failed\n", checks, failures);
     return failures != 0;
 }

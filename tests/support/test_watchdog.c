@@ -33,7 +33,8 @@ static int run(void (*body)(void), int seconds, char *text, size_t size_bytes) {
     close(error_pipe[1]);
     close(alive[1]);
     /* As a shell does in x=$(test 2>&1): everything is read before the child is reaped. */
-    while (length + 1 < size_bytes && (n = read(error_pipe[0], text + length, size_bytes - 1 - length)) > 0) length += (size_t)n;
+    while (length + 1 < size_bytes && (n = read(error_pipe[0], text + length, size_bytes - 1 - length)) > 0)
+        length += (size_t)n;
     text[length] = 0;
     close(error_pipe[0]);
     wait_for.fd = alive[0];
@@ -55,7 +56,8 @@ static void hang_with_children(void) {
     sigset_t all;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, NULL);
-    if (fork() == 0 && fork() == 0) for (;;) pause();
+    if (fork() == 0 && fork() == 0)
+        for (;;) pause();
     for (;;) pause();
 }
 
@@ -71,8 +73,10 @@ int main(void) {
     if (end.tv_sec - start.tv_sec > 15) return fprintf(stderr, "the watcher stays after its test\n"), 1;
 
     status = run(hang_with_children, 1, text, sizeof text);
-    if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) return fprintf(stderr, "hang: status %d\n", status), 1;
-    if (!strstr(text, "watchdog: support.watchdog") || !strstr(text, "after 1 s")) return fprintf(stderr, "text: %s\n", text), 1;
+    if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL)
+        return fprintf(stderr, "hang: status %d\n", status), 1;
+    if (!strstr(text, "watchdog: support.watchdog") || !strstr(text, "after 1 s"))
+        return fprintf(stderr, "text: %s\n", text), 1;
     puts("a hanging test and its children are killed, one that ends is not");
     return 0;
 }

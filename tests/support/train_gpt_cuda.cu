@@ -11,13 +11,21 @@
 #define SAMPLE_BYTES 8
 #define VALIDATION_WINDOWS 8
 
-static bool begins(const std::string &text, const char *name) { return text.compare(0, strlen(name), name) == 0; }
+static bool begins(const std::string &text, const char *name) {
+    return text.compare(0, strlen(name), name) == 0;
+}
 
 /* A call that makes this thread wait for the device, among those of the record. */
 static bool waits(const std::string &text) {
-    static const char *const names[] = {"cudaStreamSynchronize(", "cudaEventSynchronize(", "cudaDeviceSynchronize(", "cudaMalloc(", "cudaFree(",
-                                        "cudaHostAlloc(", "cudaFreeHost("};
-    for (const char *name : names) if (begins(text, name)) return true;
+    static const char *const names[] = {"cudaStreamSynchronize(",
+                                        "cudaEventSynchronize(",
+                                        "cudaDeviceSynchronize(",
+                                        "cudaMalloc(",
+                                        "cudaFree(",
+                                        "cudaHostAlloc(",
+                                        "cudaFreeHost("};
+    for (const char *name : names)
+        if (begins(text, name)) return true;
     return begins(text, "cudaMemcpyAsync(") && text.find("host") != std::string::npos;
 }
 
@@ -25,28 +33,39 @@ static int steps_watched, steps_waited, graphs_launched, products_launched;
 static thread_local int watched;
 struct watcher {
     size_t from;
-    watcher() { pthread_mutex_lock(&fake.lock); from = fake.lines.size(); pthread_mutex_unlock(&fake.lock); }
+    watcher() {
+        pthread_mutex_lock(&fake.lock);
+        from = fake.lines.size();
+        pthread_mutex_unlock(&fake.lock);
+    }
     template <class T> T end(T result) {
         pthread_mutex_lock(&fake.lock);
         if (++watched > 4) steps_watched++; /* two steps: memory is found, graphs are captured */
         for (size_t i = from; i < fake.lines.size() && watched > 4; i++) {
             const std::string &text = fake.lines[i].text;
             if (fake.lines[i].device != fake_me.device) continue;
-            graphs_launched += begins(text, "cudaGraphLaunch("), products_launched += begins(text, "cublasLtMatmul(");
-            if (waits(text) && steps_waited++ < 3 && !getenv("DDP_TEST_GPUS")) fprintf(stderr, "inside of a step: %s\n", text.c_str());
+            graphs_launched += begins(text, "cudaGraphLaunch("),
+                products_launched += begins(text, "cublasLtMatmul(");
+            if (waits(text) && steps_waited++ < 3 && !getenv("DDP_TEST_GPUS"))
+                fprintf(stderr, "inside of a step: %s\n", text.c_str());
         }
         pthread_mutex_unlock(&fake.lock);
         return result;
     }
 };
-#define WITHOUT_WAITING(call) ([&] { watcher w; return w.end(call); }())
+#define WITHOUT_WAITING(call) \
+    ([&] {                    \
+        watcher w;            \
+        return w.end(call);   \
+    }())
 
 #define main trainer_main
 #include "../../examples/train_gpt_cuda.cu"
 #undef main
 
 static int train_gpt_cuda(int argc, char **argv) {
-    const char *gpus = getenv("DDP_TEST_GPUS"), *seed = getenv("DDP_TEST_SEED"), *room = getenv("DDP_TEST_ROOM");
+    const char *gpus = getenv("DDP_TEST_GPUS"), *seed = getenv("DDP_TEST_SEED"),
+               *room = getenv("DDP_TEST_ROOM");
     int status, wrong;
     fake_start(gpus ? atoi(gpus) : 4, seed ? (uint64_t)atoi(seed) : 1);
     if (room) fake.device[0].taken = fake.device[0].total - ((size_t)atoi(room) << 20);
@@ -60,7 +79,7 @@ static int train_gpt_cuda(int argc, char **argv) {
     if (wrong) fprintf(stderr, "train_gpt_cuda: %d things are out of order on the machine\n", wrong);
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    fprintf(stderr, "watched %d, graphs %d, products %d, held %zu, resident %ld\n", steps_watched, graphs_launched, products_launched, fake.device[0].most,
-            usage.ru_maxrss);
+    fprintf(stderr, "watched %d, graphs %d, products %d, held %zu, resident %ld\n", steps_watched,
+            graphs_launched, products_launched, fake.device[0].most, usage.ru_maxrss);
     return wrong ? 3 : 0;
 }

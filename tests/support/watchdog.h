@@ -67,11 +67,15 @@ static void watchdog_watch(pid_t test, int seconds, const char *name) {
     for (;;) {
         if (watchdog_gone(test)) _exit(0);
         clock_gettime(CLOCK_MONOTONIC, &now);
-        if ((double)(now.tv_sec - start.tv_sec) + (double)(now.tv_nsec - start.tv_nsec) * 1e-9 >= seconds) break;
+        if ((double)(now.tv_sec - start.tv_sec) + (double)(now.tv_nsec - start.tv_nsec) * 1e-9 >= seconds)
+            break;
         nanosleep(&pause, NULL);
     }
-    length = snprintf(line, sizeof line, "watchdog: %s (pid %d) still runs after %d s; killing its process group\n", name, (int)test, seconds);
-    if (write(2, line, (size_t)length) < 0) { /* stderr is closed: kill all the same */ }
+    length = snprintf(line, sizeof line,
+                      "watchdog: %s (pid %d) still runs after %d s; killing its process group\n", name,
+                      (int)test, seconds);
+    if (write(2, line, (size_t)length) < 0) { /* stderr is closed: kill all the same */
+    }
     kill(-test, SIGKILL);
     _exit(0);
 }
@@ -97,7 +101,8 @@ static void watchdog_start(int seconds) {
     }
     if (child > 0) {
         int status;
-        while (waitpid(child, &status, 0) < 0) {}
+        while (waitpid(child, &status, 0) < 0) {
+        }
     } else {
         fprintf(stderr, "watchdog: %s runs without one, fork failed\n", name);
     }

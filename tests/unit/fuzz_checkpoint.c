@@ -15,14 +15,22 @@
 
 static ddp_group zero, *alone = &zero; /* provides the allocator */
 
-static void *fuzz_alloc(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
-static void fuzz_free(void *memory, void *user) { (void)user; free(memory); }
+static void *fuzz_alloc(size_t size_bytes, void *user) {
+    (void)user;
+    return malloc(size_bytes);
+}
+static void fuzz_free(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
 /* Data that ends at the last number in the text, so that many headers are valid. */
 static uint64_t last_number(const char *text, size_t length) {
     uint64_t number = 0;
     while (length && (text[length - 1] < '0' || text[length - 1] > '9')) length--;
-    for (uint64_t scale = 1; length && text[length - 1] >= '0' && text[length - 1] <= '9' && scale < 1000000000; length--, scale *= 10)
+    for (uint64_t scale = 1;
+         length && text[length - 1] >= '0' && text[length - 1] <= '9' && scale < 1000000000;
+         length--, scale *= 10)
         number += scale * (uint64_t)(text[length - 1] - '0');
     return number;
 }
@@ -32,7 +40,9 @@ static void check_header(const ddp__load_file *header, uint64_t data_bytes) {
     uint64_t total = 0;
     for (int i = 0; i < header->count; i++) {
         const ddp__file_tensor *r = &header->records[i];
-        if (r->begin > r->end || r->end > data_bytes || r->end - r->begin != r->count * (uint64_t)r->dtype->size) abort();
+        if (r->begin > r->end || r->end > data_bytes
+            || r->end - r->begin != r->count * (uint64_t)r->dtype->size)
+            abort();
         if (i && ddp__string_compare(r - 1, r) >= 0) abort();
         if (ddp__file_tensor_find(header, r->name) != r) abort();
         total += r->end - r->begin;

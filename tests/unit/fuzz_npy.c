@@ -39,7 +39,9 @@ static void use(const ddp_tensor *t, const uint8_t *data, size_t size) {
     put(t->data, (size_t)bytes, (int64_t)length);
     again.dtype = t->dtype;
     if (npy_load(NULL, path, &again) != DDP_OK) abort();
-    if (again.ndim != t->ndim || memcmp(again.shape, t->shape, sizeof t->shape) != 0 || memcmp(again.data, t->data, (size_t)bytes) != 0) abort();
+    if (again.ndim != t->ndim || memcmp(again.shape, t->shape, sizeof t->shape) != 0
+        || memcmp(again.data, t->data, (size_t)bytes) != 0)
+        abort();
     ddp_tensor_free(NULL, &again);
 }
 
@@ -60,12 +62,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         put(data, size, 0);
         result = npy_load(NULL, path, &t);
         /* The reader of mapped files accepts the same headers. */
-        if (result == DDP_OK && (npy_parse(&names, data, (int64_t)size, &header) != DDP_OK || header.ndim != t.ndim)) abort();
-        if (npy_parse(&names, data, (int64_t)size, &header) != DDP_OK && !strstr(ddp_last_error(), path)) abort();
+        if (result == DDP_OK
+            && (npy_parse(&names, data, (int64_t)size, &header) != DDP_OK || header.ndim != t.ndim))
+            abort();
+        if (npy_parse(&names, data, (int64_t)size, &header) != DDP_OK && !strstr(ddp_last_error(), path))
+            abort();
         if (result != DDP_OK) result = npy_load(NULL, path, &t);
-        if (result == DDP_OK) use(&t, data, size);
-        else if (t.data || !strstr(ddp_last_error(), path) || (result != DDP_ERR_CORRUPT && result != DDP_ERR_UNSUPPORTED &&
-            (result != DDP_ERR_INVALID || !half))) abort();
+        if (result == DDP_OK)
+            use(&t, data, size);
+        else if (t.data || !strstr(ddp_last_error(), path)
+                 || (result != DDP_ERR_CORRUPT && result != DDP_ERR_UNSUPPORTED
+                     && (result != DDP_ERR_INVALID || !half)))
+            abort();
         if (result == DDP_OK) ddp_tensor_free(NULL, &t);
     }
     return 0;

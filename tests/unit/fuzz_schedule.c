@@ -20,22 +20,27 @@ static char *text_of(const ddp_schedule *s, ddp_schedule_format format) {
     if (ddp_schedule_write(s, format, NULL, &size) != DDP_OK) abort();
     text = (char *)malloc(size);
     room = size;
-    if (ddp_schedule_write(s, format, text, &room) != DDP_OK || room != size || strlen(text) + 1 != size) abort();
+    if (ddp_schedule_write(s, format, text, &room) != DDP_OK || room != size || strlen(text) + 1 != size)
+        abort();
     return text;
 }
 
 /* All guarantees of an accepted schedule. */
 static void use(const ddp_schedule *s) {
     ddp_schedule_report before = DDP_ZERO, after = DDP_ZERO;
-    if (ddp_schedule_simulate(s, NULL, &before) != DDP_OK || !(before.span > 0) || before.peak_in_flight < 1) abort();
+    if (ddp_schedule_simulate(s, NULL, &before) != DDP_OK || !(before.span > 0) || before.peak_in_flight < 1)
+        abort();
     for (unsigned parts = 1; parts < 16; parts++) {
         ddp_schedule *to;
         if (ddp_schedule_lower(&to, s, parts) != DDP_OK) continue; /* it has that part */
         if (ddp_schedule_check(to) != DDP_OK || ddp_schedule_simulate(to, NULL, &after) != DDP_OK) abort();
-        if (!(parts & DDP_LOWER_MERGE) && (after.span != before.span || after.peak_in_flight != before.peak_in_flight)) abort();
+        if (!(parts & DDP_LOWER_MERGE)
+            && (after.span != before.span || after.peak_in_flight != before.peak_in_flight))
+            abort();
         ddp_schedule_destroy(to);
     }
-    for (int format = DDP_SCHEDULE_TEXT; format <= DDP_SCHEDULE_TRACE; format++) free(text_of(s, (ddp_schedule_format)format));
+    for (int format = DDP_SCHEDULE_TEXT; format <= DDP_SCHEDULE_TRACE; format++)
+        free(text_of(s, (ddp_schedule_format)format));
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -51,12 +56,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             if (strcmp(once, twice) != 0) abort();
             free(twice);
             ddp_schedule_destroy(again);
-        } else if (once[strspn(once, "\n")]) abort(); /* a schedule of one idle cell becomes empty */
-        if (ddp_schedule_check(s) == DDP_OK) use(s);
-        else if (!strstr(ddp_last_error(), "ddp_schedule_check: ")) abort();
+        } else if (once[strspn(once, "\n")])
+            abort(); /* a schedule of one idle cell becomes empty */
+        if (ddp_schedule_check(s) == DDP_OK)
+            use(s);
+        else if (!strstr(ddp_last_error(), "ddp_schedule_check: "))
+            abort();
         free(once);
         ddp_schedule_destroy(s);
-    } else if (s || !strstr(ddp_last_error(), "ddp_schedule_parse: ")) abort();
+    } else if (s || !strstr(ddp_last_error(), "ddp_schedule_parse: "))
+        abort();
     free(csv);
     return 0;
 }

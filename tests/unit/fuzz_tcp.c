@@ -130,17 +130,23 @@ enum { WORLD = 3 };
 static unsigned char send_memory[65537], recv_memory[65537];
 
 static ddp_call call_number(int n) {
-    static const struct { ddp_call_kind kind; ddp_dtype dtype; size_t count; int root;
-    } table[CALLS] = {{DDP_CALL_ALL_GATHER, DDP_U64, DDP__PROCESS_WORDS, -1} /* of ddp_group_create: process ids */,
-                      {DDP_CALL_ALL_REDUCE, DDP_U8, 900, -1},
-                      {DDP_CALL_BROADCAST, DDP_I32, 100, 1},
-                      {DDP_CALL_BARRIER, DDP_U8, 0, -1},
-                      {DDP_CALL_REDUCE_SCATTER, DDP_I32, 50, -1},
-                      {DDP_CALL_ALL_TO_ALL, DDP_U8, 7, -1},
-                      {DDP_CALL_GATHER, DDP_U8, 300, 0},
-                      {DDP_CALL_SCATTER, DDP_U8, 9, 2},
-                      {DDP_CALL_REDUCE, DDP_I64, 3, 1},
-                      {DDP_CALL_ALL_REDUCE, DDP_U8, 65537, -1} /* too large */};
+    static const struct {
+        ddp_call_kind kind;
+        ddp_dtype dtype;
+        size_t count;
+        int root;
+    } table[CALLS] = {
+        {DDP_CALL_ALL_GATHER, DDP_U64, DDP__PROCESS_WORDS, -1} /* of ddp_group_create: process ids */,
+        {DDP_CALL_ALL_REDUCE, DDP_U8, 900, -1},
+        {DDP_CALL_BROADCAST, DDP_I32, 100, 1},
+        {DDP_CALL_BARRIER, DDP_U8, 0, -1},
+        {DDP_CALL_REDUCE_SCATTER, DDP_I32, 50, -1},
+        {DDP_CALL_ALL_TO_ALL, DDP_U8, 7, -1},
+        {DDP_CALL_GATHER, DDP_U8, 300, 0},
+        {DDP_CALL_SCATTER, DDP_U8, 9, 2},
+        {DDP_CALL_REDUCE, DDP_I64, 3, 1},
+        {DDP_CALL_ALL_REDUCE, DDP_U8, 65537, -1},
+        /* too large */};
     ddp_call call = ddp__call_of(table[n].kind, NULL, NULL, table[n].count, table[n].dtype);
     call.root = table[n].root;
     if (ddp__has_op(call.kind)) call.op = DDP_OP_MAX;
@@ -153,7 +159,7 @@ typedef struct played {
     int fd, rank,
         /* -1: no connection. state: number of rendezvous frames that it has sent, then 8 + calls made. */
         state;
-    int bad_proof;            /* it has sent a wrong proof */
+    int bad_proof; /* it has sent a wrong proof */
     uint64_t nonce[2];
     char hello[DDP__TEXT_MAX];
     unsigned char in[MAX_FRAME];
@@ -163,9 +169,8 @@ typedef struct played {
 static played peers[PLAYED];
 static int real_rank, secured, peer_count, connections, waiting[8], waiting_count;
 static unsigned char secret_key[32];
-static ddp_group shape; /* for the sizes of a played rank's frames */
-static int changed,
-    data_changed; /* a frame of this run was changed; so were bytes that a call delivered */
+static ddp_group shape;           /* for the sizes of a played rank's frames */
+static int changed, data_changed; /* a frame of this run was changed; so were bytes that a call delivered */
 
 static void peer_close(played *p) {
     if (p->fd >= 0) close(p->fd);
@@ -175,7 +180,10 @@ static void peer_close(played *p) {
 static void put(played *p, const void *bytes, size_t size) {
     for (size_t done = 0; done < size && p->fd >= 0;) {
         ssize_t n = send(p->fd, (const char *)bytes + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n <= 0) { peer_close(p); return; }
+        if (n <= 0) {
+            peer_close(p);
+            return;
+        }
         done += (size_t)n;
     }
 }
@@ -184,7 +192,8 @@ static void put(played *p, const void *bytes, size_t size) {
 static void send_frame(played *p, uint32_t kind, int result, const uint64_t call[2], const void *data,
                        size_t size) {
     static unsigned char bytes[MAX_FRAME + 4096];
-    ddp__frame frame = {DDP__FRAME_MAGIC, kind, (int32_t)result, size, {call ? call[0] : 0, call ? call[1] : 0}};
+    ddp__frame frame = {
+        DDP__FRAME_MAGIC, kind, (int32_t)result, size, {call ? call[0] : 0, call ? call[1] : 0}};
     unsigned change = next_byte() % 12;
     size_t total = sizeof frame + size, at;
     if (change) changed = 1;
@@ -213,7 +222,7 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
         p->bad_proof = memcmp(bytes + sizeof frame, data, 65) != 0;
     if (change == 4 && total)
         total = (size_t)next_number() % total; /* too short: the following bytes are read as its rest */
-    if (change == 5) {                                              /* another length, in the head too */
+    if (change == 5) {                         /* another length, in the head too */
         uint64_t other = next_number() % (65536 * 3);
         if (other > size)
             memset(bytes + sizeof frame + size, size ? bytes[sizeof frame] : 0, (size_t)other - size);
@@ -221,10 +230,14 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
         memcpy(bytes, &frame, sizeof frame);
         total = sizeof frame + (size_t)other;
     }
-    if (change == 6) { peer_close(p); return; }
+    if (change == 6) {
+        peer_close(p);
+        return;
+    }
     if (change == 7) return; /* silence */
     if (change == 8) {       /* before it, a frame of another kind */
-        ddp__text_frame other = {{DDP__FRAME_MAGIC, next_byte() % 7, 0, sizeof other.text, {0, 0}}, "a text\x1b[2J\n"};
+        ddp__text_frame other = {{DDP__FRAME_MAGIC, next_byte() % 7, 0, sizeof other.text, {0, 0}},
+                                 "a text\x1b[2J\n"};
         other.head.result = (int32_t)next_number();
         put(p, &other, sizeof other);
     }
@@ -261,7 +274,8 @@ static void send_text(played *p, uint32_t kind, int result, const uint64_t nonce
 static void send_data(played *p, int number) {
     static unsigned char answer[MAX_FRAME];
     ddp_call call = call_number(number);
-    ddp__frame frame = p->rank ? ddp__tcp_request_head(&call, p->rank, WORLD) : ddp__tcp_answer_head(&call, WORLD);
+    ddp__frame frame = p->rank ? ddp__tcp_request_head(&call, p->rank, WORLD)
+                               : ddp__tcp_answer_head(&call, WORLD);
     memset(answer, number, frame.size + sizeof(ddp__process_id[WORLD]));
     if (number == 0 && p->rank) { /* a process id: machine and nonce */
         ddp__process_id id = {1000 + (uint64_t)p->rank, 5, 1, 0};
@@ -328,8 +342,7 @@ static int peer_step(played *p) {
     }
     if (p->got >= sizeof frame) {
         memcpy(&frame, p->in, sizeof frame);
-        if (frame.size > sizeof p->in - sizeof frame)
-            abort(); /* the real rank sends only valid frames */
+        if (frame.size > sizeof p->in - sizeof frame) abort(); /* the real rank sends only valid frames */
         need += frame.size;
     }
     n = recv(p->fd, p->in + p->got, need - p->got, MSG_DONTWAIT);
@@ -404,7 +417,8 @@ static void play_ranks(void) {
 //== the real rank ==========================================================================
 
 static void expect_printable(const char *text) {
-    for (; *text; text++) if (*text < ' ' || *text > '~') abort();
+    for (; *text; text++)
+        if (*text < ' ' || *text > '~') abort();
 }
 
 static void keep_log(const char *text, void *user) {
@@ -465,7 +479,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!t) abort();
     if (real_rank == 0) {
         struct sockaddr name = {AF_UNIX, ""};
-        int listener = t->rendezvous.peer[t->rendezvous.peer_count - 1].fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        int listener = t->rendezvous.peer[t->rendezvous.peer_count - 1].fd = socket(
+            AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         if (bind(listener, &name, sizeof name.sa_family) != 0 || listen(listener, 1) != 0)
             abort(); /* no connection arrives there */
         play_ranks();

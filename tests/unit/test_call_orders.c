@@ -78,13 +78,13 @@ static ddp_group *alone(void) {
 
 enum { READY0, READY1, WAIT, CLIP, NO_SYNC, SYNC, WAIT_MEAN, WAIT_NEGATIVE, REDUCER_CALLS };
 static const char *const reducer_calls[REDUCER_CALLS] = {
-    "ddp_reducer_ready(0)",   "ddp_reducer_ready(1)",   "ddp_reducer_wait",     "ddp_reducer_clip_grad_norm",
-    "ddp_reducer_no_sync(1)", "ddp_reducer_no_sync(0)", "ddp_reducer_wait_mean",
-    "ddp_reducer_wait_mean with a negative count"};
+    "ddp_reducer_ready(0)",   "ddp_reducer_ready(1)",
+    "ddp_reducer_wait",       "ddp_reducer_clip_grad_norm",
+    "ddp_reducer_no_sync(1)", "ddp_reducer_no_sync(0)",
+    "ddp_reducer_wait_mean",  "ddp_reducer_wait_mean with a negative count"};
 static const char *const reducer_names[REDUCER_CALLS] = {
-    "ddp_reducer_ready",   "ddp_reducer_ready",   "ddp_reducer_wait",     "ddp_reducer_clip_grad_norm",
-    "ddp_reducer_no_sync", "ddp_reducer_no_sync", "ddp_reducer_wait_mean",
-    "ddp_reducer_wait_mean"};
+    "ddp_reducer_ready",   "ddp_reducer_ready",   "ddp_reducer_wait",      "ddp_reducer_clip_grad_norm",
+    "ddp_reducer_no_sync", "ddp_reducer_no_sync", "ddp_reducer_wait_mean", "ddp_reducer_wait_mean"};
 typedef struct reducer_case {
     ddp_group *group;
     int find_unused, per_token;
@@ -122,8 +122,7 @@ static void reducer_sequence(const int *calls, int length, void *user) {
     WORKS(ddp_reducer_create(&reducer, group, &desc));
     for (int i = 0; i < length; i++) {
         int call = calls[i], takes_mean = call == WAIT_MEAN || call == WAIT_NEGATIVE,
-            waits = call == WAIT || takes_mean,
-            missing = !c->find_unused && !(ready[0] && ready[1]);
+            waits = call == WAIT || takes_mean, missing = !c->find_unused && !(ready[0] && ready[1]);
         ddp_result result = DDP_OK, wanted = DDP_OK;
         ddp_mean loss = DDP_ZERO;
         float norm = -1;
@@ -152,8 +151,8 @@ static void reducer_sequence(const int *calls, int length, void *user) {
             if (missing) wanted = DDP_ERR_INVALID;
             known &= !missing;
             for (int p = 0; p < 2; p++)
-                sum[p] =
-                    ready[p] ? sum[p] / divisor * (first ? 1 : w) : 0; /* from now on equal on all ranks */
+                sum[p] = ready[p] ? sum[p] / divisor * (first ? 1 : w)
+                                  : 0; /* from now on equal on all ranks */
             first = 0;
             averaged = !missing;
             ready[0] = ready[1] = 0;
@@ -617,7 +616,8 @@ typedef struct line {
 
 static void work_for_a_moment(void) {
     double until = ddp_now() + 2e-5;
-    while (ddp_now() < until) {}
+    while (ddp_now() < until) {
+    }
 }
 
 /* The loss of micro-batch m is weight (m + 1): 2 and 4. */

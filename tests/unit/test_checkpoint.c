@@ -28,13 +28,19 @@ static int no_fallocate;           /* the file system cannot reserve room */
 static int unlink_error;           /* errno of every unlink of a file; 0 = none */
 
 static ssize_t test_pwrite(int fd, const void *data, size_t size, off_t at) {
-    if (failing_write && --failing_write == 0) { errno = ENOSPC; return -1; }
+    if (failing_write && --failing_write == 0) {
+        errno = ENOSPC;
+        return -1;
+    }
     return pwrite(fd, data, size, at);
 }
 
 static int test_fsync(int fd) {
     struct stat info;
-    if (failing_sync && fstat(fd, &info) == 0 && S_ISDIR(info.st_mode) && --failing_sync == 0) { errno = EIO; return -1; }
+    if (failing_sync && fstat(fd, &info) == 0 && S_ISDIR(info.st_mode) && --failing_sync == 0) {
+        errno = EIO;
+        return -1;
+    }
     return fsync(fd);
 }
 
@@ -44,7 +50,10 @@ static long test_syscall(long number, ...) {
     va_start(args, number);
     for (int i = 0; i < 5; i++) argument[i] = va_arg(args, long);
     va_end(args);
-    if (number == SYS_renameat2 && no_exchange) { errno = EINVAL; return -1; }
+    if (number == SYS_renameat2 && no_exchange) {
+        errno = EINVAL;
+        return -1;
+    }
     if (number == SYS_fallocate && no_fallocate) {
         errno = EOPNOTSUPP;
         return -1;
@@ -85,7 +94,8 @@ static int cut_mapped; /* number of maps until the file is truncated; 0 = never 
 static void *test_mmap(void *address, size_t length, int protection, int flags, int fd, off_t at) {
     void *map = mmap(address, length, protection, flags, fd, at);
     char path[64];
-    if (!cut_mapped || map == MAP_FAILED || __atomic_sub_fetch(&cut_mapped, 1, __ATOMIC_ACQ_REL) != 0) return map;
+    if (!cut_mapped || map == MAP_FAILED || __atomic_sub_fetch(&cut_mapped, 1, __ATOMIC_ACQ_REL) != 0)
+        return map;
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     if (truncate(path, 4096) != 0) perror(path);
     return map;
@@ -114,14 +124,14 @@ static int failures;
 static char folder[64];
 static const char *scenario = "";
 
-#define EXPECT(condition, ...)                                                                          \
-    do {                                                                                                \
-        if (!(condition)) {                                                                             \
-            failures++;                                                                                 \
-            fprintf(stderr, "FAIL %s:%d [%s] %s: ", __FILE__, __LINE__, scenario, #condition);          \
-            fprintf(stderr, __VA_ARGS__);                                                               \
-            fputc('\n', stderr);                                                                        \
-        }                                                                                               \
+#define EXPECT(condition, ...)                                                                 \
+    do {                                                                                       \
+        if (!(condition)) {                                                                    \
+            failures++;                                                                        \
+            fprintf(stderr, "FAIL %s:%d [%s] %s: ", __FILE__, __LINE__, scenario, #condition); \
+            fprintf(stderr, __VA_ARGS__);                                                      \
+            fputc('\n', stderr);                                                               \
+        }                                                                                      \
     } while (0)
 
 //== saving and loading on W ranks ==========================================================
@@ -152,8 +162,8 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     ckpt_open(&k, rank, ddp_world_size(group), j->whole, fill);
     if (!j->load) ckpt_fill(&k, j->version);
     if (j->twist) j->twist(&k, rank);
-    if (j->other && rank == 1) other_folder[0] = strrchr(j->dir, '/'), other_folder[1] = strrchr(j->other,
-        '/');
+    if (j->other && rank == 1)
+        other_folder[0] = strrchr(j->dir, '/'), other_folder[1] = strrchr(j->other, '/');
     failing_write = rank == j->fail_rank ? j->fail_at : 0;
     failing_sync = rank == j->fail_rank ? j->fail_sync : 0;
     getrlimit(RLIMIT_FSIZE, &limit);
@@ -164,12 +174,17 @@ static ddp_result job_rank(ddp_group *group, void *user) {
         limit.rlim_cur = limit.rlim_max;
     }
     j->result[rank] = j->load ? ddp__checkpoint_load(group, NULL, dir, k.slices, k.count, NULL, &k.state)
-                              : ddp__checkpoint_save(group, dir, k.slices, k.count, &k.state, j->max_file_bytes + odd * j->odd_bytes, j->keep + odd * j->odd_keep);
+                              : ddp__checkpoint_save(group, dir, k.slices, k.count, &k.state,
+                                                     j->max_file_bytes + odd * j->odd_bytes,
+                                                     j->keep + odd * j->odd_keep);
     failing_write = failing_sync = 0;
     other_folder[0] = NULL;
     if (j->largest_file) setrlimit(RLIMIT_FSIZE, &limit);
     snprintf(j->text[rank], sizeof j->text[rank], "%s", j->result[rank] == DDP_OK ? "" : ddp_last_error());
-    j->fine[rank] = !j->load ? 1 : j->result[rank] != DDP_OK ? ckpt_untouched(&k, fill) : j->no_check ? 1 : ckpt_has(&k, j->version);
+    j->fine[rank] = !j->load                    ? 1
+                    : j->result[rank] != DDP_OK ? ckpt_untouched(&k, fill)
+                    : j->no_check               ? 1
+                                                : ckpt_has(&k, j->version);
     j->step = k.state.step;
     ckpt_close(&k);
     return ddp_barrier(group); /* a failure that all ranks agree on leaves the group usable */
@@ -182,16 +197,19 @@ static void run(job *j, int world_size, ddp_result want, const char *words) {
     char all[200], *save = NULL;
     EXPECT(result == DDP_OK, "%s", ddp_last_error());
     for (int r = 0; r < world_size; r++) {
-        EXPECT(j->result[r] == want, "rank %d of %d gives %s: %s", r, world_size, ddp_result_name(j->result[r]), j->text[r]);
+        EXPECT(j->result[r] == want, "rank %d of %d gives %s: %s", r, world_size,
+               ddp_result_name(j->result[r]), j->text[r]);
         char prefix[24];
         snprintf(prefix, sizeof prefix, "rank %d/", r);
         int length = want == DDP_OK ? 0 : (int)strlen(prefix);
         EXPECT(strncmp(j->text[r], prefix, (size_t)length) == 0, "rank %d: %s", r, j->text[r]);
-        EXPECT(strcmp(j->text[r] + length, j->text[0] + length) == 0, "rank 0: %s, rank %d: %s", j->text[0], r, j->text[r]);
+        EXPECT(strcmp(j->text[r] + length, j->text[0] + length) == 0, "rank 0: %s, rank %d: %s", j->text[0],
+               r, j->text[r]);
         EXPECT(j->fine[r], "rank %d of %d has wrong values", r, world_size);
     }
     snprintf(all, sizeof all, "%s", words);
-    for (char *word = strtok_r(all, "|", &save); word; word = strtok_r(NULL, "|", &save)) EXPECT(strstr(j->text[0], word), "'%s' is not in: %s", word, j->text[0]);
+    for (char *word = strtok_r(all, "|", &save); word; word = strtok_r(NULL, "|", &save))
+        EXPECT(strstr(j->text[0], word), "'%s' is not in: %s", word, j->text[0]);
 }
 
 static job job_of(const char *dir, int load, int version) {
@@ -204,9 +222,18 @@ static job job_of(const char *dir, int load, int version) {
     return j;
 }
 
-static void save(const char *dir, int world_size, int version) { job j = job_of(dir, 0, version); run(&j, world_size, DDP_OK, ""); }
-static void load(const char *dir, int world_size, int version) { job j = job_of(dir, 1, version); run(&j, world_size, DDP_OK, ""); }
-static void refused(const char *dir, ddp_result want, const char *words) { job j = job_of(dir, 1, 0); run(&j, 2, want, words); }
+static void save(const char *dir, int world_size, int version) {
+    job j = job_of(dir, 0, version);
+    run(&j, world_size, DDP_OK, "");
+}
+static void load(const char *dir, int world_size, int version) {
+    job j = job_of(dir, 1, version);
+    run(&j, world_size, DDP_OK, "");
+}
+static void refused(const char *dir, ddp_result want, const char *words) {
+    job j = job_of(dir, 1, 0);
+    run(&j, 2, want, words);
+}
 
 static const char *in(const char *name) { /* a path in the test's folder; valid for the next 127 calls */
     static char path[128][200];
@@ -224,10 +251,13 @@ static void test_any_world_size(void) {
         job j = job_of(in("any"), 0, w);
         j.max_file_bytes = w == 1 ? 0 : w == 2 ? 300000 : 1; /* one file; some; one per tensor */
         run(&j, w, DDP_OK, "");
-        EXPECT(!ckpt_exists(in("any.tmp")) && !ckpt_exists(in("any.old")) && !ckpt_exists(in("any.1")), "something is left");
+        EXPECT(!ckpt_exists(in("any.tmp")) && !ckpt_exists(in("any.old")) && !ckpt_exists(in("any.1")),
+               "something is left");
         for (int v = 1; v <= 3; v++) load(in("any"), v, w);
     }
-    EXPECT(ckpt_exists(in("any/model-00012-of-00012.safetensors")) && ckpt_exists(in("any/optimizer-00001-of-00003.safetensors")), "one file per tensor");
+    EXPECT(ckpt_exists(in("any/model-00012-of-00012.safetensors"))
+               && ckpt_exists(in("any/optimizer-00001-of-00003.safetensors")),
+           "one file per tensor");
     scenario = "every rank loads all";
     {
         job j = job_of(in("any///"), 1, 3);
@@ -276,13 +306,17 @@ static void test_keeps_some(void) {
     }
     no_exchange = 0;
     scenario = "keep fewer than before";
-    EXPECT(ckpt_shell("cd %s && cp -r keep.2 keep.3 && cp -r keep.2 keep.4 && touch keep.4/notes", folder) == 0, "cp");
+    EXPECT(ckpt_shell("cd %s && cp -r keep.2 keep.3 && cp -r keep.2 keep.4 && touch keep.4/notes", folder)
+               == 0,
+           "cp");
     for (int keep = 2; keep >= 1; keep--) {
         job j = job_of(in("keep"), 0, 8 - keep);
         j.keep = keep;
         run(&j, 2, DDP_OK, "");
         if (keep == 2) load(in("keep.1"), 1, 5);
-        EXPECT(ckpt_exists(in("keep.1")) == (keep == 2) && !ckpt_exists(in("keep.2")) && !ckpt_exists(in("keep.3")), "keep %d", keep);
+        EXPECT(ckpt_exists(in("keep.1")) == (keep == 2) && !ckpt_exists(in("keep.2"))
+                   && !ckpt_exists(in("keep.3")),
+               "keep %d", keep);
         EXPECT(ckpt_exists(in("keep.4/notes")), "a foreign file was deleted");
     }
     scenario = "a foreign folder has the number of an older checkpoint";
@@ -309,7 +343,11 @@ static void test_keeps_some(void) {
 static void test_stale_and_strange(void) {
     job j = job_of(in("strange"), 0, 1);
     scenario = "a save that was killed";
-    EXPECT(ckpt_shell("mkdir %s && cd %s && printf '{\"format\": \"ddp check' >state.json && touch model-00001-of-00009.safetensors", in("stale.tmp"), in("stale.tmp")) == 0, "sh");
+    EXPECT(ckpt_shell("mkdir %s && cd %s && printf '{\"format\": \"ddp check' >state.json && touch "
+                      "model-00001-of-00009.safetensors",
+                      in("stale.tmp"), in("stale.tmp"))
+               == 0,
+           "sh");
     save(in("stale"), 2, 1);
     load(in("stale"), 1, 1);
     EXPECT(!ckpt_exists(in("stale.tmp")), "left behind");
@@ -318,8 +356,11 @@ static void test_stale_and_strange(void) {
         job stale = job_of(in("stale"), 0, 2);
         EXPECT(ckpt_shell("cp -r %s %s", in("stale"), in("stale.tmp")) == 0, "cp");
         unlink_error = turn ? ENOENT : EACCES;
-        if (turn) run(&stale, 2, DDP_OK, "");
-        else run(&stale, 2, DDP_ERR_SYSTEM, "group=world: rank 0: |cannot delete|stale.tmp/|Permission denied");
+        if (turn)
+            run(&stale, 2, DDP_OK, "");
+        else
+            run(&stale, 2, DDP_ERR_SYSTEM,
+                "group=world: rank 0: |cannot delete|stale.tmp/|Permission denied");
         unlink_error = 0;
         load(in("stale"), 1, 1 + turn);
         EXPECT(ckpt_shell("rm -rf %s", in("stale.tmp")) == 0, "rm");
@@ -327,12 +368,17 @@ static void test_stale_and_strange(void) {
     scenario = "foreign folders";
     EXPECT(ckpt_shell("mkdir %s && echo precious >%s", in("strange"), in("strange/notes.txt")) == 0, "sh");
     run(&j, 2, DDP_ERR_INVALID, "strange|'notes.txt'");
-    EXPECT(ckpt_shell("rm %s && echo '{}' >%s", in("strange/notes.txt"), in("strange/state.json")) == 0, "sh");
+    EXPECT(ckpt_shell("rm %s && echo '{}' >%s", in("strange/notes.txt"), in("strange/state.json")) == 0,
+           "sh");
     run(&j, 2, DDP_ERR_INVALID, "strange|without state.json");
-    EXPECT(ckpt_shell("mkdir %s && touch %s", in("other.tmp"), in("other.tmp/model-00001-of-00001.safetensors")) == 0, "sh");
+    EXPECT(
+        ckpt_shell("mkdir %s && touch %s", in("other.tmp"), in("other.tmp/model-00001-of-00001.safetensors"))
+            == 0,
+        "sh");
     j.dir = in("other");
     run(&j, 1, DDP_ERR_INVALID, "other.tmp");
-    EXPECT(ckpt_exists(in("other.tmp/model-00001-of-00001.safetensors")) && !ckpt_exists(in("other")), "deleted");
+    EXPECT(ckpt_exists(in("other.tmp/model-00001-of-00001.safetensors")) && !ckpt_exists(in("other")),
+           "deleted");
     save(in("mixed"), 1, 1);
     EXPECT(ckpt_shell("echo precious >%s", in("mixed/notes.txt")) == 0, "sh");
     j.dir = in("mixed");
@@ -390,7 +436,9 @@ static void test_sync_fails(void) {
         save(in("syncs"), 2, 1);
         j.fail_rank = 0;
         j.fail_sync = turn < 2 ? 1 : 3;
-        run(&j, 2, DDP_ERR_SYSTEM, turn < 2 ? "group=world: rank 0: |cannot sync" : "group=world: rank 0: |the checkpoint is saved|cannot sync");
+        run(&j, 2, DDP_ERR_SYSTEM,
+            turn < 2 ? "group=world: rank 0: |cannot sync"
+                     : "group=world: rank 0: |the checkpoint is saved|cannot sync");
         load(in("syncs"), 2, turn < 2 ? 1 : 2);
         if (turn >= 2) load(in(no_exchange ? "syncs.old" : "syncs.tmp"), 2, 1);
         save(in("syncs"), 2, 3);
@@ -414,34 +462,69 @@ static void test_no_fallocate(void) {
     EXPECT(ckpt_shell("diff -r %s %s", in("sparse"), in("dense")) == 0, "the files differ");
 }
 
-static void twist_hole(ckpt_rank *k, int rank) { if (rank == 1) k->slices[5].extent[1]--; }
-static void twist_overlap(ckpt_rank *k, int rank) { if (rank == 1) k->slices[4].offset[1]--; }
-static void twist_scalar(ckpt_rank *k, int rank) { if (rank == 0) { free(k->slices[2].data); k->slices[2].data = NULL; } }
-static void twist_outside(ckpt_rank *k, int rank) { if (rank == 1) k->slices[0].offset[0]++; }
+static void twist_hole(ckpt_rank *k, int rank) {
+    if (rank == 1) k->slices[5].extent[1]--;
+}
+static void twist_overlap(ckpt_rank *k, int rank) {
+    if (rank == 1) k->slices[4].offset[1]--;
+}
+static void twist_scalar(ckpt_rank *k, int rank) {
+    if (rank == 0) {
+        free(k->slices[2].data);
+        k->slices[2].data = NULL;
+    }
+}
+static void twist_outside(ckpt_rank *k, int rank) {
+    if (rank == 1) k->slices[0].offset[0]++;
+}
 static void twist_shape(ckpt_rank *k, int rank) {
     if (rank != 1) return;
     k->slices[0].shape[0] = INT64_MAX / 2;
     k->slices[0].shape[1] = 16;
 }
-static void twist_names(ckpt_rank *k, int rank) { (void)rank; k->slices[1].name = "wte"; }
-static void twist_utf8(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].name = "\xff"; }
-static void twist_other(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].dtype = DDP_F16; }
-static void twist_last(ckpt_rank *k, int rank) { if (rank == 1) k->slices[k->count - 1].dtype = DDP_F16; }
+static void twist_names(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->slices[1].name = "wte";
+}
+static void twist_utf8(ckpt_rank *k, int rank) {
+    if (rank == 1) k->slices[1].name = "\xff";
+}
+static void twist_other(ckpt_rank *k, int rank) {
+    if (rank == 1) k->slices[1].dtype = DDP_F16;
+}
+static void twist_last(ckpt_rank *k, int rank) {
+    if (rank == 1) k->slices[k->count - 1].dtype = DDP_F16;
+}
 static void twist_long_name(ckpt_rank *k, int rank) {
     static char name[4][200]; /* the line has no room for the difference */
     memset(name[rank], 'a', 190);
     name[rank][190] = (char)('0' + rank);
     k->slices[1].name = name[rank];
 }
-static void twist_fewer(ckpt_rank *k, int rank) { if (rank == 1) k->count--; }
+static void twist_fewer(ckpt_rank *k, int rank) {
+    if (rank == 1) k->count--;
+}
 
 static void test_bad_lists(void) {
-    static const struct { void (*twist)(ckpt_rank *, int); ddp_result result; const char *words; } bad[] = {
-        {twist_hole, DDP_ERR_MISMATCH, "'middle'|gap"}, {twist_overlap, DDP_ERR_MISMATCH, "'columns'|overlap"}, {twist_scalar, DDP_ERR_MISMATCH, "'scalar'|gap"},
-        {twist_outside, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|outside"}, {twist_shape, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|shape or dtype is invalid"}, {twist_names, DDP_ERR_INVALID, "two tensors|'wte'"}, {twist_utf8, DDP_ERR_INVALID, "UTF-8"},
-        {twist_other, DDP_ERR_MISMATCH, "ranks differ: rank 0 tensor 1 'h.weight' bf16 [4,3,2] of the model, rank 1 tensor 1 'h.weight' f16 [4"}, {twist_long_name, DDP_ERR_MISMATCH, "rank 0 tensor 1 'aaaa|, rank 1 tensor 1 'aaaa"},
+    static const struct {
+        void (*twist)(ckpt_rank *, int);
+        ddp_result result;
+        const char *words;
+    } bad[] = {
+        {twist_hole, DDP_ERR_MISMATCH, "'middle'|gap"},
+        {twist_overlap, DDP_ERR_MISMATCH, "'columns'|overlap"},
+        {twist_scalar, DDP_ERR_MISMATCH, "'scalar'|gap"},
+        {twist_outside, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|outside"},
+        {twist_shape, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|shape or dtype is invalid"},
+        {twist_names, DDP_ERR_INVALID, "two tensors|'wte'"},
+        {twist_utf8, DDP_ERR_INVALID, "UTF-8"},
+        {twist_other, DDP_ERR_MISMATCH,
+         "ranks differ: rank 0 tensor 1 'h.weight' bf16 [4,3,2] of the model, rank 1 tensor 1 'h.weight' f16 "
+         "[4"},
+        {twist_long_name, DDP_ERR_MISMATCH, "rank 0 tensor 1 'aaaa|, rank 1 tensor 1 'aaaa"},
         {twist_last, DDP_ERR_MISMATCH, "ranks differ: rank 0 tensor 14 '|, rank 1 tensor 14 '|f16"},
-        {twist_fewer, DDP_ERR_MISMATCH, "rank 0 tensors=15, rank 1 tensors=14; give"}};
+        {twist_fewer, DDP_ERR_MISMATCH, "rank 0 tensors=15, rank 1 tensors=14; give"},
+    };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         job j = job_of(in("lists"), 0, 1);
         scenario = bad[i].words;
@@ -461,8 +544,10 @@ static void test_other_options(void) {
         if (i == 0 || i == 3) j.odd_dir = in("another");
         if (i == 1) j.odd_keep = 2;
         if (i == 2) j.odd_bytes = 1000;
-        snprintf(words[i], sizeof words[i], i == 1 ? "rank 0 keep_checkpoints=1, rank 1 keep_checkpoints=2; give"
-                 : i == 2 ? "rank 0 max_file_bytes=0, rank 1 max_file_bytes=1000; give" : "rank 0 dir=|options, rank 1 dir=|another; give");
+        snprintf(words[i], sizeof words[i],
+                 i == 1   ? "rank 0 keep_checkpoints=1, rank 1 keep_checkpoints=2; give"
+                 : i == 2 ? "rank 0 max_file_bytes=0, rank 1 max_file_bytes=1000; give"
+                          : "rank 0 dir=|options, rank 1 dir=|another; give");
         run(&j, 3, DDP_ERR_MISMATCH, words[i]);
         EXPECT(!ckpt_exists(in("another")) && !ckpt_exists(in("options.tmp")), "something was written");
     }
@@ -472,7 +557,9 @@ static void test_other_options(void) {
 //== damage =================================================================================
 
 /* A fresh copy of the good checkpoint, as "bad". */
-static void renew(void) { EXPECT(ckpt_shell("rm -rf %s && cp -r %s %s", in("bad"), in("good"), in("bad")) == 0, "cp"); }
+static void renew(void) {
+    EXPECT(ckpt_shell("rm -rf %s && cp -r %s %s", in("bad"), in("good"), in("bad")) == 0, "cp");
+}
 
 static void flip(const char *path, size_t at, int bit) {
     size_t length = 0;
@@ -496,7 +583,8 @@ static void test_damage(void) {
     for (int t = 0; t < CKPT_TENSORS; t++) { /* detected by its first bytes */
         unsigned char start[8];
         size_t bytes = ddp_dtype_size(ckpt_model[t].dtype), at = 0;
-        const char *file = NULL, *const files[] = {model, "bad/model-00002-of-00002.safetensors", "bad/optimizer-00001-of-00001.safetensors"};
+        const char *file = NULL, *const files[] = {model, "bad/model-00002-of-00002.safetensors",
+                                                   "bad/optimizer-00001-of-00001.safetensors"};
         char words[100];
         for (int d = 0; d < ckpt_model[t].ndim; d++) bytes *= (size_t)ckpt_model[t].shape[d];
         if (bytes < 4) continue; /* too short to be recognised */
@@ -504,13 +592,17 @@ static void test_damage(void) {
         for (int f = 0; f < 3 && !file; f++) {
             text = ckpt_read(in(files[f]), &length);
             found = text ? (char *)memmem(text, length, start, bytes < 8 ? bytes : 8) : NULL;
-            if (found) { file = files[f]; at = (size_t)(found - text); }
+            if (found) {
+                file = files[f];
+                at = (size_t)(found - text);
+            }
             free(text);
         }
         EXPECT(file, "tensor %d was not found", t);
         if (!file) continue;
         flip(in(file), at + bytes * 2 / 3, t % 8);
-        snprintf(words, sizeof words, "tensor|%s|damaged: its checksum", t == 6 ? "\xc3\xa9" : ckpt_model[t].name);
+        snprintf(words, sizeof words, "tensor|%s|damaged: its checksum",
+                 t == 6 ? "\xc3\xa9" : ckpt_model[t].name);
         refused(in("bad"), DDP_ERR_CORRUPT, words);
         flip(in(file), at + bytes * 2 / 3, t % 8);
     }
@@ -536,7 +628,13 @@ static void test_damage(void) {
     scenario = "cut short";
     for (int cut = 0; cut < 3; cut++) {
         renew();
-        EXPECT(ckpt_shell("truncate -s %s %s", cut == 0 ? "-1" : cut == 1 ? "1000" : "5", in(model)) == 0, "truncate");
+        EXPECT(ckpt_shell("truncate -s %s %s",
+                          cut == 0   ? "-1"
+                          : cut == 1 ? "1000"
+                                     : "5",
+                          in(model))
+                   == 0,
+               "truncate");
         refused(in("bad"), DDP_ERR_CORRUPT, "model-00001-of-00002");
     }
     renew();
@@ -560,18 +658,50 @@ static void test_damage(void) {
     refused(in("first"), DDP_ERR_CORRUPT, "model-00001-of-00001|header");
 }
 
-static void ask_dtype(ckpt_rank *k, int rank) { (void)rank; k->slices[0].dtype = DDP_I32; }
-static void ask_float(ckpt_rank *k, int rank) { (void)rank; k->slices[1].dtype = DDP_F16; }
-static void ask_shape(ckpt_rank *k, int rank) { (void)rank; k->slices[3].shape[1] = 5; k->slices[3].extent[1] = 5; }
-static void ask_ndim(ckpt_rank *k, int rank) { (void)rank; k->slices[3].ndim = 1; }
-static void ask_fewer(ckpt_rank *k, int rank) { (void)rank; k->count--; }
-static void ask_more(ckpt_rank *k, int rank) { (void)rank; k->slices[k->count] = k->slices[3]; k->slices[k->count++].name = "another"; }
-static void ask_kind(ckpt_rank *k, int rank) { (void)rank; k->slices[13].file_kind = 0; }
+static void ask_dtype(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->slices[0].dtype = DDP_I32;
+}
+static void ask_float(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->slices[1].dtype = DDP_F16;
+}
+static void ask_shape(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->slices[3].shape[1] = 5;
+    k->slices[3].extent[1] = 5;
+}
+static void ask_ndim(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->slices[3].ndim = 1;
+}
+static void ask_fewer(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->count--;
+}
+static void ask_more(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->slices[k->count] = k->slices[3];
+    k->slices[k->count++].name = "another";
+}
+static void ask_kind(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->slices[13].file_kind = 0;
+}
 
 static void test_other_model(void) {
-    static const struct { void (*twist)(ckpt_rank *, int); const char *words; } other[] = {
-        {ask_dtype, "'wte' at bytes [|F32 [7,5]|I32 [7,5]"}, {ask_float, "'h.weight'|BF16|F16"}, {ask_shape, "'empty'|[0,4]|[0,5]"}, {ask_ndim, "'empty'|[0,4]|[0]"},
-        {ask_fewer, "'long.exp_avg' at bytes [|F32 [3,1001]|not among the 14"}, {ask_more, "'another'|not in the files"}, {ask_kind, "'wte.exp_avg_sq'"}};
+    static const struct {
+        void (*twist)(ckpt_rank *, int);
+        const char *words;
+    } other[] = {
+        {ask_dtype, "'wte' at bytes [|F32 [7,5]|I32 [7,5]"},
+        {ask_float, "'h.weight'|BF16|F16"},
+        {ask_shape, "'empty'|[0,4]|[0,5]"},
+        {ask_ndim, "'empty'|[0,4]|[0]"},
+        {ask_fewer, "'long.exp_avg' at bytes [|F32 [3,1001]|not among the 14"},
+        {ask_more, "'another'|not in the files"},
+        {ask_kind, "'wte.exp_avg_sq'"},
+    };
     for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
         job j = job_of(in("good"), 1, 0);
         scenario = other[i].words;
@@ -582,7 +712,10 @@ static void test_other_model(void) {
 
 //== disks ==================================================================================
 
-static void another_state(ckpt_rank *k, int rank) { (void)rank; k->state.step = 99; }
+static void another_state(ckpt_rank *k, int rank) {
+    (void)rank;
+    k->state.step = 99;
+}
 
 /* A folder that is not shared: each rank finds a complete checkpoint, and only their states differ. */
 static void test_folders_of_ranks(void) {
@@ -594,7 +727,8 @@ static void test_folders_of_ranks(void) {
     run(&j, 2, DDP_OK, "");
     j = job_of(in("here"), 1, 1);
     j.other = in("there");
-    run(&j, 2, DDP_ERR_MISMATCH, "rank 0 finds checkpoint |, rank 1 finds checkpoint |the folder is not shared");
+    run(&j, 2, DDP_ERR_MISMATCH,
+        "rank 0 finds checkpoint |, rank 1 finds checkpoint |the folder is not shared");
     load(in("here"), 2, 1);
 }
 
@@ -683,7 +817,10 @@ static void write_foreign(const char *path, const char *header, const void *data
 
 static const float foreign_values[6] = {1, -2, 0.5f, 1024, -0.0f, 3};
 static int foreign_logged;
-static void foreign_log(const char *text, void *user) { (void)user; foreign_logged += strstr(text, "state.json") != NULL; }
+static void foreign_log(const char *text, void *user) {
+    (void)user;
+    foreign_logged += strstr(text, "state.json") != NULL;
+}
 
 /* Loads "w" f32 [6] and an optimizer tensor; returns the result, and whether the values are right. */
 static ddp_result load_foreign(const char *dir, int *fine) {
@@ -702,8 +839,11 @@ static ddp_result load_foreign(const char *dir, int *fine) {
     desc.log_fn = foreign_log;
     if (ddp_group_create(&group, &desc) != DDP_OK) return DDP_ERR_SYSTEM;
     result = ddp__checkpoint_load(group, NULL, dir, s, 2, NULL, &state);
-    if (result == DDP_OK) *fine = memcmp(w, foreign_values, sizeof w) == 0 && moment[0] == 0 && moment[1] == 0 && state.step == 0 && state.rng[0] == UINT64_C(0x0505050505050505);
-    else *fine = w[0] == 9 && w[5] == 9 && moment[0] == 9 && state.step != 0;
+    if (result == DDP_OK)
+        *fine = memcmp(w, foreign_values, sizeof w) == 0 && moment[0] == 0 && moment[1] == 0
+                && state.step == 0 && state.rng[0] == UINT64_C(0x0505050505050505);
+    else
+        *fine = w[0] == 9 && w[5] == 9 && moment[0] == 9 && state.step != 0;
     ddp_group_destroy(group);
     return result;
 }
@@ -714,17 +854,32 @@ static void test_foreign(void) {
     int32_t whole[6] = {0};
     int fine = 0;
     const char *file = in("foreign/model.safetensors");
-    static const struct { const char *header, *words; } bad[] = {
-        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,28]}}", "outside"}, {"{\"w\":{\"dtype\":\"F32\",\"shape\":[5],\"data_offsets\":[0,20]}}", "end at byte 20"},
-        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[5],\"data_offsets\":[4,24]}}", "unused bytes"}, {"{\"w\":{\"dtype\":\"I32\",\"shape\":[6],\"data_offsets\":[0,24]}}", "I32"},
-        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}", "[2,3]"}, {"{\"v\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", "'v'"},
-        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16]},\"v\":{\"dtype\":\"F32\",\"shape\":[3],\"data_offsets\":[12,24]}}", "overlaps"},
-        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[5],\"data_offsets\":[0,20]},\"m\":{\"dtype\":\"BOOL\",\"shape\":[4],\"data_offsets\":[20,24]}}", "BOOL [4]"}};
+    static const struct {
+        const char *header, *words;
+    } bad[] = {
+        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,28]}}", "outside"},
+        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[5],\"data_offsets\":[0,20]}}", "end at byte 20"},
+        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[5],\"data_offsets\":[4,24]}}", "unused bytes"},
+        {"{\"w\":{\"dtype\":\"I32\",\"shape\":[6],\"data_offsets\":[0,24]}}", "I32"},
+        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}", "[2,3]"},
+        {"{\"v\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", "'v'"},
+        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16]},\"v\":{\"dtype\":\"F32\","
+         "\"shape\":[3],\"data_offsets\":[12,24]}}",
+         "overlaps"},
+        {"{\"w\":{\"dtype\":\"F32\",\"shape\":[5],\"data_offsets\":[0,20]},\"m\":{\"dtype\":\"BOOL\","
+         "\"shape\":[4],\"data_offsets\":[20,24]}}",
+         "BOOL [4]"},
+    };
     EXPECT(mkdir(in("foreign"), 0777) == 0, "mkdir");
-    for (int i = 0; i < 6; i++) { half[i] = ranks_f32_to_bf16(foreign_values[i]); wide[i] = (double)foreign_values[i]; }
+    for (int i = 0; i < 6; i++) {
+        half[i] = ranks_f32_to_bf16(foreign_values[i]);
+        wide[i] = (double)foreign_values[i];
+    }
     scenario = "models from elsewhere";
-    write_foreign(file, "{\"w\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", foreign_values, 24);
-    EXPECT(load_foreign(in("foreign"), &fine) == DDP_OK && fine && foreign_logged == 1, "%s", ddp_last_error());
+    write_foreign(file, "{\"w\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", foreign_values,
+                  24);
+    EXPECT(load_foreign(in("foreign"), &fine) == DDP_OK && fine && foreign_logged == 1, "%s",
+           ddp_last_error());
     write_foreign(file, "{\"w\":{\"dtype\":\"BF16\",\"shape\":[6],\"data_offsets\":[0,12]}} ", half, 12);
     EXPECT(load_foreign(in("foreign"), &fine) == DDP_OK && fine, "%s", ddp_last_error());
     for (int i = 0; i < 6; i++) half[i] = ranks_f32_to_f16(foreign_values[i]);
@@ -734,46 +889,69 @@ static void test_foreign(void) {
     EXPECT(load_foreign(in("foreign"), &fine) == DDP_OK && fine, "%s", ddp_last_error());
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         write_foreign(file, bad[i].header, i == 3 ? (const void *)whole : foreign_values, 24);
-        EXPECT(load_foreign(in("foreign"), &fine) < 0 && fine && strstr(ddp_last_error(), bad[i].words) && strstr(ddp_last_error(), "foreign/model.safetensors"),
+        EXPECT(load_foreign(in("foreign"), &fine) < 0 && fine && strstr(ddp_last_error(), bad[i].words)
+                   && strstr(ddp_last_error(), "foreign/model.safetensors"),
                "%s: %s", bad[i].words, ddp_last_error());
     }
     ckpt_write(file, "\xff\xff\xff\xff\xff\xff\xff\x7f{}", 10);
-    EXPECT(load_foreign(in("foreign"), &fine) == DDP_ERR_CORRUPT && fine && strstr(ddp_last_error(), "100 MB"), "%s", ddp_last_error());
+    EXPECT(load_foreign(in("foreign"), &fine) == DDP_ERR_CORRUPT && fine
+               && strstr(ddp_last_error(), "100 MB"),
+           "%s", ddp_last_error());
     ckpt_write(file, "\x09\0\0\0\0\0\0\0{}", 10);
-    EXPECT(load_foreign(in("foreign"), &fine) == DDP_ERR_CORRUPT && fine && strstr(ddp_last_error(), "needs 9 bytes"), "%s", ddp_last_error());
+    EXPECT(load_foreign(in("foreign"), &fine) == DDP_ERR_CORRUPT && fine
+               && strstr(ddp_last_error(), "needs 9 bytes"),
+           "%s", ddp_last_error());
     scenario = "an index from elsewhere";
-    write_foreign(in("foreign/part.safetensors"), "{\"w\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", foreign_values, 24);
+    write_foreign(in("foreign/part.safetensors"),
+                  "{\"w\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", foreign_values, 24);
     {
         char here[400], absolute[700];
         EXPECT(getcwd(here, sizeof here) != NULL, "getcwd");
         snprintf(absolute, sizeof absolute, "{\"weight_map\":{\"w\":\"%s/%s/part.safetensors\"}}", here,
                  in("foreign"));
-        EXPECT(mkdir(in("foreign/sub"), 0777) == 0 && ckpt_shell("cp %s %s", in("foreign/part.safetensors"),
-            in("foreign/sub")) == 0, "cp");
-        const struct { const char *index, *words; } indexes[] = {
-            {"{\"metadata\":{\"total_size\":24.0,\"x\":[{}]},\"weight_map\":{\"w\":\"part.safetensors\"}}", NULL}, {"{\"metadata\":{}}", "missing weight_map"},
-            {"{\"weight_map\":{\"w\":\"../part.safetensors\"}}",
-             "name of a file"}, {"{\"weight_map\":{\"w\":\"sub/../part.safetensors\"}}", "name of a file"},
-            {"{\"weight_map\":{\"w\":\"sub/part.safetensors\"}}", "name of a file"}, {absolute,
-                "name of a file"},
-            {"{\"weight_map\":{\"w\":\"other.safetensors\"}}", "other.safetensors is missing"}, {"{\"weight_map\":{\"w\":3}}", "string"}, {"{\"weight_map\":{}}", "'w'"},
-            {"{\"weight_map\":{},\"weight_map\":{}}", "duplicate weight_map"}, {"", "object"}};
+        EXPECT(mkdir(in("foreign/sub"), 0777) == 0
+                   && ckpt_shell("cp %s %s", in("foreign/part.safetensors"), in("foreign/sub")) == 0,
+               "cp");
+        const struct {
+            const char *index, *words;
+        } indexes[] = {
+            {"{\"metadata\":{\"total_size\":24.0,\"x\":[{}]},\"weight_map\":{\"w\":\"part.safetensors\"}}",
+             NULL},
+            {"{\"metadata\":{}}", "missing weight_map"},
+            {"{\"weight_map\":{\"w\":\"../part.safetensors\"}}", "name of a file"},
+            {"{\"weight_map\":{\"w\":\"sub/../part.safetensors\"}}", "name of a file"},
+            {"{\"weight_map\":{\"w\":\"sub/part.safetensors\"}}", "name of a file"},
+            {absolute, "name of a file"},
+            {"{\"weight_map\":{\"w\":\"other.safetensors\"}}", "other.safetensors is missing"},
+            {"{\"weight_map\":{\"w\":3}}", "string"},
+            {"{\"weight_map\":{}}", "'w'"},
+            {"{\"weight_map\":{},\"weight_map\":{}}", "duplicate weight_map"},
+            {"", "object"},
+        };
         for (size_t i = 0; i < sizeof indexes / sizeof *indexes; i++) {
             ddp_result result;
-            ckpt_write(in("foreign/model.safetensors.index.json"), indexes[i].index, strlen(indexes[i].index));
+            ckpt_write(in("foreign/model.safetensors.index.json"), indexes[i].index,
+                       strlen(indexes[i].index));
             result = load_foreign(in("foreign"), &fine);
-            EXPECT(fine && (indexes[i].words ? result < 0 && strstr(ddp_last_error(), indexes[i].words) : result == DDP_OK), "%s: %s", indexes[i].index, ddp_last_error());
+            EXPECT(fine
+                       && (indexes[i].words ? result < 0 && strstr(ddp_last_error(), indexes[i].words)
+                                            : result == DDP_OK),
+                   "%s: %s", indexes[i].index, ddp_last_error());
         }
     }
-    EXPECT(ckpt_shell("rm -r %s %s %s", in("foreign/model.safetensors.index.json"), in("foreign/sub"),
-                      file) == 0, "rm");
+    EXPECT(ckpt_shell("rm -r %s %s %s", in("foreign/model.safetensors.index.json"), in("foreign/sub"), file)
+               == 0,
+           "rm");
     EXPECT(load_foreign(in("foreign"), &fine) == DDP_ERR_CORRUPT && fine, "%s", ddp_last_error());
 }
 
 int main(void) {
     watchdog_start(120);
     snprintf(folder, sizeof folder, "checkpoint.XXXXXX");
-    if (!mkdtemp(folder)) { perror(folder); return 2; }
+    if (!mkdtemp(folder)) {
+        perror(folder);
+        return 2;
+    }
     test_any_world_size();
     test_keeps_some();
     test_stale_and_strange();

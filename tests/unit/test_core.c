@@ -24,9 +24,14 @@ static void test_result_names(void **state) {
 }
 
 static void test_dtypes(void **state) {
-    static const struct { ddp_dtype dtype; size_t size; const char *name; } table[] = {
-        {DDP_F32, 4, "f32"}, {DDP_F64, 8, "f64"}, {DDP_F16, 2, "f16"}, {DDP_BF16, 2, "bf16"}, {DDP_I8, 1, "i8"},
-        {DDP_U8, 1, "u8"},   {DDP_I32, 4, "i32"}, {DDP_I64, 8, "i64"}, {DDP_U64, 8, "u64"},
+    static const struct {
+        ddp_dtype dtype;
+        size_t size;
+        const char *name;
+    } table[] = {
+        {DDP_F32, 4, "f32"},   {DDP_F64, 8, "f64"}, {DDP_F16, 2, "f16"},
+        {DDP_BF16, 2, "bf16"}, {DDP_I8, 1, "i8"},   {DDP_U8, 1, "u8"},
+        {DDP_I32, 4, "i32"},   {DDP_I64, 8, "i64"}, {DDP_U64, 8, "u64"},
     };
     (void)state;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
@@ -117,7 +122,8 @@ static void test_last_error_is_per_thread(void **state) {
 static void test_clock(void **state) {
     double before = ddp_now(), after;
     (void)state;
-    for (volatile int i = 0; i < 100000; i++) {}
+    for (volatile int i = 0; i < 100000; i++) {
+    }
     after = ddp_now();
     assert_true(after > before && after - before < 10);
 }
@@ -125,9 +131,25 @@ static void test_clock(void **state) {
 //== a group of one =========================================================================
 
 static void clear_environment(void) {
-    static const char *const names[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE",
-        "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_NODELIST"};
+    static const char *const names[] = {"RANK",
+                                        "WORLD_SIZE",
+                                        "LOCAL_RANK",
+                                        "LOCAL_WORLD_SIZE",
+                                        "MASTER_ADDR",
+                                        "MASTER_PORT",
+                                        "OMPI_COMM_WORLD_RANK",
+                                        "OMPI_COMM_WORLD_SIZE",
+                                        "OMPI_COMM_WORLD_LOCAL_RANK",
+                                        "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                        "PMI_RANK",
+                                        "PMI_SIZE",
+                                        "MPI_LOCALRANKID",
+                                        "MPI_LOCALNRANKS",
+                                        "SLURM_PROCID",
+                                        "SLURM_NTASKS",
+                                        "SLURM_LOCALID",
+                                        "SLURM_STEP_ID",
+                                        "SLURM_JOB_NODELIST"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
 }
 
@@ -167,13 +189,22 @@ static void test_world_of_one(void **state) {
 }
 
 static int live_blocks;
-static void *counting_alloc(size_t size_bytes, void *user) { ++*(int *)user; return malloc(size_bytes); }
-static void counting_free(void *memory, void *user) { --*(int *)user; free(memory); }
+static void *counting_alloc(size_t size_bytes, void *user) {
+    ++*(int *)user;
+    return malloc(size_bytes);
+}
+static void counting_free(void *memory, void *user) {
+    --*(int *)user;
+    free(memory);
+}
 static void *refusing_alloc(size_t size_bytes, void *user) {
     (void)size_bytes;
     return --*(int *)user < 0 ? NULL : malloc(size_bytes);
 }
-static void plain_free(void *memory, void *user) { (void)user; free(memory); }
+static void plain_free(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
 static void test_allocator_of_the_caller(void **state) {
     ddp_group_desc desc = DDP_ZERO;
@@ -200,7 +231,10 @@ static void test_allocator_of_the_caller(void **state) {
         desc.alloc_fn = refusing_alloc, desc.free_fn = plain_free, desc.user = &left;
         group = (ddp_group *)&left;
         result = ddp_group_create(&group, &desc);
-        if (result == DDP_OK) { ddp_group_destroy(group); break; }
+        if (result == DDP_OK) {
+            ddp_group_destroy(group);
+            break;
+        }
         assert_int_equal(result, DDP_ERR_NO_MEMORY);
         assert_null(group);
         assert_true(ddp_last_error()[0] != 0);
@@ -248,7 +282,8 @@ static void test_lines(void **state) {
     ddp_group_log(group, "nobody reads this");
     ddp_group_abort(group);
     assert_true(ddp_all_reduce(group, data, data, 5, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK);
-    snprintf(want, sizeof want, "rank 0/1 ddp_all_reduce group=%s seq=1 f32 count=5: ", ddp_group_name(group));
+    snprintf(want, sizeof want,
+             "rank 0/1 ddp_all_reduce group=%s seq=1 f32 count=5: ", ddp_group_name(group));
     assert_memory_equal(ddp_last_error(), want, strlen(want));
     assert_true(ddp_barrier(group) != DDP_OK);
     snprintf(want, sizeof want, "rank 0/1 ddp_barrier group=%s seq=2: ", ddp_group_name(group));
@@ -266,13 +301,16 @@ static void test_lines(void **state) {
 
 /* The call returns DDP_ERR_INVALID, its line names the function and contains a word, and the group stays
    usable. */
-#define REFUSED(call, function, word)                                                                                        \
-    do {                                                                                                                     \
-        ddp_result refused = (call);                                                                                         \
-        if (refused != DDP_ERR_INVALID) fail_msg("%s gave %s: %s", #call, ddp_result_name(refused), ddp_last_error());       \
-        if (!strstr(ddp_last_error(), function)) fail_msg("%s: '%s' does not name %s", #call, ddp_last_error(), function);   \
-        if (!strstr(ddp_last_error(), word)) fail_msg("%s: '%s' does not contain '%s'", #call, ddp_last_error(), word);          \
-        if (strchr(ddp_last_error(), '\n')) fail_msg("%s: more than one line", #call);                                       \
+#define REFUSED(call, function, word)                                                      \
+    do {                                                                                   \
+        ddp_result refused = (call);                                                       \
+        if (refused != DDP_ERR_INVALID)                                                    \
+            fail_msg("%s gave %s: %s", #call, ddp_result_name(refused), ddp_last_error()); \
+        if (!strstr(ddp_last_error(), function))                                           \
+            fail_msg("%s: '%s' does not name %s", #call, ddp_last_error(), function);      \
+        if (!strstr(ddp_last_error(), word))                                               \
+            fail_msg("%s: '%s' does not contain '%s'", #call, ddp_last_error(), word);     \
+        if (strchr(ddp_last_error(), '\n')) fail_msg("%s: more than one line", #call);     \
     } while (0)
 
 static void still_fine(ddp_group *g) {
@@ -395,7 +433,8 @@ static void test_other_arguments(void **state) {
 /* What a backend learns about a call. Only the two ranks of a message move bytes. A mismatch names the lower
    rank first, in whatever order a backend passes the ranks. */
 static void test_calls_of_backends(void **state) {
-    static const char both[] = "rank 1 ddp_all_reduce f32 count=10 sum, rank 4 ddp_all_reduce f32 count=11 sum";
+    static const char both[] =
+        "rank 1 ddp_all_reduce f32 count=10 sum, rank 4 ddp_all_reduce f32 count=11 sum";
     ddp_call call = DDP_ZERO;
     uint64_t ten[2], eleven[2];
     (void)state;
@@ -477,7 +516,9 @@ static void test_group_desc(void **state) {
 
 /* The variables of a launcher contradict each other. */
 static void test_launcher_variables(void **state) {
-    static const struct { const char *rank, *local_rank, *text; } cases[] = {
+    static const struct {
+        const char *rank, *local_rank, *text;
+    } cases[] = {
         {"1", "0", "RANK=1 with WORLD_SIZE=1; use ranks 0 to 0"},
         {"0", "1", "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1 contradict WORLD_SIZE=1"},
     };

@@ -33,13 +33,29 @@ inline void seen(int n, const void *address, size_t size_bytes) {
 
 /* ---- the fake ---- */
 
-static struct { int count; cudaError_t count_error; int set; unsigned char first_byte[16]; int one_each; } machine;
+static struct {
+    int count;
+    cudaError_t count_error;
+    int set;
+    unsigned char first_byte[16];
+    int one_each;
+} machine;
 static __thread int rank_of_thread;
-static struct { int launches; unsigned largest_grid; cudaStream_t stream; cudaError_t answer; cudaError_t malloc_answer; int waits; } record;
+static struct {
+    int launches;
+    unsigned largest_grid;
+    cudaStream_t stream;
+    cudaError_t answer;
+    cudaError_t malloc_answer;
+    int waits;
+} record;
 static cudaError_t copy_answer; /* of copies, memset and cudaFree */
 static int kernels_run = 1;
 
-static cudaError_t fake_device_count(int *count) { *count = machine.count; return machine.count_error; }
+static cudaError_t fake_device_count(int *count) {
+    *count = machine.count;
+    return machine.count_error;
+}
 static cudaError_t fake_identity(int device, char name[256], unsigned char uuid[16]) {
     snprintf(name, 256, "Fake %d", device);
     memset(uuid, 0xab, 16);
@@ -47,15 +63,22 @@ static cudaError_t fake_identity(int device, char name[256], unsigned char uuid[
     uuid[15] = (unsigned char)device;
     return cudaSuccess;
 }
-static cudaError_t fake_set_device(int device) { __atomic_store_n(&machine.set, device, __ATOMIC_RELAXED); return cudaSuccess; }
+static cudaError_t fake_set_device(int device) {
+    __atomic_store_n(&machine.set, device, __ATOMIC_RELAXED);
+    return cudaSuccess;
+}
 static cudaError_t fake_malloc(void **out, size_t size_bytes) {
     if (record.malloc_answer != cudaSuccess) return record.malloc_answer;
     if (posix_memalign(out, 256, size_bytes) != 0) return cudaErrorMemoryAllocation;
     memset(*out, 0xee, size_bytes);
     return cudaSuccess;
 }
-static cudaError_t fake_free(void *memory) { free(memory); return copy_answer; }
-static cudaError_t fake_memcpy(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+static cudaError_t fake_free(void *memory) {
+    free(memory);
+    return copy_answer;
+}
+static cudaError_t fake_memcpy(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind,
+                               cudaStream_t stream) {
     (void)kind;
     record.stream = stream;
     memmove(dst, src, size_bytes);
@@ -66,17 +89,27 @@ static cudaError_t fake_memset(void *dst, int value, size_t size_bytes, cudaStre
     memset(dst, value, size_bytes);
     return copy_answer;
 }
-static cudaError_t fake_synchronize(cudaStream_t stream) { (void)stream; record.waits++; return cudaSuccess; }
+static cudaError_t fake_synchronize(cudaStream_t stream) {
+    (void)stream;
+    record.waits++;
+    return cudaSuccess;
+}
 /* Odd addresses are device memory. */
-static cudaError_t fake_is_device(const void *pointer, int *yes) { *yes = (uintptr_t)pointer % 2; return cudaSuccess; }
-static cudaError_t fake_launch(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes, cudaStream_t stream) {
-    record.launches += kernel && arguments && shared_bytes == 0 && block.x == 256 && block.y == 1 && block.z == 1 && grid.y == 1;
+static cudaError_t fake_is_device(const void *pointer, int *yes) {
+    *yes = (uintptr_t)pointer % 2;
+    return cudaSuccess;
+}
+static cudaError_t fake_launch(const void *kernel, dim3 grid, dim3 block, void **arguments,
+                               size_t shared_bytes, cudaStream_t stream) {
+    record.launches += kernel && arguments && shared_bytes == 0 && block.x == 256 && block.y == 1
+                       && block.z == 1 && grid.y == 1;
     if (grid.x > record.largest_grid) record.largest_grid = grid.x;
     record.stream = stream;
     return record.answer;
 }
 static cudaError_t fake_clear(void) { return cudaSuccess; }
-static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument, size_t argument_bytes, cudaStream_t stream) {
+static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument, size_t argument_bytes,
+                                  cudaStream_t stream) {
     void *copy = NULL;
     if (posix_memalign(&copy, 64, argument_bytes) != 0) return cudaErrorMemoryAllocation;
     memcpy(copy, argument, argument_bytes);
@@ -87,9 +120,10 @@ static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument,
 }
 
 /* Streams and events are not used here: they are NULL. */
-#define FAKE_CALLS fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_memcpy, fake_memset, \
-                   fake_synchronize, fake_is_device, fake_launch, fake_clear, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-                   fake_host_work
+#define FAKE_CALLS                                                                                           \
+    fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_memcpy, fake_memset,     \
+        fake_synchronize, fake_is_device, fake_launch, fake_clear, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+        NULL, NULL, NULL, NULL, NULL, NULL, fake_host_work
 static const struct ddp__cuda_runtime *fake_runtime(void) {
     static const ddp__cuda_runtime on_host = {1, FAKE_CALLS}, recorded = {0, FAKE_CALLS};
     return kernels_run ? &on_host : &recorded;
@@ -100,7 +134,9 @@ static const struct ddp__cuda_runtime *fake_runtime(void) {
 static char host[64];
 
 static void says(ddp_result result, ddp_result wanted, const char *sentence) {
-    check_that(result == wanted && strcmp(ddp_last_error(), sentence) == 0, "%s, and the line is\n  %s\ninstead of\n  %s", ddp_result_name(result), ddp_last_error(), sentence);
+    check_that(result == wanted && strcmp(ddp_last_error(), sentence) == 0,
+               "%s, and the line is\n  %s\ninstead of\n  %s", ddp_result_name(result), ddp_last_error(),
+               sentence);
 }
 
 static void check_pick_alone(void) {
@@ -111,24 +147,37 @@ static void check_pick_alone(void) {
     gethostname(host, sizeof host - 1);
     machine.count = 0;
     machine.count_error = cudaErrorNoDevice;
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: device 0 (the local rank) does not exist on this machine, which has none; check nvidia-smi and CUDA_VISIBLE_DEVICES", host);
+    snprintf(line, sizeof line,
+             "ddp_cuda_pick: on host %s: device 0 (the local rank) does not exist on this machine, which has "
+             "none; check nvidia-smi and CUDA_VISIBLE_DEVICES",
+             host);
     says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_INVALID, line);
     check_that(device == -1, "device is %d after a failure", device);
     machine.count_error = cudaErrorInsufficientDriver;
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: on this machine: cudaGetDeviceCount: %s (cudaErrorInsufficientDriver)", host,
-             cudaGetErrorString(cudaErrorInsufficientDriver));
+    snprintf(
+        line, sizeof line,
+        "ddp_cuda_pick: on host %s: on this machine: cudaGetDeviceCount: %s (cudaErrorInsufficientDriver)",
+        host, cudaGetErrorString(cudaErrorInsufficientDriver));
     says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_ENGINE, line);
     machine.count_error = cudaSuccess;
     machine.count = 3;
-    check_that(ddp_cuda_pick(NULL, NULL, &device) == DDP_OK && device == 0 && machine.set == 0, "%s", ddp_last_error());
+    check_that(ddp_cuda_pick(NULL, NULL, &device) == DDP_OK && device == 0 && machine.set == 0, "%s",
+               ddp_last_error());
     desc.devices = list;
     desc.device_count = 1;
-    check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_OK && device == 2 && machine.set == 2, "%s", ddp_last_error());
+    check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_OK && device == 2 && machine.set == 2, "%s",
+               ddp_last_error());
     desc.devices = list + 1;
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: device 9 does not exist on this machine, which has 0 (Fake 0), 1 (Fake 1), 2 (Fake 2)", host);
+    snprintf(line, sizeof line,
+             "ddp_cuda_pick: on host %s: device 9 does not exist on this machine, which has 0 (Fake 0), 1 "
+             "(Fake 1), 2 (Fake 2)",
+             host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     machine.count = 8;
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: device 9 does not exist on this machine, which has 0 (Fake 0), 1 (Fake 1), 2 (Fake 2), 3 (Fake 3) and 4 more, up to 7", host);
+    snprintf(line, sizeof line,
+             "ddp_cuda_pick: on host %s: device 9 does not exist on this machine, which has 0 (Fake 0), 1 "
+             "(Fake 1), 2 (Fake 2), 3 (Fake 3) and 4 more, up to 7",
+             host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     desc.uuid = "GPU-";
     snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: set devices or uuid, not both", host);
@@ -150,17 +199,25 @@ static void check_pick_uuid(void) {
     desc.uuid = "2eababab-abab-abab-abab-abababababababab"; /* too long by four */
     check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_ERR_INVALID, "a UUID that is too long was found");
     desc.uuid = "GPU-77";
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: uuid GPU-77 matches no device of this machine, which has "
-             "0 (GPU-1fababab-abab-abab-abab-ababababab00), 1 (GPU-2eababab-abab-abab-abab-ababababab01)", host);
+    snprintf(line, sizeof line,
+             "ddp_cuda_pick: on host %s: uuid GPU-77 matches no device of this machine, which has "
+             "0 (GPU-1fababab-abab-abab-abab-ababababab00), 1 (GPU-2eababab-abab-abab-abab-ababababab01)",
+             host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     machine.first_byte[0] = 0x2e;
     desc.uuid = "GPU-2e";
-    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: uuid GPU-2e matches devices 0 and 1; use a longer prefix", host);
+    snprintf(line, sizeof line,
+             "ddp_cuda_pick: on host %s: uuid GPU-2e matches devices 0 and 1; use a longer prefix", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
 }
 
 /* The outcome of every rank; ranks are threads. */
-static struct { ddp_cuda_pick_desc desc; int device[4]; ddp_result result[4]; char line[4][512]; } ranks;
+static struct {
+    ddp_cuda_pick_desc desc;
+    int device[4];
+    ddp_result result[4];
+    char line[4][512];
+} ranks;
 
 static ddp_result pick_rank(ddp_group *world, void *user) {
     int rank = ddp_rank(world);
@@ -184,9 +241,13 @@ static void pick_ranks(int world_size, int device_count, const char *sentence, i
     check_that(ddp_launch(&launch, pick_rank, NULL) == DDP_OK, "%s", ddp_last_error());
     for (int rank = 0; rank < world_size; rank++) {
         snprintf(number, sizeof number, "rank %d: ", failed);
-        snprintf(line, sizeof line, "rank %d/%d ddp_cuda_pick group=world: %s%s", rank, world_size, failed < 0 || rank == failed ? "" : number, sentence ? sentence : "");
-        if (!sentence) check_that(ranks.result[rank] == DDP_OK, "rank %d: %s", rank, ranks.line[rank]);
-        else check_that(ranks.result[rank] == DDP_ERR_INVALID && strcmp(ranks.line[rank], line) == 0, "rank %d returned\n  %s\ninstead of\n  %s", rank, ranks.line[rank], line);
+        snprintf(line, sizeof line, "rank %d/%d ddp_cuda_pick group=world: %s%s", rank, world_size,
+                 failed < 0 || rank == failed ? "" : number, sentence ? sentence : "");
+        if (!sentence)
+            check_that(ranks.result[rank] == DDP_OK, "rank %d: %s", rank, ranks.line[rank]);
+        else
+            check_that(ranks.result[rank] == DDP_ERR_INVALID && strcmp(ranks.line[rank], line) == 0,
+                       "rank %d returned\n  %s\ninstead of\n  %s", rank, ranks.line[rank], line);
     }
 }
 
@@ -195,29 +256,44 @@ static void check_pick_ranks(void) {
     char sentence[512];
     memset(&ranks, 0, sizeof ranks);
     pick_ranks(3, 3, NULL, -1);
-    for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == rank, "rank %d took device %d", rank, ranks.device[rank]);
-    snprintf(sentence, sizeof sentence, "on host %s: device 2 (the local rank) does not exist on this machine, which has 0 (Fake 0), 1 (Fake 1); "
-             "start fewer ranks, or set allow_shared", host);
+    for (int rank = 0; rank < 3; rank++)
+        check_that(ranks.device[rank] == rank, "rank %d took device %d", rank, ranks.device[rank]);
+    snprintf(sentence, sizeof sentence,
+             "on host %s: device 2 (the local rank) does not exist on this machine, which has 0 (Fake 0), 1 "
+             "(Fake 1); "
+             "start fewer ranks, or set allow_shared",
+             host);
     pick_ranks(4, 2, sentence, 2);
     machine.one_each = 1; /* CUDA_VISIBLE_DEVICES differs between ranks: each sees its own GPU as number 0 */
     pick_ranks(3, 1, NULL, -1);
-    for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == 0, "rank %d took device %d", rank, ranks.device[rank]);
+    for (int rank = 0; rank < 3; rank++)
+        check_that(ranks.device[rank] == 0, "rank %d took device %d", rank, ranks.device[rank]);
     machine.one_each = 0;
-    snprintf(sentence, sizeof sentence, "ranks 0 and 1 on host %s both use device 0 (GPU-00ababab-abab-abab-abab-ababababab00); list one device for each rank in devices, start fewer ranks, or set allow_shared", host);
+    snprintf(sentence, sizeof sentence,
+             "ranks 0 and 1 on host %s both use device 0 (GPU-00ababab-abab-abab-abab-ababababab00); list "
+             "one device for each rank in devices, start fewer ranks, or set allow_shared",
+             host);
     pick_ranks(2, 1, sentence, -1);
     ranks.desc.allow_shared = 1;
     pick_ranks(4, 2, NULL, -1);
-    for (int rank = 0; rank < 4; rank++) check_that(ranks.device[rank] == rank % 2, "rank %d took device %d", rank, ranks.device[rank]);
+    for (int rank = 0; rank < 4; rank++)
+        check_that(ranks.device[rank] == rank % 2, "rank %d took device %d", rank, ranks.device[rank]);
     ranks.desc.allow_shared = 0;
     ranks.desc.devices = list;
     ranks.desc.device_count = 2;
     pick_ranks(2, 4, NULL, -1);
-    check_that(ranks.device[0] == 0 && ranks.device[1] == 3, "devices %d and %d", ranks.device[0], ranks.device[1]);
-    snprintf(sentence, sizeof sentence, "on host %s: local rank 2, but device_count=2; list one device for each rank of this machine", host);
+    check_that(ranks.device[0] == 0 && ranks.device[1] == 3, "devices %d and %d", ranks.device[0],
+               ranks.device[1]);
+    snprintf(sentence, sizeof sentence,
+             "on host %s: local rank 2, but device_count=2; list one device for each rank of this machine",
+             host);
     pick_ranks(3, 4, sentence, 2);
     ranks.desc.devices = doubled;
     ranks.desc.device_count = 3;
-    snprintf(sentence, sizeof sentence, "ranks 0 and 2 on host %s both use device 3 (GPU-00ababab-abab-abab-abab-ababababab03); list one device for each rank in devices, start fewer ranks, or set allow_shared", host);
+    snprintf(sentence, sizeof sentence,
+             "ranks 0 and 2 on host %s both use device 3 (GPU-00ababab-abab-abab-abab-ababababab03); list "
+             "one device for each rank in devices, start fewer ranks, or set allow_shared",
+             host);
     pick_ranks(3, 4, sentence, -1);
 }
 
@@ -231,25 +307,36 @@ static void check_kernels_refuse(float *memory) {
     ddp_cuda_norm *norm = (ddp_cuda_norm *)(void *)memory;
     ddp_cuda_step_desc step = DDP_ZERO;
     record.launches = 0;
-    says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: src[1] is NULL");
-    says(ddp_cuda_reduce_tree(&null, 1, src, 1, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst[0] is NULL");
-    says(ddp_cuda_reduce_tree(&dst, 1, src, 1, 1, (ddp_dtype)99, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: op=0 dtype=99 is invalid; use a ddp_op and DDP_F32 to DDP_U64");
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_reduce_tree: src[1] is NULL");
+    says(ddp_cuda_reduce_tree(&null, 1, src, 1, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_reduce_tree: dst[0] is NULL");
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 1, 1, (ddp_dtype)99, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_reduce_tree: op=0 dtype=99 is invalid; use a ddp_op and DDP_F32 to DDP_U64");
     says(ddp_cuda_flatten(memory, DDP_F32, &empty, -1, DDP_F32, 1, 0), DDP_ERR_INVALID,
          "ddp_cuda_flatten: range_count=-1 is negative, or flat or ranges is NULL");
-    says(ddp_cuda_flatten(memory, DDP_F32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_flatten: ranges[0].data is NULL");
-    says(ddp_cuda_unflatten(memory, DDP_I32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_unflatten: cannot convert i32 to f32; use floating-point dtypes");
-    says(ddp_cuda_unscale(NULL, 1, 1, DDP_F32, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
-    says(ddp_cuda_unscale(memory, 1, 1, DDP_F32, 1, NULL, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
-    says(ddp_cuda_unscale(memory, 1, 1, DDP_I64, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: dtype=i64; use a floating-point dtype");
+    says(ddp_cuda_flatten(memory, DDP_F32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_flatten: ranges[0].data is NULL");
+    says(ddp_cuda_unflatten(memory, DDP_I32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_unflatten: cannot convert i32 to f32; use floating-point dtypes");
+    says(ddp_cuda_unscale(NULL, 1, 1, DDP_F32, 1, norm, 0), DDP_ERR_INVALID,
+         "ddp_cuda_unscale: data or norm is NULL");
+    says(ddp_cuda_unscale(memory, 1, 1, DDP_F32, 1, NULL, 0), DDP_ERR_INVALID,
+         "ddp_cuda_unscale: data or norm is NULL");
+    says(ddp_cuda_unscale(memory, 1, 1, DDP_I64, 1, norm, 0), DDP_ERR_INVALID,
+         "ddp_cuda_unscale: dtype=i64; use a floating-point dtype");
     step.master = memory, step.grad = memory, step.count = 1, step.step = 1, step.momentum = 0.9f;
     says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: first or second is NULL");
     says(ddp_cuda_sgd(&step, 0), DDP_ERR_INVALID, "ddp_cuda_sgd: momentum=0.9, but first is NULL");
-    says(ddp_cuda_quantise8(NULL, memory, memory, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
-    says(ddp_cuda_dequantise8(NULL, DDP_F32, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
+    says(ddp_cuda_quantise8(NULL, memory, memory, DDP_F32, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_quantise8: q, scales or src is NULL");
+    says(ddp_cuda_dequantise8(NULL, DDP_F32, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_dequantise8: dst, q or scales is NULL");
     says(ddp_cuda_dequantise8(memory, DDP_F64, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID,
          "ddp_cuda_dequantise8: dst_dtype=f64; use f32, f16 or bf16");
     check_that(record.launches == 0, "%d launches of refused calls", record.launches);
-    check_that(ddp_cuda_flatten(NULL, DDP_F32, NULL, 0, DDP_F32, 1, 0) == DDP_OK && ddp_cuda_quantise8(NULL, NULL, NULL, DDP_F32, 0, 0) == DDP_OK,
+    check_that(ddp_cuda_flatten(NULL, DDP_F32, NULL, 0, DDP_F32, 1, 0) == DDP_OK
+                   && ddp_cuda_quantise8(NULL, NULL, NULL, DDP_F32, 0, 0) == DDP_OK,
                "nothing is refused");
 }
 
@@ -285,19 +372,24 @@ static void check_errors(void) {
     ddp_cuda_step_desc step = DDP_ZERO;
     char line[512];
     record.malloc_answer = cudaErrorMemoryAllocation;
-    snprintf(line, sizeof line, "ddp_device_cuda alloc: cudaMalloc of 12345 bytes: %s (cudaErrorMemoryAllocation)", cudaGetErrorString(cudaErrorMemoryAllocation));
+    snprintf(line, sizeof line,
+             "ddp_device_cuda alloc: cudaMalloc of 12345 bytes: %s (cudaErrorMemoryAllocation)",
+             cudaGetErrorString(cudaErrorMemoryAllocation));
     says(gpu->alloc(NULL, 12345, &out), DDP_ERR_NO_MEMORY, line);
     check_that(out == NULL, "out is set after a failure");
     record.malloc_answer = cudaSuccess;
 
     kernels_run = 0;
     record.answer = cudaErrorNoKernelImageForDevice;
-    snprintf(line, sizeof line, "ddp_cuda_reduce_tree: cudaLaunchKernel: %s (cudaErrorNoKernelImageForDevice)", cudaGetErrorString(cudaErrorNoKernelImageForDevice));
+    snprintf(line, sizeof line,
+             "ddp_cuda_reduce_tree: cudaLaunchKernel: %s (cudaErrorNoKernelImageForDevice)",
+             cudaGetErrorString(cudaErrorNoKernelImageForDevice));
     says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1000, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_ENGINE, line);
     gpu->add(memory, memory, memory + 1024, 100, DDP_F32); /* keeps the first failure */
     record.answer = cudaErrorInvalidValue;
     gpu->scale(memory, 100, DDP_F32, 2.0f);
-    snprintf(line, sizeof line, "ddp_device_cuda add: cudaLaunchKernel: %s (cudaErrorNoKernelImageForDevice)", cudaGetErrorString(cudaErrorNoKernelImageForDevice));
+    snprintf(line, sizeof line, "ddp_device_cuda add: cudaLaunchKernel: %s (cudaErrorNoKernelImageForDevice)",
+             cudaGetErrorString(cudaErrorNoKernelImageForDevice));
     says(ddp_cuda_check(), DDP_ERR_ENGINE, line);
     check_that(ddp_cuda_check() == DDP_OK, "a failure is reported twice");
     {
@@ -310,8 +402,11 @@ static void check_errors(void) {
     record.answer = cudaSuccess;
     record.launches = 0;
     record.largest_grid = 0;
-    check_that(ddp_cuda_reduce_tree(&dst, 1, src, 2, (size_t)1 << 40, DDP_F32, DDP_OP_SUM, 1, stream) == DDP_OK, "%s", ddp_last_error());
-    check_that(record.launches == 1 && record.largest_grid == 4096 && record.stream == stream, "2^40 elements: %d launches, grid %u", record.launches, record.largest_grid);
+    check_that(ddp_cuda_reduce_tree(&dst, 1, src, 2, (size_t)1 << 40, DDP_F32, DDP_OP_SUM, 1, stream)
+                   == DDP_OK,
+               "%s", ddp_last_error());
+    check_that(record.launches == 1 && record.largest_grid == 4096 && record.stream == stream,
+               "2^40 elements: %d launches, grid %u", record.launches, record.largest_grid);
     check_that(ddp_cuda_use_stream(stream) == 0, "the stream does not start as 0");
     gpu->divide(memory, 10, DDP_F32, 3);
     check_that(record.launches == 2 && record.stream == stream, "divide is not on the stream that was set");
@@ -327,13 +422,16 @@ static void check_errors(void) {
     check_that(ddp_cuda_use_stream(0) == stream, "the stream that was set is not returned");
     kernels_run = 1;
 
-    says(ddp_cuda_reduce_tree(&dst, 1, src, 65, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst_count=1 src_count=65; use 1 to 64");
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 65, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_reduce_tree: dst_count=1 src_count=65; use 1 to 64");
     says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: step=0; use 1 or more");
     step.step = 1;
     step.stochastic = 1;
     step.copy_dtype = DDP_F16;
-    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: stochastic rounding with copy_dtype=f16; use bf16");
-    says(ddp_cuda_quantise8((int8_t *)memory, memory, memory, DDP_F64, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=f64; use f32, f16 or bf16");
+    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID,
+         "ddp_cuda_adamw: stochastic rounding with copy_dtype=f16; use bf16");
+    says(ddp_cuda_quantise8((int8_t *)memory, memory, memory, DDP_F64, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_quantise8: src_dtype=f64; use f32, f16 or bf16");
     check_kernels_refuse(memory);
     check_table_errors(memory);
 }
@@ -347,7 +445,8 @@ static void check_halves(void) {
         float f[2];
         ddp__cast(&f[0], DDP_F32, &half, DDP_F16, 1);
         ddp__cast(&f[1], DDP_F32, &half, DDP_BF16, 1);
-        wrong += ddp__cuda_bits(ddp__cuda_from_f16(half)) != ddp__cuda_bits(f[0]) || ddp__cuda_bits(ddp__cuda_from_bf16(half)) != ddp__cuda_bits(f[1]);
+        wrong += ddp__cuda_bits(ddp__cuda_from_f16(half)) != ddp__cuda_bits(f[0])
+                 || ddp__cuda_bits(ddp__cuda_from_bf16(half)) != ddp__cuda_bits(f[1]);
     }
     check_that(wrong == 0, "%zu halves become other f32 than in ddp.h", wrong);
     wrong = 0;
@@ -365,8 +464,12 @@ static void check_halves(void) {
 struct visits {
     enum { WIDTH = 4 };
     unsigned char *count;
-    template <int N> DDP__HD void run(size_t at) const { for (int i = 0; i < N; i++) count[at + (size_t)i]++; }
-    DDP__HD void chunk(size_t number, size_t thread, size_t) const { count[number] = (unsigned char)(count[number] + (thread == 0)); }
+    template <int N> DDP__HD void run(size_t at) const {
+        for (int i = 0; i < N; i++) count[at + (size_t)i]++;
+    }
+    DDP__HD void chunk(size_t number, size_t thread, size_t) const {
+        count[number] = (unsigned char)(count[number] + (thread == 0));
+    }
 };
 
 /* A grid's threads one after another, in the code that a device runs: each element belongs to exactly one. */

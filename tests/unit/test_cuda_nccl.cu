@@ -10,7 +10,7 @@
 #endif
 #include "../support/device.h"
 
-#define N 600 /* elements of a buffer; W divides it */
+#define N 600      /* elements of a buffer; W divides it */
 #define MANY 20000 /* elements that the scratch of reductions in tree order has to grow for */
 #define MAX_RANKS 4
 
@@ -22,7 +22,7 @@ typedef struct rank_state {
     int rank, size, device;
     float *in, *out, *keep, *spare; /* N, N, 16 N and MANY floats on the device */
     int kept, counts[16];
-    float expected[16 * N];         /* the contents that keep must have at the end */
+    float expected[16 * N]; /* the contents that keep must have at the end */
 } rank_state;
 
 typedef ddp_result (*program_fn)(rank_state *s);
@@ -38,7 +38,7 @@ static struct {
     int held;     /* fake_nccl.held */
     /* left: of no_memory_at, after the group was created; 0 = the allocation failed */
     int no_memory_at, allocations_left;
-    int shared, staged; /* all ranks are on device 0; their group goes through host memory */
+    int shared, staged;   /* all ranks are on device 0; their group goes through host memory */
     const char *function; /* of which function; NULL any */
     ddp_result result[MAX_RANKS];
     char line[MAX_RANKS][512];
@@ -46,7 +46,9 @@ static struct {
 
 /* Rank 1's allocation number job.no_memory_at fails while it creates its group. */
 static thread_local int allocation;
-static void *alloc_fn(size_t size_bytes, void *) { return allocation && --allocation == 0 ? NULL : malloc(size_bytes); }
+static void *alloc_fn(size_t size_bytes, void *) {
+    return allocation && --allocation == 0 ? NULL : malloc(size_bytes);
+}
 static void free_fn(void *memory, void *) { free(memory); }
 
 static int failures, checks;
@@ -73,28 +75,35 @@ static float value(int rank, int round, int i) { return (float)((rank + 1) * (ro
 /* Kernels of the compute stream. */
 static void fill(rank_state *s, float *p, int count, int round) {
     int rank = s->rank;
-    fake_launch_work(s->stream, "fill", {{p, (size_t)count * 4, 1}}, [p, count, rank, round] { for (int i = 0; i < count;
-        i++) ((float *)fake_view(p))[i] = value(rank, round, i); });
+    fake_launch_work(s->stream, "fill", {{p, (size_t)count * 4, 1}}, [p, count, rank, round] {
+        for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = value(rank, round, i);
+    });
 }
 static void spoil(rank_state *s, float *p, int count) {
-    fake_launch_work(s->stream, "spoil", {{p, (size_t)count * 4, 1}}, [p, count] { for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = -1e9f; });
+    fake_launch_work(s->stream, "spoil", {{p, (size_t)count * 4, 1}}, [p, count] {
+        for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = -1e9f;
+    });
 }
 /* Records the contents of p for the current work, and the expected contents. */
 static float *keep(rank_state *s, const float *p, int count) {
     float *to = s->keep + s->kept * N, *expected = s->expected + s->kept * N;
     s->counts[s->kept++] = count;
-    fake_launch_work(s->stream, "keep", {{p, (size_t)count * 4, 0}, {to, (size_t)count * 4, 1}}, [p, to, count] { memcpy(fake_view(to),
-        fake_view(p), (size_t)count * 4); });
+    fake_launch_work(s->stream, "keep", {{p, (size_t)count * 4, 0}, {to, (size_t)count * 4, 1}},
+                     [p, to, count] { memcpy(fake_view(to), fake_view(p), (size_t)count * 4); });
     return expected;
 }
 
 static ddp_result look_back(rank_state *s) {
     static thread_local float host[16 * N];
-    RANKS_CHECK(s->cpu, fake_memcpy(host, s->keep, (size_t)s->kept * N * 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
+    RANKS_CHECK(s->cpu,
+                fake_memcpy(host, s->keep, (size_t)s->kept * N * 4, cudaMemcpyDeviceToHost, s->stream)
+                    == cudaSuccess,
+                "copying back");
     for (int k = 0; k < s->kept; k++)
         for (int i = k * N; i < k * N + s->counts[k]; i++)
-            RANKS_CHECK(s->cpu, host[i] == s->expected[i], "seed %d: result %d element %d is %g instead of %g", (int)fake.seed, k, i % N,
-                (double)host[i], (double)s->expected[i]);
+            RANKS_CHECK(s->cpu, host[i] == s->expected[i],
+                        "seed %d: result %d element %d is %g instead of %g", (int)fake.seed, k, i % N,
+                        (double)host[i], (double)s->expected[i]);
     return DDP_OK;
 }
 
@@ -152,7 +161,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     ddp_group_destroy(s->group);
     if (job.fault && s->rank == 1) fake_fault_fired(1);
     if (job.own_comm) {
-        check(ncclCommDestroy(desc.comm) == ncclSuccess, "the user's communicator was destroyed with the group");
+        check(ncclCommDestroy(desc.comm) == ncclSuccess,
+              "the user's communicator was destroyed with the group");
         fake_stream_destroy(desc.comm_stream);
     }
     fake_free(s->in);
@@ -167,7 +177,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 static int notices; /* that payloads go through the host */
 static void take_notice(const char *text, void *user) {
     (void)user;
-    if (strstr(text, "ranks share a device: collectives go through host memory, which is slow")) __atomic_add_fetch(&notices, 1, __ATOMIC_SEQ_CST);
+    if (strstr(text, "ranks share a device: collectives go through host memory, which is slow"))
+        __atomic_add_fetch(&notices, 1, __ATOMIC_SEQ_CST);
 }
 
 /* Runs a program on ranks with one device each. */
@@ -195,25 +206,32 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     if (job.mismatch) check(fake_expect("mismatch: collective") > 0, "W=%d: the calls did not differ", size);
     check(result == DDP_OK, "W=%d: %s", size, ddp_last_error());
     if (!job.patient && !job.may_fail)
-        check(fake_nccl.dropped == 0, "W=%d: an abort ended %d registrations or operations", size, fake_nccl.dropped);
-    check(fake_failures() == 0, "W=%d: the fake reports failures%s%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str());
+        check(fake_nccl.dropped == 0, "W=%d: an abort ended %d registrations or operations", size,
+              fake_nccl.dropped);
+    check(fake_failures() == 0, "W=%d: the fake reports failures%s%s", size,
+          job.fault ? " after the failure of " : "", fake.fault.text.c_str());
     left = fake_left();
-    check(left.empty(), "W=%d: leaked%s%s\n%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str(), left.c_str());
+    check(left.empty(), "W=%d: leaked%s%s\n%s", size, job.fault ? " after the failure of " : "",
+          fake.fault.text.c_str(), left.c_str());
 }
 
 static void run_seeds(program_fn program, int seeds) {
     seeds = seeds / DDP_TEST_SLOWDOWN + (DDP_TEST_SLOWDOWN > 1);
     for (int size = 1; size <= MAX_RANKS; size++)
-        for (int seed = 0; seed < seeds && (DDP_TEST_SLOWDOWN == 1 || size != 2); seed++) run_on(size, (uint64_t)(seeds > 1 ? seed : size), program);
+        for (int seed = 0; seed < seeds && (DDP_TEST_SLOWDOWN == 1 || size != 2); seed++)
+            run_on(size, (uint64_t)(seeds > 1 ? seed : size), program);
 }
 
 /* The calls of a rank on its device since fake_record_from_here must contain none of these. */
 static ddp_result never(rank_state *s, const char *const *words) {
     std::string record = fake_record(s->device);
-    for (; *words; words++) RANKS_CHECK(s->cpu, record.find(*words) == std::string::npos, "%s appears in\n%s", *words, record.c_str());
+    for (; *words; words++)
+        RANKS_CHECK(s->cpu, record.find(*words) == std::string::npos, "%s appears in\n%s", *words,
+                    record.c_str());
     return DDP_OK;
 }
-static const char *const no_host_waits[] = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMalloc(", "cudaFree(", "FAILS", NULL};
+static const char *const no_host_waits[] = {
+    "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMalloc(", "cudaFree(", "FAILS", NULL};
 
 /* ---- collectives ---- */
 
@@ -229,19 +247,25 @@ static ddp_result collective(rank_state *s, int kind, int round, int async) {
     int part = N / s->size, root = round % s->size, me = s->rank, n = N;
     float *expected;
     size_t counts[MAX_RANKS], mine[MAX_RANKS];
-    for (int r = 0; r < s->size; r++) { counts[r] = (size_t)(part - r); mine[r] = (size_t)(part - me); }
+    for (int r = 0; r < s->size; r++) {
+        counts[r] = (size_t)(part - r);
+        mine[r] = (size_t)(part - me);
+    }
     fill(s, s->in, N, round);
     spoil(s, s->out, N);
     if (kind == 0) RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, w));
     if (kind == 1) RANKS_OK(s->cpu, ddp_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, root, w));
     if (kind == 2) RANKS_OK(s->cpu, ddp_broadcast(s->group, s->in, N, DDP_F32, root, w));
     if (kind == 3) RANKS_OK(s->cpu, ddp_all_gather(s->group, s->in, s->out, (size_t)part, DDP_F32, w));
-    if (kind == 4) RANKS_OK(s->cpu, ddp_reduce_scatter(s->group, s->in, s->out, (size_t)part, DDP_F32, DDP_OP_SUM, w));
+    if (kind == 4)
+        RANKS_OK(s->cpu, ddp_reduce_scatter(s->group, s->in, s->out, (size_t)part, DDP_F32, DDP_OP_SUM, w));
     if (kind == 5) RANKS_OK(s->cpu, ddp_all_to_all(s->group, s->in, s->out, (size_t)part, DDP_F32, w));
     if (kind == 6) RANKS_OK(s->cpu, ddp_gather(s->group, s->in, s->out, (size_t)part, DDP_F32, root, w));
     if (kind == 7) RANKS_OK(s->cpu, ddp_scatter(s->group, s->in, s->out, (size_t)part, DDP_F32, root, w));
-    if (kind == 8) RANKS_OK(s->cpu, ddp_all_gather_v(s->group, s->in, mine[0], s->out, counts, NULL, DDP_F32, w));
-    if (kind == 9) RANKS_OK(s->cpu, ddp_all_to_all_v(s->group, s->in, counts, NULL, s->out, mine, NULL, DDP_F32, w));
+    if (kind == 8)
+        RANKS_OK(s->cpu, ddp_all_gather_v(s->group, s->in, mine[0], s->out, counts, NULL, DDP_F32, w));
+    if (kind == 9)
+        RANKS_OK(s->cpu, ddp_all_to_all_v(s->group, s->in, counts, NULL, s->out, mine, NULL, DDP_F32, w));
     if (kind == 10) RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->in, N, DDP_F32, DDP_OP_AVG, w));
     if (async) fill(s, s->spare, N, round);
     RANKS_OK(s->cpu, ddp_wait(s->group, &work));
@@ -253,13 +277,21 @@ static ddp_result collective(rank_state *s, int kind, int round, int async) {
         expected = keep(s, kind == 2 || kind == 10 ? s->in : s->out, n);
         for (int i = 0, r = 0, at = 0; i < n; i++, at++) { /* element at of the part from rank r */
             int length = kind == 8 ? (int)counts[r] : kind == 9 ? (int)mine[0] : part;
-            if (at == length) { at = 0; r++; }
+            if (at == length) {
+                at = 0;
+                r++;
+            }
             int start = 0; /* of this rank's part within the data of rank r */
             for (int k = 0; kind == 9 && k < me; k++) start += part - k;
-            expected[i] = kind == 0 ? summed(s->size, round, i) : kind == 1 ? value(s->size - 1, round, i) : kind == 2 ? value(root, round, i)
-                : kind == 3 || kind == 6 || kind == 8 ? value(r, round, at) : kind == 4 ? summed(s->size, round, me * part + i)
-                : kind == 5 ? value(r, round, me * part + at) : kind == 7 ? value(root, round, me * part + i) : kind == 9 ? value(r, round, start + at)
-                : summed(s->size, round, i) / (float)s->size;
+            expected[i] = kind == 0                             ? summed(s->size, round, i)
+                          : kind == 1                           ? value(s->size - 1, round, i)
+                          : kind == 2                           ? value(root, round, i)
+                          : kind == 3 || kind == 6 || kind == 8 ? value(r, round, at)
+                          : kind == 4                           ? summed(s->size, round, me * part + i)
+                          : kind == 5                           ? value(r, round, me * part + at)
+                          : kind == 7                           ? value(root, round, me * part + i)
+                          : kind == 9                           ? value(r, round, start + at)
+                                                                : summed(s->size, round, i) / (float)s->size;
         }
     }
     spoil(s, s->in, N);
@@ -289,7 +321,8 @@ static ddp_result several(rank_state *s) {
     for (int round = 0; round < 3; round++) {
         for (int k = 0; k < 3; k++) {
             fill(s, s->in + 200 * k, 200, round + k);
-            RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in + 200 * k, s->in + 200 * k, 200, DDP_F32, DDP_OP_SUM, &work[k]));
+            RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in + 200 * k, s->in + 200 * k, 200, DDP_F32,
+                                            DDP_OP_SUM, &work[k]));
         }
         for (int k = 2; k >= 0; k--) {
             RANKS_OK(s->cpu, ddp_wait(s->group, &work[k]));
@@ -307,7 +340,8 @@ static ddp_result tested(rank_state *s) {
     fill(s, s->in, N, 1);
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work));
     while (!done) RANKS_OK(s->cpu, ddp_test(s->group, &work, &done));
-    RANKS_CHECK(s->cpu, ((float *)fake_view(s->out))[N - 1] == summed(s->size, 1, N - 1), "done, but the data has not arrived");
+    RANKS_CHECK(s->cpu, ((float *)fake_view(s->out))[N - 1] == summed(s->size, 1, N - 1),
+                "done, but the data has not arrived");
     RANKS_OK(s->cpu, ddp_wait(s->group, &work));
     return DDP_OK;
 }
@@ -316,16 +350,25 @@ static ddp_result tested(rank_state *s) {
 static ddp_result other_stream(rank_state *s) {
     cudaStream_t first = s->stream, second;
     float *expected;
-    RANKS_CHECK(s->cpu, ddp_cuda_set_stream(NULL, first) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is NULL"), "%s", ddp_last_error());
-    RANKS_CHECK(s->cpu, ddp_cuda_set_stream(s->cpu, first) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is not a CUDA group"), "%s", ddp_last_error());
-    RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(NULL) == 0 && ddp_cuda_comm_stream(s->cpu) == 0, "a stream of no group of GPUs");
-    RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(s->group) != 0 && ddp_cuda_comm_stream(s->group) != first, "the group has no stream of its own");
+    RANKS_CHECK(s->cpu,
+                ddp_cuda_set_stream(NULL, first) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "group is NULL"),
+                "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu,
+                ddp_cuda_set_stream(s->cpu, first) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "group is not a CUDA group"),
+                "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(NULL) == 0 && ddp_cuda_comm_stream(s->cpu) == 0,
+                "a stream of no group of GPUs");
+    RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(s->group) != 0 && ddp_cuda_comm_stream(s->group) != first,
+                "the group has no stream of its own");
     fake_stream_create(&second, 0);
     for (int round = 0; round < 4; round++) {
         s->stream = round % 2 ? second : first;
         RANKS_OK(s->cpu, ddp_cuda_set_stream(s->group, s->stream));
         fill(s, round % 2 ? s->in : s->spare, N, round);
-        RANKS_OK(s->cpu, ddp_all_reduce(s->group, round % 2 ? s->in : s->spare, round % 2 ? s->in : s->spare, N, DDP_F32, DDP_OP_SUM, NULL));
+        RANKS_OK(s->cpu, ddp_all_reduce(s->group, round % 2 ? s->in : s->spare, round % 2 ? s->in : s->spare,
+                                        N, DDP_F32, DDP_OP_SUM, NULL));
         expected = keep(s, round % 2 ? s->in : s->spare, N);
         for (int i = 0; i < N; i++) expected[i] = summed(s->size, round, i);
     }
@@ -353,13 +396,21 @@ static ddp_result messages(rank_state *s) {
             RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, before, 3, NULL));
             RANKS_OK(s->cpu, ddp_p2p_end(s->group));
         } else if (round == 1) {
-            if (s->rank % 2 == 0 && s->rank + 1 < s->size) RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, s->rank + 1, 0, NULL));
-            if (s->rank % 2 == 1) RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, s->rank - 1, 0, NULL));
-            if (s->rank % 2 == 0) { spoil(s, s->in, N); continue; }
+            if (s->rank % 2 == 0 && s->rank + 1 < s->size)
+                RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, s->rank + 1, 0, NULL));
+            if (s->rank % 2 == 1)
+                RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, s->rank - 1, 0, NULL));
+            if (s->rank % 2 == 0) {
+                spoil(s, s->in, N);
+                continue;
+            }
         } else {
             if (s->rank == 0) RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, next, 0, &work));
             RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, before, 0, &back));
-            if (s->rank != 0) { RANKS_OK(s->cpu, ddp_wait(s->group, &back)); RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, next, 0, &work)); }
+            if (s->rank != 0) {
+                RANKS_OK(s->cpu, ddp_wait(s->group, &back));
+                RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, next, 0, &work));
+            }
             RANKS_OK(s->cpu, ddp_wait(s->group, &work));
             RANKS_OK(s->cpu, ddp_wait(s->group, &back));
         }
@@ -381,17 +432,31 @@ static ddp_result tree(rank_state *s) {
         for (int i = 0; i < N; i++) mine[i] = ldexpf((float)(random() % 20011), (int)(random() % 30) - rank);
         float *copy = (float *)malloc(N * 4);
         memcpy(copy, mine, N * 4);
-        fake_launch_work(s->stream, "fill", {{from, N * 4, 1}}, [from, copy] { memcpy(fake_view(from), copy, N * 4); free(copy); });
+        fake_launch_work(s->stream, "fill", {{from, N * 4, 1}}, [from, copy] {
+            memcpy(fake_view(from), copy, N * 4);
+            free(copy);
+        });
         spoil(s, s->out, N);
-        if (k < 2) RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], NULL));
-        else if (k < 4) RANKS_OK(s->cpu, ddp_reduce_scatter(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], &work));
-        else RANKS_OK(s->cpu, ddp_reduce(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], s->size - 1, &work));
+        if (k < 2)
+            RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], NULL));
+        else if (k < 4)
+            RANKS_OK(s->cpu, ddp_reduce_scatter(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], &work));
+        else
+            RANKS_OK(s->cpu,
+                     ddp_reduce(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], s->size - 1, &work));
         RANKS_OK(s->cpu, ddp_wait(s->group, &work));
-        if (k >= 4 && s->rank != s->size - 1) { RANKS_OK(s->cpu, ddp_reduce(s->cpu, mine, NULL, count, DDP_F32, ops[k % 2], s->size - 1, NULL)); continue; }
+        if (k >= 4 && s->rank != s->size - 1) {
+            RANKS_OK(s->cpu, ddp_reduce(s->cpu, mine, NULL, count, DDP_F32, ops[k % 2], s->size - 1, NULL));
+            continue;
+        }
         expected = keep(s, s->out, (int)count);
-        if (k < 2) RANKS_OK(s->cpu, ddp_all_reduce(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], NULL));
-        else if (k < 4) RANKS_OK(s->cpu, ddp_reduce_scatter(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], NULL));
-        else RANKS_OK(s->cpu, ddp_reduce(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], s->size - 1, NULL));
+        if (k < 2)
+            RANKS_OK(s->cpu, ddp_all_reduce(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], NULL));
+        else if (k < 4)
+            RANKS_OK(s->cpu, ddp_reduce_scatter(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], NULL));
+        else
+            RANKS_OK(s->cpu,
+                     ddp_reduce(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], s->size - 1, NULL));
         spoil(s, s->in, N);
         spoil(s, s->out, N);
     }
@@ -445,15 +510,16 @@ static ddp_result launch_order(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     for (int k = 0; k < 6; k++) {
         int second = (k * 5 + 1) % 3 == 0;
-        RANKS_OK(s->cpu, ddp_all_reduce(second ? twin : s->group, second ? s->spare : s->in, second ? s->spare : s->in, N,
-                                        DDP_F32, DDP_OP_SUM, &work[k]));
+        RANKS_OK(s->cpu, ddp_all_reduce(second ? twin : s->group, second ? s->spare : s->in,
+                                        second ? s->spare : s->in, N, DDP_F32, DDP_OP_SUM, &work[k]));
         if (k == 2) RANKS_OK(s->cpu, ddp_wait(s->group, &work[0]));
         order += second ? "2" : "1";
     }
     record = fake_record(s->device);
     for (size_t at = 0, k = 0; (at = record.find("ncclAllReduce(", at)) != std::string::npos; at++, k++) {
         size_t comm = record.find(", c", at);
-        RANKS_CHECK(s->cpu, k < 6 && record[comm + 3] == order[k], "call %d of %s in\n%s", (int)k, order.c_str(), record.c_str());
+        RANKS_CHECK(s->cpu, k < 6 && record[comm + 3] == order[k], "call %d of %s in\n%s", (int)k,
+                    order.c_str(), record.c_str());
         order[k] = '.';
     }
     RANKS_CHECK(s->cpu, order == "......", "calls are missing: %s", order.c_str());
@@ -508,7 +574,8 @@ static ddp_result captured_step(rank_state *s) {
 /* A sum larger than the scratch is still captured, in more rounds: nothing is allocated, and no rank waits
    for another one. No watchdog waits for captured work. */
 static ddp_result captured_large(rank_state *s) {
-    static const char *const no_allocation[] = {"cudaStreamSynchronize", "cudaMalloc(", "cudaFree(", "FAILS", NULL};
+    static const char *const no_allocation[] = {"cudaStreamSynchronize", "cudaMalloc(", "cudaFree(", "FAILS",
+                                                NULL};
     float last;
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
     fake_relax_capture();
@@ -524,7 +591,9 @@ static ddp_result captured_large(rank_state *s) {
     ranks_sleep_us(2 * 1000 * job.timeout_ms);
     RANKS_OK(s->cpu, ddp_group_status(s->group));
     fake_graph_launch(graph, s->stream);
-    RANKS_CHECK(s->cpu, fake_memcpy(&last, s->spare + MANY - 1, 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
+    RANKS_CHECK(s->cpu,
+                fake_memcpy(&last, s->spare + MANY - 1, 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess,
+                "copying back");
     RANKS_CHECK(s->cpu, last == value(s->size - 1, 5, MANY - 1), "the last element is %g", (double)last);
     return ddp_barrier(s->cpu);
 }
@@ -542,10 +611,12 @@ static ddp_result from_elsewhere(rank_state *s) {
         fake_set_device(s->rank);
         fill(s, s->in, N, kind);
         fake_set_device((s->rank + 1) % s->size);
-        RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, kind == 2 ? DDP_OP_MAX : DDP_OP_SUM, NULL));
+        RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32,
+                                        kind == 2 ? DDP_OP_MAX : DDP_OP_SUM, NULL));
         fake_set_device(s->rank);
         float *expected = keep(s, s->out, N);
-        for (int i = 0; i < N; i++) expected[i] = kind == 2 ? value(s->size - 1, kind, i) : summed(s->size, kind, i);
+        for (int i = 0; i < N; i++)
+            expected[i] = kind == 2 ? value(s->size - 1, kind, i) : summed(s->size, kind, i);
     }
     return look_back(s);
 }
@@ -555,18 +626,27 @@ static ddp_result from_elsewhere(rank_state *s) {
 #define PARAMS 5
 static int uses[] = {100, 60, 200, 40, 200}; /* elements of each parameter: N in all */
 
-typedef struct training { int adjacent, given, steps; ddp_dtype comm_dtype; int find_unused, hook; } training;
+typedef struct training {
+    int adjacent, given, steps;
+    ddp_dtype comm_dtype;
+    int find_unused, hook;
+} training;
 static training plan;
 
 static void backward(rank_state *s, float *grad, int count, int step, int p) {
     int rank = s->rank;
-    fake_launch_work(s->stream, "backward", {{grad, (size_t)count * 4, 1}},
-                     [grad, count, step, p, rank] { for (int i = 0; i < count; i++) ((float *)fake_view(grad))[i] = value(rank, step + p, i); });
+    fake_launch_work(s->stream, "backward", {{grad, (size_t)count * 4, 1}}, [grad, count, step, p, rank] {
+        for (int i = 0; i < count; i++) ((float *)fake_view(grad))[i] = value(rank, step + p, i);
+    });
 }
 
 static void optimizer(rank_state *s, const float *grad, float *weight, int count) {
-    fake_launch_work(s->stream, "optimizer", {{grad, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 1}},
-                     [grad, weight, count] { for (int i = 0; i < count; i++) ((float *)fake_view(weight))[i] += ((float *)fake_view(grad))[i]; });
+    fake_launch_work(
+        s->stream, "optimizer",
+        {{grad, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 1}},
+        [grad, weight, count] {
+            for (int i = 0; i < count; i++) ((float *)fake_view(weight))[i] += ((float *)fake_view(grad))[i];
+        });
 }
 
 /* A bucket hook: its kernels, on the communication stream, run after those that make the gradients, before
@@ -576,9 +656,12 @@ static ddp_result doubles(ddp_group *group, ddp_bucket *bucket, void *user) {
     size_t count = bucket->count;
     ddp_result result = DDP_OK;
     for (int side = 0; side < 2 && result == DDP_OK; side++) {
-        fake_launch_work(ddp_cuda_comm_stream(group), "hook", {{p, count * 4, 0}, {p, count * 4, 1}}, [p, count, side] {
-            for (size_t i = 0; i < count; i++) ((float *)fake_view(p))[i] = side ? ((float *)fake_view(p))[i] - 1 : ((float *)fake_view(p))[i] * 2;
-        });
+        fake_launch_work(ddp_cuda_comm_stream(group), "hook", {{p, count * 4, 0}, {p, count * 4, 1}},
+                         [p, count, side] {
+                             for (size_t i = 0; i < count; i++)
+                                 ((float *)fake_view(p))[i] = side ? ((float *)fake_view(p))[i] - 1
+                                                                   : ((float *)fake_view(p))[i] * 2;
+                         });
         if (side == 0) result = ddp_all_reduce(group, p, p, count, DDP_F32, DDP_OP_AVG, NULL);
     }
     return (void)user, result;
@@ -619,7 +702,8 @@ static ddp_result trains(rank_state *s) {
             RANKS_OK(s->cpu, ddp_reducer_ready(reducer, p));
         }
         RANKS_OK(s->cpu, ddp_reducer_wait(reducer));
-        for (int p = 0; p < PARAMS; p++) optimizer(s, (float *)params[p].grad.data, (float *)params[p].value.data, uses[p]);
+        for (int p = 0; p < PARAMS; p++)
+            optimizer(s, (float *)params[p].grad.data, (float *)params[p].value.data, uses[p]);
     }
     if (!plan.find_unused && s->size > 1) RANKS_OK(s->cpu, never(s, no_host_waits));
     s->kept = 1;
@@ -629,7 +713,8 @@ static ddp_result trains(rank_state *s) {
             s->expected[at + i] = 0;
             for (int step = 0; step < plan.steps; step++)
                 if (!(plan.find_unused && p == 1 && step % 2))
-                    s->expected[at + i] += plan.hook ? 2 * summed(s->size, step + p, i) / (float)s->size - 1 : summed(s->size, step + p, i) / (float)s->size;
+                    s->expected[at + i] += plan.hook ? 2 * summed(s->size, step + p, i) / (float)s->size - 1
+                                                     : summed(s->size, step + p, i) / (float)s->size;
         }
     RANKS_OK(s->cpu, look_back(s));
     ddp_reducer_destroy(reducer);
@@ -645,7 +730,10 @@ static void reducers(void) {
         plan.find_unused = way == 3;
         if (way == 4) plan.comm_dtype = DDP_BF16;
         plan.hook = way == 5;
-        for (int seed = 0; seed < (DDP_TEST_SLOWDOWN > 1 ? 1 : 4); seed++) { run_on(2, (uint64_t)(seed + way), trains); run_on(4, (uint64_t)(seed + way), trains); }
+        for (int seed = 0; seed < (DDP_TEST_SLOWDOWN > 1 ? 1 : 4); seed++) {
+            run_on(2, (uint64_t)(seed + way), trains);
+            run_on(4, (uint64_t)(seed + way), trains);
+        }
     }
 }
 
@@ -683,9 +771,12 @@ static ddp_result one_is_missing(rank_state *s) {
     }
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
     snprintf(name, sizeof name, "missing: rank %d", s->size - 1);
-    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group=world") && strstr(line, "whose last call is seq=1"),
+    RANKS_CHECK(s->cpu,
+                strstr(line, name) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group=world")
+                    && strstr(line, "whose last call is seq=1"),
                 "the line is: %s", line);
-    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
+    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK,
+                "a failed group works");
     RANKS_CHECK(s->cpu, strstr(ddp_last_error(), name), "the line is: %s", ddp_last_error());
     return DDP_OK;
 }
@@ -700,7 +791,8 @@ static ddp_result one_is_silent(rank_state *s) {
         fake_synchronize(s->stream);
         RANKS_OK(s->cpu, fails(s, line, sizeof line));
         snprintf(name, sizeof name, "missing: rank %d", s->size - 1);
-        RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "seq=2 ddp_all_reduce"), "the line is: %s", line);
+        RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "seq=2 ddp_all_reduce"), "the line is: %s",
+                    line);
         return DDP_OK;
     }
     __atomic_store_n(&fake.mute, s->device + 1, __ATOMIC_RELEASE);
@@ -717,9 +809,12 @@ static ddp_result error_from_behind(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     if (s->rank == s->size - 1) fake_async_error(s->rank, ncclRemoteError);
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "of group=world") && !strstr(line, "missing: rank"),
+    RANKS_CHECK(s->cpu,
+                strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "of group=world")
+                    && !strstr(line, "missing: rank"),
                 "the line is: %s", line);
-    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
+    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK,
+                "a failed group works");
     return DDP_OK;
 }
 
@@ -737,8 +832,11 @@ static ddp_result error_while_behind(rank_state *s) {
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
     if (s->rank < s->size - 1) fake_synchronize(s->stream);
     snprintf(name, sizeof name, "missing: rank %d, whose last call is seq=1 ddp_all_reduce", s->size - 1);
-    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group=world") &&
-                        strstr(line, name), "the line is: %s", line);
+    RANKS_CHECK(s->cpu,
+                strstr(line, ncclGetErrorString(ncclRemoteError))
+                    && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group=world")
+                    && strstr(line, name),
+                "the line is: %s", line);
     return DDP_OK;
 }
 
@@ -749,8 +847,10 @@ static ddp_result error_while_voting(rank_state *s) {
     void *memory;
     double begin = ddp_now();
     if (s->rank < s->size - 1) {
-        RANKS_CHECK(s->cpu, ddp_group_alloc(s->group, 4096, &memory) != DDP_OK, "there is memory without the last rank");
-        RANKS_CHECK(s->cpu, strstr(ddp_last_error(), ncclGetErrorString(ncclRemoteError)), "the line is: %s", ddp_last_error());
+        RANKS_CHECK(s->cpu, ddp_group_alloc(s->group, 4096, &memory) != DDP_OK,
+                    "there is memory without the last rank");
+        RANKS_CHECK(s->cpu, strstr(ddp_last_error(), ncclGetErrorString(ncclRemoteError)), "the line is: %s",
+                    ddp_last_error());
         RANKS_CHECK(s->cpu, ddp_now() - begin < 10 * DDP_TEST_SLOWDOWN, "it took %.1f s", ddp_now() - begin);
     } else {
         ranks_sleep_us(100000);
@@ -779,7 +879,10 @@ static ddp_result one_leaves(rank_state *s) {
     ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
     fake_synchronize(s->stream);
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    RANKS_CHECK(s->cpu, strstr(line, "rank 0") && strstr(line, "destroyed the group") && ddp_group_status(s->group) == DDP_ERR_PEER_LOST, "the line is: %s", line);
+    RANKS_CHECK(s->cpu,
+                strstr(line, "rank 0") && strstr(line, "destroyed the group")
+                    && ddp_group_status(s->group) == DDP_ERR_PEER_LOST,
+                "the line is: %s", line);
     return DDP_OK;
 }
 
@@ -790,7 +893,10 @@ static ddp_result different_calls(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu)); /* all have issued their call */
     ddp_all_reduce(s->group, s->in, s->out, s->rank == s->size - 1 ? N - 4 : N, DDP_F32, DDP_OP_SUM, NULL);
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    RANKS_CHECK(s->cpu, strstr(line, "count=600") && strstr(line, "count=596") && ddp_group_status(s->group) == DDP_ERR_MISMATCH, "the line is: %s", line);
+    RANKS_CHECK(s->cpu,
+                strstr(line, "count=600") && strstr(line, "count=596")
+                    && ddp_group_status(s->group) == DDP_ERR_MISMATCH,
+                "the line is: %s", line);
     return DDP_OK;
 }
 
@@ -803,7 +909,8 @@ static ddp_result split_is_stuck(rank_state *s) {
     __atomic_store_n(&fake_nccl.held, s->size, __ATOMIC_RELEASE);
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     ddp_result result = ddp_group_split(s->group, 0, 0, &half);
-    RANKS_CHECK(s->cpu, result == DDP_ERR_TIMEOUT && !half, "a split without the last rank: %s", ddp_result_name(result));
+    RANKS_CHECK(s->cpu, result == DDP_ERR_TIMEOUT && !half, "a split without the last rank: %s",
+                ddp_result_name(result));
     RANKS_CHECK(s->cpu, strstr(ddp_last_error(), "ncclCommSplit: timed out after"), "%s", ddp_last_error());
     return DDP_OK;
 }
@@ -815,7 +922,8 @@ static void init_is_stuck(int size) {
     job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
     run_on(size, (uint64_t)size, collectives);
     for (int r = 0; r < size; r++)
-        check(job.result[r] == DDP_ERR_TIMEOUT && strstr(job.line[r], "ncclCommInitRankConfig: timed out after"),
+        check(job.result[r] == DDP_ERR_TIMEOUT
+                  && strstr(job.line[r], "ncclCommInitRankConfig: timed out after"),
               "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
     job.held = job.may_fail = job.patient = job.timeout_ms = 0;
 }
@@ -825,13 +933,16 @@ static void init_is_stuck(int size) {
 static void no_memory_alone(ddp_cuda_engine engine) {
     job.may_fail = job.patient = 1;
     job.desc.engine = engine;
-    for (job.no_memory_at = 1, job.allocations_left = 0; !job.allocations_left && job.no_memory_at < 100; job.no_memory_at++) {
+    for (job.no_memory_at = 1, job.allocations_left = 0; !job.allocations_left && job.no_memory_at < 100;
+         job.no_memory_at++) {
         double start = ddp_now();
         run_on(3, (uint64_t)job.no_memory_at, several);
-        check(ddp_now() - start < 15 * DDP_TEST_SLOWDOWN, "allocation %d: %.1f s", job.no_memory_at, ddp_now() - start);
+        check(ddp_now() - start < 15 * DDP_TEST_SLOWDOWN, "allocation %d: %.1f s", job.no_memory_at,
+              ddp_now() - start);
         for (int r = 0; r < 3 && !job.allocations_left; r++)
-            check(job.result[r] == DDP_ERR_NO_MEMORY && (r == 1 || strstr(job.line[r], "rank 1")), "allocation %d, rank %d: %s: %s",
-                  job.no_memory_at, r, ddp_result_name(job.result[r]), job.line[r]);
+            check(job.result[r] == DDP_ERR_NO_MEMORY && (r == 1 || strstr(job.line[r], "rank 1")),
+                  "allocation %d, rank %d: %s: %s", job.no_memory_at, r, ddp_result_name(job.result[r]),
+                  job.line[r]);
     }
     check(job.allocations_left && job.no_memory_at > 5, "%d allocations", job.no_memory_at);
     job.no_memory_at = job.may_fail = job.patient = 0;
@@ -900,7 +1011,8 @@ static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **r
     ddp_reducer_desc desc = DDP_ZERO;
     void *memory = NULL;
     ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
-    if (result == DDP_OK) result = ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_MAX, NULL);
+    if (result == DDP_OK)
+        result = ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_MAX, NULL);
     if (result == DDP_OK) result = ddp_all_to_all(s->group, s->in, s->out, N / 4, DDP_F32, &work);
     if (result == DDP_OK) result = ddp_wait(s->group, &work);
     if (result == DDP_OK) result = ddp_p2p_begin(s->group);
@@ -926,7 +1038,8 @@ static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **r
             result = ddp_reducer_ready(*reducer, p);
         }
         if (result == DDP_OK) result = ddp_reducer_wait(*reducer);
-        for (int p = 0; p < 2 && result == DDP_OK; p++) optimizer(s, (float *)params[p].grad.data, (float *)params[p].value.data, 100);
+        for (int p = 0; p < 2 && result == DDP_OK; p++)
+            optimizer(s, (float *)params[p].grad.data, (float *)params[p].value.data, 100);
     }
     if (result != DDP_OK) return result;
     s->kept = 2;
@@ -934,7 +1047,8 @@ static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **r
     for (int p = 0; p < 2; p++)
         for (int i = 0; i < 100; i++) {
             s->expected[p * N + i] = 0;
-            for (int step = 0; step < 3; step++) s->expected[p * N + i] += summed(s->size, step + p, i) / (float)s->size;
+            for (int step = 0; step < 3; step++)
+                s->expected[p * N + i] += summed(s->size, step + p, i) / (float)s->size;
         }
     return DDP_OK;
 }
@@ -972,30 +1086,40 @@ static int error_at(const char *function, int n, int sticky) {
     job.function = NULL;
     device_patience_ms = 30000;
     if (!fake_fault_fired(1)) return 0;
-    if (job.result[1] == DDP_OK) { silent++; return 1; }
+    if (job.result[1] == DDP_OK) {
+        silent++;
+        return 1;
+    }
     told++;
     call = fake.fault.text.c_str();
     name = fake.fault.text.substr(0, fake.fault.text.find('('));
     if (name == "kernel") name = "cudaLaunch";
     if (sticky || std::find(seen.begin(), seen.end(), name) != seen.end()) return 1;
-    if (!strstr(line, name.c_str()) || strstr(job.line[0], "timed out") || (!function && job.result[0] == DDP_OK)) seen.push_back(name);
+    if (!strstr(line, name.c_str()) || strstr(job.line[0], "timed out")
+        || (!function && job.result[0] == DDP_OK))
+        seen.push_back(name);
     check(strstr(line, name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, call, line);
-    check(!strstr(job.line[0], "timed out"), "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, call, job.line[0]);
+    check(!strstr(job.line[0], "timed out"), "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n,
+          call, job.line[0]);
     /* polls: it can be complete */
-    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 returns no error", n, call);
+    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 returns no error", n,
+          call);
     return 1;
 }
 
 /* An error at every single call: reported with the name of the call, no rank hangs, no leak, no wrong
    order. */
 static void errors_everywhere(void) {
-    static const char *const polls[] = {"cudaSetDevice", "cudaStreamQuery", "cudaEventQuery", "ncclCommGetAsyncError", "cudaThreadExchangeStreamCaptureMode"};
+    static const char *const polls[] = {"cudaSetDevice", "cudaStreamQuery", "cudaEventQuery",
+                                        "ncclCommGetAsyncError", "cudaThreadExchangeStreamCaptureMode"};
     int strides = DDP_TEST_SLOWDOWN > 3 ? 61 : DDP_TEST_SLOWDOWN > 1 ? 13 : 1;
     for (int sticky = 0; sticky < 2; sticky++) {
         int stride = sticky ? 2 * strides + 1 : strides;
-        for (int n = 1; failures < 40 && error_at(NULL, n, sticky); n += stride) {}
+        for (int n = 1; failures < 40 && error_at(NULL, n, sticky); n += stride) {
+        }
         for (int k = 0; k < 5; k++)
-            for (int n = 1; n < 40 && failures < 40 && error_at(polls[k], n, sticky); n += stride) {}
+            for (int n = 1; n < 40 && failures < 40 && error_at(polls[k], n, sticky); n += stride) {
+            }
     }
     printf("errors_everywhere: %d errors reported, %d without consequence\n", told, silent);
     check(told > silent && told * strides > 300, "%d errors were reported, %d were not", told, silent);
@@ -1012,11 +1136,15 @@ static std::string folded(const std::string &record) {
         std::string line = record.substr(at, end - at), name = line.substr(0, line.find('('));
         int event = name == "cudaEventCreateWithFlags" || name == "cudaEventDestroy";
         if (times && (!event || name != last.substr(0, last.find('(')))) {
-            out += times > 1 ? std::to_string(times) + " x " + last.substr(0, last.find('(')) + "\n" : last + "\n";
+            out += times > 1 ? std::to_string(times) + " x " + last.substr(0, last.find('(')) + "\n"
+                             : last + "\n";
             times = 0;
         }
-        if (event) { times++; last = line; }
-        else if (!line.empty()) out += line + "\n";
+        if (event) {
+            times++;
+            last = line;
+        } else if (!line.empty())
+            out += line + "\n";
     }
     return out;
 }
@@ -1056,145 +1184,142 @@ static ddp_result sequences(rank_state *s) {
     ddp_work work[2] = {DDP_ZERO, DDP_ZERO};
     void *memory = NULL;
     RANKS_OK(s->cpu, calls_are(s, "ddp_cuda_group_create",
-             "cudaStreamCreateWithPriority(non-blocking, high) = s2\n"
-             "32 x cudaEventCreateWithFlags\n"
-             "cudaMalloc(65792) = m5\n"
-             "cudaMalloc(16) = m6\n"
-             "cudaMemsetAsync(m6, 0, 16, s2)\n"
-             "ncclGetUniqueId()\n"
-             "ncclCommInitRankConfig(2, 0, blocking) = c1\n"));
+                               "cudaStreamCreateWithPriority(non-blocking, high) = s2\n"
+                               "32 x cudaEventCreateWithFlags\n"
+                               "cudaMalloc(65792) = m5\n"
+                               "cudaMalloc(16) = m6\n"
+                               "cudaMemsetAsync(m6, 0, 16, s2)\n"
+                               "ncclGetUniqueId()\n"
+                               "ncclCommInitRankConfig(2, 0, blocking) = c1\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_OK(s->cpu, calls_are(s, "the first ddp_all_reduce",
-             "cudaEventCreateWithFlags(no timing) = e33\n"
-             "cudaEventRecord(e33, s1)\n"
-             "cudaStreamWaitEvent(s2, e33)\n"
-             "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
-             "cudaEventRecord(e1, s2)\n"
-             "cudaEventRecord(e33, s2)\n"
-             "cudaStreamWaitEvent(s1, e33)\n"));
+                               "cudaEventCreateWithFlags(no timing) = e33\n"
+                               "cudaEventRecord(e33, s1)\n"
+                               "cudaStreamWaitEvent(s2, e33)\n"
+                               "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
+                               "cudaEventRecord(e1, s2)\n"
+                               "cudaEventRecord(e33, s2)\n"
+                               "cudaStreamWaitEvent(s1, e33)\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_OK(s->cpu, calls_are(s, "ddp_all_reduce",
-             "cudaEventRecord(e33, s1)\n"
-             "cudaStreamWaitEvent(s2, e33)\n"
-             "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
-             "cudaEventRecord(e2, s2)\n"
-             "cudaEventRecord(e33, s2)\n"
-             "cudaStreamWaitEvent(s1, e33)\n"));
+                               "cudaEventRecord(e33, s1)\n"
+                               "cudaStreamWaitEvent(s2, e33)\n"
+                               "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
+                               "cudaEventRecord(e2, s2)\n"
+                               "cudaEventRecord(e33, s2)\n"
+                               "cudaStreamWaitEvent(s1, e33)\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->in, N, DDP_F32, DDP_OP_SUM, &work[0]));
     RANKS_OK(s->cpu, ddp_broadcast(s->group, s->out, N, DDP_F32, 1, &work[1]));
     RANKS_OK(s->cpu, calls_are(s, "two asynchronous calls",
-             "cudaEventRecord(e33, s1)\n"
-             "cudaStreamWaitEvent(s2, e33)\n"
-             "ncclAllReduce(m1, m1, 600 f32, sum, c1, s2)\n"
-             "cudaEventRecord(e3, s2)\n"
-             "cudaEventRecord(e33, s2)\n"
-             "cudaEventCreateWithFlags(no timing) = e34\n"
-             "cudaEventRecord(e34, s1)\n"
-             "cudaStreamWaitEvent(s2, e34)\n"
-             "ncclBroadcast(m2, m2, 600 f32, 1, c1, s2)\n"
-             "cudaEventRecord(e4, s2)\n"
-             "cudaEventRecord(e34, s2)\n"));
+                               "cudaEventRecord(e33, s1)\n"
+                               "cudaStreamWaitEvent(s2, e33)\n"
+                               "ncclAllReduce(m1, m1, 600 f32, sum, c1, s2)\n"
+                               "cudaEventRecord(e3, s2)\n"
+                               "cudaEventRecord(e33, s2)\n"
+                               "cudaEventCreateWithFlags(no timing) = e34\n"
+                               "cudaEventRecord(e34, s1)\n"
+                               "cudaStreamWaitEvent(s2, e34)\n"
+                               "ncclBroadcast(m2, m2, 600 f32, 1, c1, s2)\n"
+                               "cudaEventRecord(e4, s2)\n"
+                               "cudaEventRecord(e34, s2)\n"));
     RANKS_OK(s->cpu, ddp_wait(s->group, &work[0]));
     RANKS_OK(s->cpu, ddp_wait(s->group, &work[1]));
     RANKS_OK(s->cpu, calls_are(s, "their waits",
-             "cudaStreamWaitEvent(s1, e33)\n"
-             "cudaStreamWaitEvent(s1, e34)\n"));
+                               "cudaStreamWaitEvent(s1, e33)\n"
+                               "cudaStreamWaitEvent(s1, e34)\n"));
     RANKS_OK(s->cpu, ddp_all_to_all(s->group, s->in, s->out, N / 2, DDP_F32, NULL));
     RANKS_OK(s->cpu, calls_are(s, "ddp_all_to_all",
-             "cudaEventRecord(e34, s1)\n"
-             "cudaStreamWaitEvent(s2, e34)\n"
-             "ncclGroupStart()\n"
-             "cudaMemcpyAsync(m2, m1, 1200, DeviceToDevice, s2)\n"
-             "ncclSend(m1+1200, 1200 u8, 1, c1, s2)\n"
-             "ncclRecv(m2+1200, 1200 u8, 1, c1, s2)\n"
-             "ncclGroupEnd()\n"
-             "cudaEventRecord(e5, s2)\n"
-             "cudaEventRecord(e34, s2)\n"
-             "cudaStreamWaitEvent(s1, e34)\n"));
+                               "cudaEventRecord(e34, s1)\n"
+                               "cudaStreamWaitEvent(s2, e34)\n"
+                               "ncclGroupStart()\n"
+                               "cudaMemcpyAsync(m2, m1, 1200, DeviceToDevice, s2)\n"
+                               "ncclSend(m1+1200, 1200 u8, 1, c1, s2)\n"
+                               "ncclRecv(m2+1200, 1200 u8, 1, c1, s2)\n"
+                               "ncclGroupEnd()\n"
+                               "cudaEventRecord(e5, s2)\n"
+                               "cudaEventRecord(e34, s2)\n"
+                               "cudaStreamWaitEvent(s1, e34)\n"));
     /* Makes the scratch. */
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
     RANKS_OK(s->cpu, calls_are(s, "the first reduction in tree order",
-             "cudaEventRecord(e34, s1)\n"
-             "cudaStreamWaitEvent(s2, e34)\n"
-             "ncclGroupStart()\n"
-             "ncclSend(m1+1216, 1184 u8, 1, c1, s2)\n"
-             "ncclRecv(m5+1216, 1216 u8, 1, c1, s2)\n"
-             "ncclGroupEnd()\n"
-             "kernel(s2)\n"
-             "ncclGroupStart()\n"
-             "ncclSend(m2, 1216 u8, 1, c1, s2)\n"
-             "ncclRecv(m2+1216, 1184 u8, 1, c1, s2)\n"
-             "ncclGroupEnd()\n"
-             "cudaEventRecord(e6, s2)\n"
-             "cudaEventRecord(e34, s2)\n"
-             "cudaStreamWaitEvent(s1, e34)\n"));
+                               "cudaEventRecord(e34, s1)\n"
+                               "cudaStreamWaitEvent(s2, e34)\n"
+                               "ncclGroupStart()\n"
+                               "ncclSend(m1+1216, 1184 u8, 1, c1, s2)\n"
+                               "ncclRecv(m5+1216, 1216 u8, 1, c1, s2)\n"
+                               "ncclGroupEnd()\n"
+                               "kernel(s2)\n"
+                               "ncclGroupStart()\n"
+                               "ncclSend(m2, 1216 u8, 1, c1, s2)\n"
+                               "ncclRecv(m2+1216, 1184 u8, 1, c1, s2)\n"
+                               "ncclGroupEnd()\n"
+                               "cudaEventRecord(e6, s2)\n"
+                               "cudaEventRecord(e34, s2)\n"
+                               "cudaStreamWaitEvent(s1, e34)\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
     RANKS_OK(s->cpu, calls_are(s, "a reduction in tree order",
-             "cudaEventRecord(e34, s1)\n"
-             "cudaStreamWaitEvent(s2, e34)\n"
-             "ncclGroupStart()\n"
-             "ncclSend(m1+1216, 1184 u8, 1, c1, s2)\n"
-             "ncclRecv(m5+1216, 1216 u8, 1, c1, s2)\n"
-             "ncclGroupEnd()\n"
-             "kernel(s2)\n"
-             "ncclGroupStart()\n"
-             "ncclSend(m2, 1216 u8, 1, c1, s2)\n"
-             "ncclRecv(m2+1216, 1184 u8, 1, c1, s2)\n"
-             "ncclGroupEnd()\n"
-             "cudaEventRecord(e7, s2)\n"
-             "cudaEventRecord(e34, s2)\n"
-             "cudaStreamWaitEvent(s1, e34)\n"));
+                               "cudaEventRecord(e34, s1)\n"
+                               "cudaStreamWaitEvent(s2, e34)\n"
+                               "ncclGroupStart()\n"
+                               "ncclSend(m1+1216, 1184 u8, 1, c1, s2)\n"
+                               "ncclRecv(m5+1216, 1216 u8, 1, c1, s2)\n"
+                               "ncclGroupEnd()\n"
+                               "kernel(s2)\n"
+                               "ncclGroupStart()\n"
+                               "ncclSend(m2, 1216 u8, 1, c1, s2)\n"
+                               "ncclRecv(m2+1216, 1184 u8, 1, c1, s2)\n"
+                               "ncclGroupEnd()\n"
+                               "cudaEventRecord(e7, s2)\n"
+                               "cudaEventRecord(e34, s2)\n"
+                               "cudaStreamWaitEvent(s1, e34)\n"));
     RANKS_OK(s->cpu, ddp_p2p_begin(s->group));
     RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, 1 - s->rank, 0, NULL));
     RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, 1 - s->rank, 0, NULL));
     RANKS_OK(s->cpu, ddp_p2p_end(s->group));
     RANKS_OK(s->cpu, calls_are(s, "a batch",
-             "cudaEventCreateWithFlags(no timing) = e35\n"
-             "cudaEventRecord(e35, s1)\n"
-             "cudaStreamWaitEvent(s2, e35)\n"
-             "ncclGroupStart()\n"
-             "ncclSend(m1, 600 f32, 1, c1, s2)\n"
-             "ncclRecv(m2, 600 f32, 1, c1, s2)\n"
-             "ncclGroupEnd()\n"
-             "cudaEventRecord(e8, s2)\n"
-             "cudaEventRecord(e35, s2)\n"
-             "cudaStreamWaitEvent(s1, e35)\n"));
+                               "cudaEventCreateWithFlags(no timing) = e35\n"
+                               "cudaEventRecord(e35, s1)\n"
+                               "cudaStreamWaitEvent(s2, e35)\n"
+                               "ncclGroupStart()\n"
+                               "ncclSend(m1, 600 f32, 1, c1, s2)\n"
+                               "ncclRecv(m2, 600 f32, 1, c1, s2)\n"
+                               "ncclGroupEnd()\n"
+                               "cudaEventRecord(e8, s2)\n"
+                               "cudaEventRecord(e35, s2)\n"
+                               "cudaStreamWaitEvent(s1, e35)\n"));
     RANKS_OK(s->cpu, ddp_group_alloc(s->group, 4096, &memory));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_alloc",
-             GROUP_ALLOC "(4096) = m7\n"
-             "cudaMemsetAsync(m7, 0, 4096, s2)\n"
-             "cudaStreamSynchronize(s2)\n"
-             GROUP_REGISTER));
+                               GROUP_ALLOC "(4096) = m7\n"
+                                           "cudaMemsetAsync(m7, 0, 4096, s2)\n"
+                                           "cudaStreamSynchronize(s2)\n" GROUP_REGISTER));
     RANKS_OK(s->cpu, ddp_group_free(s->group, memory));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_free",
-             "cudaStreamSynchronize(s2)\n"
-             "cudaStreamSynchronize(s1)\n"
-             GROUP_DEREGISTER
-             GROUP_FREE "(m7)\n"));
+                               "cudaStreamSynchronize(s2)\n"
+                               "cudaStreamSynchronize(s1)\n" GROUP_DEREGISTER GROUP_FREE "(m7)\n"));
     RANKS_OK(s->cpu, ddp_group_split(s->group, 0, -s->rank, &half));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_split",
-             "cudaStreamCreateWithPriority(non-blocking, high) = s3\n"
-             "32 x cudaEventCreateWithFlags\n"
-             "cudaMalloc(65792) = m8\n"
-             "cudaMalloc(16) = m9\n"
-             "cudaMemsetAsync(m9, 0, 16, s3)\n"
-             "ncclCommSplit(c1, 1, 1) = c2\n"));
+                               "cudaStreamCreateWithPriority(non-blocking, high) = s3\n"
+                               "32 x cudaEventCreateWithFlags\n"
+                               "cudaMalloc(65792) = m8\n"
+                               "cudaMalloc(16) = m9\n"
+                               "cudaMemsetAsync(m9, 0, 16, s3)\n"
+                               "ncclCommSplit(c1, 1, 1) = c2\n"));
     ddp_group_destroy(half);
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_destroy of a split",
-             "ncclCommAbort(c2)\n"
-             "32 x cudaEventDestroy\n"
-             "cudaFree(m8)\n"
-             "cudaFree(m9)\n"
-             "cudaStreamDestroy(s3)\n"));
+                               "ncclCommAbort(c2)\n"
+                               "32 x cudaEventDestroy\n"
+                               "cudaFree(m8)\n"
+                               "cudaFree(m9)\n"
+                               "cudaStreamDestroy(s3)\n"));
     ddp_group_destroy(s->group);
     s->group = NULL;
     return calls_are(s, "ddp_group_destroy",
-             "ncclCommAbort(c1)\n"
-             "32 x cudaEventDestroy\n"
-             "cudaFree(m5)\n"
-             "cudaFree(m6)\n"
-             "3 x cudaEventDestroy\n"
-             "cudaStreamDestroy(s2)\n");
+                     "ncclCommAbort(c1)\n"
+                     "32 x cudaEventDestroy\n"
+                     "cudaFree(m5)\n"
+                     "cudaFree(m6)\n"
+                     "3 x cudaEventDestroy\n"
+                     "cudaStreamDestroy(s2)\n");
 }
 
 /* ---- groups that cannot be created ---- */
@@ -1203,7 +1328,8 @@ static ddp_result sequences(rank_state *s) {
 static ddp_result refuses(rank_state *s, const ddp_cuda_desc *desc, ddp_result wanted, const char *text) {
     ddp_group *none = s->group;
     ddp_result result = ddp_cuda_group_create(&none, s->cpu, desc);
-    RANKS_CHECK(s->cpu, result == wanted && strstr(ddp_last_error(), text) && !none, "%s, and not '%s': %s", ddp_result_name(result), text, ddp_last_error());
+    RANKS_CHECK(s->cpu, result == wanted && strstr(ddp_last_error(), text) && !none, "%s, and not '%s': %s",
+                ddp_result_name(result), text, ddp_last_error());
     return DDP_OK;
 }
 
@@ -1214,31 +1340,52 @@ static ddp_result wrong_groups(rank_state *s) {
     ddp_group *none = NULL;
     int last = s->rank == s->size - 1;
     good.stream = s->stream;
-    RANKS_CHECK(s->cpu, ddp_cuda_group_create(NULL, s->cpu, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "out or control is NULL"),
+    RANKS_CHECK(s->cpu,
+                ddp_cuda_group_create(NULL, s->cpu, &good) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "out or control is NULL"),
                 "%s", ddp_last_error());
-    RANKS_CHECK(s->cpu, ddp_cuda_group_create(&none, NULL, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "out or control is NULL"),
+    RANKS_CHECK(s->cpu,
+                ddp_cuda_group_create(&none, NULL, &good) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "out or control is NULL"),
                 "%s", ddp_last_error());
-#define WRONG(field, value, result, text) \
-    do { desc = good; if (last) desc.field = (value); RANKS_OK(s->cpu, refuses(s, &desc, result, text)); } while (0)
-    WRONG(engine, (ddp_cuda_engine)3, DDP_ERR_INVALID, "engine=3 order=0 timeout_ms=0: one of them is invalid; use a ddp_cuda_engine, a ddp_order and 0 or more ms");
+#define WRONG(field, value, result, text)                  \
+    do {                                                   \
+        desc = good;                                       \
+        if (last) desc.field = (value);                    \
+        RANKS_OK(s->cpu, refuses(s, &desc, result, text)); \
+    } while (0)
+    WRONG(engine, (ddp_cuda_engine)3, DDP_ERR_INVALID,
+          "engine=3 order=0 timeout_ms=0: one of them is invalid; use a ddp_cuda_engine, a ddp_order and 0 "
+          "or more ms");
     WRONG(order, (ddp_order)3, DDP_ERR_INVALID, "engine=0 order=3 timeout_ms=0: one of them");
     WRONG(timeout_ms, -1, DDP_ERR_INVALID, "engine=0 order=0 timeout_ms=-1: one of them");
     WRONG(devices, one, DDP_ERR_INVALID, "set both devices and device_count, or neither");
     WRONG(device_count, 1, DDP_ERR_INVALID, "set both devices and device_count, or neither");
-    WRONG(uuid, "GPU-ff", DDP_ERR_INVALID, "uuid GPU-ff matches no device of this machine, which has 0 (GPU-");
-    WRONG(order, DDP_ORDER_TREE, DDP_ERR_MISMATCH, "ranks differ: rank 0 order=0, rank 1 order=1; give every rank the same");
-    WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH, "ranks differ: rank 0 engine=0, rank 1 engine=1; give");
+    WRONG(uuid, "GPU-ff", DDP_ERR_INVALID,
+          "uuid GPU-ff matches no device of this machine, which has 0 (GPU-");
+    WRONG(order, DDP_ORDER_TREE, DDP_ERR_MISMATCH,
+          "ranks differ: rank 0 order=0, rank 1 order=1; give every rank the same");
+    WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH,
+          "ranks differ: rank 0 engine=0, rank 1 engine=1; give");
     RANKS_OK(s->cpu, make_own(s, &own));
     WRONG(comm, own.comm, DDP_ERR_MISMATCH, "ranks differ: rank 0 comm=NULL, rank 1 comm=given; give");
-    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "an object of the user was destroyed");
+    RANKS_CHECK(s->cpu,
+                ncclCommDestroy(own.comm) == ncclSuccess
+                    && fake_stream_destroy(own.comm_stream) == cudaSuccess,
+                "an object of the user was destroyed");
     own = good;
     s->rank = s->size - 1 - s->rank; /* a communicator with the ranks the other way around */
     RANKS_OK(s->cpu, make_own(s, &own));
     s->rank = s->size - 1 - s->rank;
     desc = good, desc.comm = own.comm;
-    RANKS_OK(s->cpu, refuses(s, &desc, DDP_ERR_INVALID, "desc.comm is rank 1 of 2 on device 0, but the group is rank 0 of 2 on device 0; "
-                                                        "set it to the communicator of this rank"));
-    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "an object of the user was destroyed");
+    RANKS_OK(s->cpu,
+             refuses(s, &desc, DDP_ERR_INVALID,
+                     "desc.comm is rank 1 of 2 on device 0, but the group is rank 0 of 2 on device 0; "
+                     "set it to the communicator of this rank"));
+    RANKS_CHECK(s->cpu,
+                ncclCommDestroy(own.comm) == ncclSuccess
+                    && fake_stream_destroy(own.comm_stream) == cudaSuccess,
+                "an object of the user was destroyed");
 #undef WRONG
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
     return look_back(s);
@@ -1252,7 +1399,8 @@ static ddp_result on_one_device(rank_state *s) {
     RANKS_OK(s->cpu, look_back(s));
     s->kept = 0;
     staged = fake_record(0).find("cudaHostAlloc") != std::string::npos;
-    RANKS_CHECK(s->cpu, staged == job.staged, "the group %s through host memory", staged ? "goes" : "does not go");
+    RANKS_CHECK(s->cpu, staged == job.staged, "the group %s through host memory",
+                staged ? "goes" : "does not go");
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     return staged ? DDP_OK : collectives(s);
 }
@@ -1270,7 +1418,9 @@ static ddp_result frees_on_one_device(rank_state *s) {
     if (s->rank) ranks_sleep_us(100000);
     fill(s, s->spare, MANY, 1);
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_SUM, NULL));
-    RANKS_CHECK(s->cpu, fake_memcpy(&last, s->spare + MANY - 1, 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
+    RANKS_CHECK(s->cpu,
+                fake_memcpy(&last, s->spare + MANY - 1, 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess,
+                "copying back");
     RANKS_CHECK(s->cpu, last == summed(s->size, 1, MANY - 1), "the last element is %g", (double)last);
     return ddp_barrier(s->cpu);
 }
@@ -1281,7 +1431,8 @@ static void refused(ddp_result result, const char *text) {
     run_on(3, 0, on_one_device);
     job.may_fail = 0;
     for (int r = 0; r < 3; r++)
-        check(job.result[r] == result && strstr(job.line[r], text), "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
+        check(job.result[r] == result && strstr(job.line[r], text), "rank %d: %s: %s", r,
+              ddp_result_name(job.result[r]), job.line[r]);
 }
 
 /* More ranks than a call with counts supports, detected before anything is written. */
@@ -1294,7 +1445,9 @@ static void too_many_to_stage(void) {
     call.send_counts = call.recv_counts = counts;
     rounds.call = &call;
     staged.world_size = DDP_MAX_LOCAL_RANKS + 1;
-    check(ddp__cuda_staged_counts(&staged, &rounds) == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "at most 64 ranks"), "%s", ddp_last_error());
+    check(ddp__cuda_staged_counts(&staged, &rounds) == DDP_ERR_UNSUPPORTED
+              && strstr(ddp_last_error(), "at most 64 ranks"),
+          "%s", ddp_last_error());
 }
 
 /* NCCL allows ranks that share a device from 2.30 on, if the user enables it in NCCL and in ddp. */
@@ -1309,7 +1462,8 @@ static void sharing(void) {
     check(notices == 3, "%d notices of 3 ranks", notices);
     job.staged = 0;
     job.desc.engine = DDP_CUDA_ENGINE_NCCL;
-    refused(DDP_ERR_UNSUPPORTED, "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or use DDP_CUDA_ENGINE_STAGED");
+    refused(DDP_ERR_UNSUPPORTED,
+            "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or use DDP_CUDA_ENGINE_STAGED");
     device_nccl_shares = 1;
     refused(DDP_ERR_ENGINE, "ncclCommInitRankConfig: invalid usage");
     setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
@@ -1336,7 +1490,13 @@ static void both_orders(program_fn program, int seeds) {
 }
 
 static const char *only; /* a part of a case's name */
-#define CASE(...) do { ranks_current = #__VA_ARGS__; if (strstr(#__VA_ARGS__, only) && !failures) { __VA_ARGS__; } } while (0)
+#define CASE(...)                                      \
+    do {                                               \
+        ranks_current = #__VA_ARGS__;                  \
+        if (strstr(#__VA_ARGS__, only) && !failures) { \
+            __VA_ARGS__;                               \
+        }                                              \
+    } while (0)
 int main(int argc, char **argv) {
     only = argc > 1 ? argv[1] : "";
     setvbuf(stdout, NULL, _IOLBF, 0);

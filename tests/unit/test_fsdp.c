@@ -40,7 +40,8 @@ static uint64_t name_seed(const char *name) {
 
 static double load(const void *memory, ddp_dtype dtype, int64_t i) {
     double value;
-    ddp_device_cpu()->cast(&value, DDP_F64, (const char *)memory + (size_t)i * ddp_dtype_size(dtype), dtype, 1);
+    ddp_device_cpu()->cast(&value, DDP_F64, (const char *)memory + (size_t)i * ddp_dtype_size(dtype), dtype,
+                           1);
     return value;
 }
 
@@ -48,19 +49,24 @@ static void store(void *memory, ddp_dtype dtype, int64_t i, double value) {
     ddp_device_cpu()->cast((char *)memory + (size_t)i * ddp_dtype_size(dtype), dtype, &value, DDP_F64, 1);
 }
 
-static double first_value(const char *name, int64_t i) { return (double)(float)noise(name_seed(name) + (uint64_t)i); }
+static double first_value(const char *name, int64_t i) {
+    return (double)(float)noise(name_seed(name) + (uint64_t)i);
+}
 
-static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                       void *user) {
     const ddp_tensor *t = &param->param.value;
     int64_t each = t->ndim && t->shape[0] ? ddp_tensor_count(t) / t->shape[0] : 1;
     (void)user;
     for (int64_t i = 0; i < row_count * each; i++)
-        store(out, t->dtype == DDP_F64 ? DDP_F64 : DDP_F32, i, first_value(param->tied_to ? param->tied_to : param->param.name, first_row * each + i));
+        store(out, t->dtype == DDP_F64 ? DDP_F64 : DDP_F32, i,
+              first_value(param->tied_to ? param->tied_to : param->param.name, first_row * each + i));
     return DDP_OK;
 }
 
 /* A parameter of the last unit, or the first of a new one. columns 0: one dimension; rows -1: none. */
-static ddp_fsdp_param *add(model *m, const char *unit, const char *name, ddp_dtype dtype, int rows, int columns) {
+static ddp_fsdp_param *add(model *m, const char *unit, const char *name, ddp_dtype dtype, int rows,
+                           int columns) {
     ddp_fsdp_param *p = &m->params[m->count++];
     if (unit) {
         m->units[m->unit_count].name = unit;
@@ -88,8 +94,9 @@ static void backward(const model *m, int unit, uint64_t seed) {
     for (int k = 0; k < m->units[unit].param_count; k++) {
         const ddp_param *p = &m->units[unit].params[k].param;
         for (int64_t i = 0; p->grad.data && i < ddp_tensor_count(&p->grad); i++)
-            store(p->grad.data, p->grad.dtype, i, load(p->grad.data, p->grad.dtype, i) + 0.2 * load(p->value.data, p->value.dtype, i) +
-                  noise(seed + name_seed(p->name) + (uint64_t)i));
+            store(p->grad.data, p->grad.dtype, i,
+                  load(p->grad.data, p->grad.dtype, i) + 0.2 * load(p->value.data, p->value.dtype, i)
+                      + noise(seed + name_seed(p->name) + (uint64_t)i));
     }
 }
 
@@ -110,14 +117,16 @@ static ddp_result pass(ddp_group *group, ddp_fsdp *fsdp, const model *m, uint64_
 static ddp_result train(ddp_group *group, ddp_fsdp *fsdp, const model *m, int steps, uint64_t seed) {
     int micro_batches = m->desc.micro_batch_count ? m->desc.micro_batch_count : 1;
     for (int s = 0; s < steps; s++) {
-        for (int k = 0; k < micro_batches; k++) RANKS_OK(group, pass(group, fsdp, m, seed * 1000 + (uint64_t)(s * micro_batches + k)));
+        for (int k = 0; k < micro_batches; k++)
+            RANKS_OK(group, pass(group, fsdp, m, seed * 1000 + (uint64_t)(s * micro_batches + k)));
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
     }
     return DDP_OK;
 }
 
 static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t size) {
-    for (size_t i = 0; i < size; i++) hash = (hash ^ ((const unsigned char *)memory)[i]) * UINT64_C(0x100000001b3);
+    for (size_t i = 0; i < size; i++)
+        hash = (hash ^ ((const unsigned char *)memory)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
 
@@ -144,17 +153,22 @@ static ddp_result digest(ddp_group *group, ddp_fsdp *fsdp, const model *m, uint6
 
 static int says(const char *word) { return strstr(ddp_last_error(), word) != NULL; }
 
-#define FAILS(group, call, code, ...)                                                                                            \
-    do {                                                                                                                         \
-        static const char *const words[] = {__VA_ARGS__};                                                                        \
-        ddp_result got = (ddp_result)(call);                                                                                     \
-        RANKS_CHECK(group, got == (code), "%s: %s", ddp_result_name(got), got == DDP_OK ? "" : ddp_last_error());                \
-        for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) RANKS_CHECK(group, says(words[i]), "\"%s\" is missing in: %s", words[i], ddp_last_error()); \
+#define FAILS(group, call, code, ...)                                                                   \
+    do {                                                                                                \
+        static const char *const words[] = {__VA_ARGS__};                                               \
+        ddp_result got = (ddp_result)(call);                                                            \
+        RANKS_CHECK(group, got == (code), "%s: %s", ddp_result_name(got),                               \
+                    got == DDP_OK ? "" : ddp_last_error());                                             \
+        for (size_t i = 0; i < sizeof words / sizeof words[0]; i++)                                     \
+            RANKS_CHECK(group, says(words[i]), "\"%s\" is missing in: %s", words[i], ddp_last_error()); \
     } while (0)
 
 /* refuse_after: > 0 = this allocation and all later ones fail; < 0 = only allocation -refuse_after fails, and
    refuse_after becomes 0. */
-typedef struct counter { size_t now, peak; int calls, refuse_after; } counter;
+typedef struct counter {
+    size_t now, peak;
+    int calls, refuse_after;
+} counter;
 
 static void *counted(size_t size, void *user) {
     counter *c = (counter *)user;
@@ -184,12 +198,35 @@ static void uncounted(void *memory, void *user) {
 /* One change at a time to a valid model; on every rank, or only on the last one. */
 static ddp_result refuse(ddp_group *group, int only_last) {
     static const char *const words[][3] = {
-        {"unit_count is below 1"}, {"unit 1", "bee", "no parameters"}, {"strategy=9"}, {"offload=7"}, {"param_dtype"}, {"reduce_dtype"}, {"micro_batch_count=-1"},
-        {"alloc_fn", "free_fn"}, {"replicas"}, {"quantize_gather", "FULL_SHARD"}, {"keep_checkpoints"}, {"unit ay", "no name"},
-        {"unit ay", "parameter a.w", "shape"}, {"unit bee", "parameter b.w", "not a floating-point dtype"}, {"unit bee", "parameter b.w", "grad.dtype"},
-        {"unit bee", "parameter b.w", "no values"}, {"unit bee", "a.w", "this name"}, {"unit bee", "tied_to=none"}, {"tied", "shape or dtype"},
-        {"global_shape"}, {"beta1"}, {"unit bee", "b.w", "unit ay"}, {"frozen", "a.w"}, {"unit bee", "a.v", "this name"}, {"prefetch"},
-        {"unit bee", "UTF-8"}, {"unit bee", "9900 bytes"}, {"unit bee", "__metadata__"}};
+        {"unit_count is below 1"},
+        {"unit 1", "bee", "no parameters"},
+        {"strategy=9"},
+        {"offload=7"},
+        {"param_dtype"},
+        {"reduce_dtype"},
+        {"micro_batch_count=-1"},
+        {"alloc_fn", "free_fn"},
+        {"replicas"},
+        {"quantize_gather", "FULL_SHARD"},
+        {"keep_checkpoints"},
+        {"unit ay", "no name"},
+        {"unit ay", "parameter a.w", "shape"},
+        {"unit bee", "parameter b.w", "not a floating-point dtype"},
+        {"unit bee", "parameter b.w", "grad.dtype"},
+        {"unit bee", "parameter b.w", "no values"},
+        {"unit bee", "a.w", "this name"},
+        {"unit bee", "tied_to=none"},
+        {"tied", "shape or dtype"},
+        {"global_shape"},
+        {"beta1"},
+        {"unit bee", "b.w", "unit ay"},
+        {"frozen", "a.w"},
+        {"unit bee", "a.v", "this name"},
+        {"prefetch"},
+        {"unit bee", "UTF-8"},
+        {"unit bee", "9900 bytes"},
+        {"unit bee", "__metadata__"},
+    };
     double memory[12] = {0};
     char name[9902] = "";
     for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
@@ -211,21 +248,41 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         case 6: m.desc.micro_batch_count = -1; break;
         case 7: m.desc.alloc_fn = counted; break;
         case 8: m.desc.replicas = group; break;
-        case 9: m.desc.quantize_gather = 1; m.desc.strategy = DDP_FSDP_SHARD_GRAD; break;
+        case 9:
+            m.desc.quantize_gather = 1;
+            m.desc.strategy = DDP_FSDP_SHARD_GRAD;
+            break;
         case 10: m.desc.keep_checkpoints = -3; break;
         case 11: a->param.name = NULL; break;
         case 12: a->param.value.shape[1] = -1; break;
         case 13: b->param.value.dtype = DDP_I32; break;
         case 14: b->param.grad.dtype = DDP_U8; break;
-        case 15: m.desc.init_fn = NULL; a->param.value.data = memory; m.params[1].param.value.data = memory + 6; break;
+        case 15:
+            m.desc.init_fn = NULL;
+            a->param.value.data = memory;
+            m.params[1].param.value.data = memory + 6;
+            break;
         case 16: b->param.name = "a.w"; break;
         case 17: b->tied_to = "none"; break;
-        case 18: b->tied_to = "a.w"; b->param.value.shape[0] = 5; break;
-        case 19: b->global_shape[0] = 6; b->global_shape[1] = 3; b->global_offset[0] = 3; break;
+        case 18:
+            b->tied_to = "a.w";
+            b->param.value.shape[0] = 5;
+            break;
+        case 19:
+            b->global_shape[0] = 6;
+            b->global_shape[1] = 3;
+            b->global_offset[0] = 3;
+            break;
         case 20: m.desc.optimizer.beta1 = 1.5f; break;
         case 21: a->param.value.data = b->param.value.data = memory; break;
-        case 22: b->tied_to = "a.w"; a->frozen = 1; break;
-        case 23: b->tied_to = "a.w"; b->param.name = "a.v"; break;
+        case 22:
+            b->tied_to = "a.w";
+            a->frozen = 1;
+            break;
+        case 23:
+            b->tied_to = "a.w";
+            b->param.name = "a.v";
+            break;
         case 24: m.desc.prefetch = -5; break;
         case 25: b->param.name = "caf\xe9"; break;
         case 26: b->param.name = (const char *)memset(name, 'x', sizeof name - 1); break;
@@ -233,15 +290,20 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         default: break;
         }
         ddp_result result = ddp_fsdp_create(&fsdp, group, &m.desc);
-        RANKS_CHECK(group, result == DDP_ERR_INVALID && !fsdp, "case %d: %s: %s", (int)i, ddp_result_name(result), ddp_last_error());
-        for (int k = 0; k < 3 && words[i][k]; k++) RANKS_CHECK(group, says(words[i][k]), "case %d: no \"%s\" in: %s", (int)i, words[i][k], ddp_last_error());
+        RANKS_CHECK(group, result == DDP_ERR_INVALID && !fsdp, "case %d: %s: %s", (int)i,
+                    ddp_result_name(result), ddp_last_error());
+        for (int k = 0; k < 3 && words[i][k]; k++)
+            RANKS_CHECK(group, says(words[i][k]), "case %d: no \"%s\" in: %s", (int)i, words[i][k],
+                        ddp_last_error());
         RANKS_OK(group, ddp_group_status(group));
     }
     return DDP_OK;
 }
 
 static ddp_result bad_input(ddp_group *group) { return refuse(group, 0); }
-static ddp_result bad_on_one(ddp_group *group) { return ddp_world_size(group) > 1 ? refuse(group, 1) : DDP_OK; }
+static ddp_result bad_on_one(ddp_group *group) {
+    return ddp_world_size(group) > 1 ? refuse(group, 1) : DDP_OK;
+}
 
 static ddp_result bad_calls(ddp_group *group) {
     model m;
@@ -275,7 +337,8 @@ static ddp_result bad_calls(ddp_group *group) {
     FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, NAN, NULL), DDP_ERR_INVALID, "max_norm");
     FAILS(group, ddp_fsdp_get_norm(NULL, &norm), DDP_ERR_INVALID, "fsdp or norm is NULL");
     FAILS(group, ddp_fsdp_get_norm(fsdp, NULL), DDP_ERR_INVALID, "fsdp or norm is NULL");
-    FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "no norm is available", "ddp_fsdp_clip_grad_norm first");
+    FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "no norm is available",
+          "ddp_fsdp_clip_grad_norm first");
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &norm));
     RANKS_CHECK(group, norm > 0, "norm %g", (double)norm);
     RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &half));
@@ -285,11 +348,14 @@ static ddp_result bad_calls(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 2, NULL));
     /* The factor is applied in the step; a read before it returns the product. */
     RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL));
-    RANKS_CHECK(group, !ddp_tensor_count(&t) || ((float *)t.data)[0] == first * 0.5f, "%g, half of which is %g", (double)first, (double)((float *)t.data)[0]);
+    RANKS_CHECK(group, !ddp_tensor_count(&t) || ((float *)t.data)[0] == first * 0.5f,
+                "%g, half of which is %g", (double)first, (double)((float *)t.data)[0]);
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 4, &half));
-    RANKS_CHECK(group, fabsf(half - norm / 2) < 1e-6f * norm, "norm %g, clipped to its half %g", (double)norm, (double)half);
+    RANKS_CHECK(group, fabsf(half - norm / 2) < 1e-6f * norm, "norm %g, clipped to its half %g", (double)norm,
+                (double)half);
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &half));
-    RANKS_CHECK(group, fabsf(half - norm / 4) < 1e-6f * norm, "norm %g, clipped to its fourth %g", (double)norm, (double)half);
+    RANKS_CHECK(group, fabsf(half - norm / 4) < 1e-6f * norm, "norm %g, clipped to its fourth %g",
+                (double)norm, (double)half);
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1e-45f, NULL));
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0));
     RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm)); /* valid until the next call */
@@ -301,11 +367,19 @@ static ddp_result bad_calls(ddp_group *group) {
 
 /* Rank 0 passes another description: an error on every rank, and the group stays usable. */
 static ddp_result descs_differ(ddp_group *group) {
-    static const char *const words[][2] = {{"unit b", "[7"}, {"unit b", "'b' f64"}, {"unit b", " frozen"}, {"parameter 'b'", "'bb'"}, {"unit b", " tied"},
-        {"rank 0 unit_count=2", "rank 1 unit_count=3"}, {"rank 0 strategy=2", "rank 1 strategy=0"},
-        {"rank 0 micro_batch_count=2", "rank 1 micro_batch_count=1"}, {"rank 0 optimizer.weight_decay=0.5,", "rank 1 optimizer.weight_decay=0;"},
+    static const char *const words[][2] = {
+        {"unit b", "[7"},
+        {"unit b", "'b' f64"},
+        {"unit b", " frozen"},
+        {"parameter 'b'", "'bb'"},
+        {"unit b", " tied"},
+        {"rank 0 unit_count=2", "rank 1 unit_count=3"},
+        {"rank 0 strategy=2", "rank 1 strategy=0"},
+        {"rank 0 micro_batch_count=2", "rank 1 micro_batch_count=1"},
+        {"rank 0 optimizer.weight_decay=0.5,", "rank 1 optimizer.weight_decay=0;"},
         {"rank 0 optimizer.kind=1", "rank 1 optimizer.kind=0"},
-        {"unit b", ",1]"}};
+        {"unit b", ",1]"},
+    };
     if (ddp_world_size(group) == 1) return DDP_OK;
     for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
         model m;
@@ -322,12 +396,19 @@ static ddp_result descs_differ(ddp_group *group) {
         case 6: m.desc.strategy = DDP_FSDP_SHARD_OPTIM; break;
         case 7: m.desc.micro_batch_count = 2; break;
         case 8: m.desc.optimizer.weight_decay = 0.5f; break;
-        case 9: m.desc.optimizer.kind = DDP_OPTIMIZER_SGD; m.desc.optimizer.momentum = 0.9f; break;
-        case 10: m.params[1].param.value.ndim = 3; m.params[1].param.value.shape[2] = 1; break;
+        case 9:
+            m.desc.optimizer.kind = DDP_OPTIMIZER_SGD;
+            m.desc.optimizer.momentum = 0.9f;
+            break;
+        case 10:
+            m.params[1].param.value.ndim = 3;
+            m.params[1].param.value.shape[2] = 1;
+            break;
         default: break;
         }
         result = ddp_fsdp_create(&fsdp, group, &m.desc);
-        RANKS_CHECK(group, result == DDP_ERR_MISMATCH && says(words[i][0]) && says(words[i][1]), "case %d: %s: %s", (int)i, ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(group, result == DDP_ERR_MISMATCH && says(words[i][0]) && says(words[i][1]),
+                    "case %d: %s: %s", (int)i, ddp_result_name(result), ddp_last_error());
         RANKS_OK(group, ddp_group_status(group));
     }
     return DDP_OK;
@@ -336,8 +417,10 @@ static ddp_result descs_differ(ddp_group *group) {
 //== wrap ===================================================================================
 
 static ddp_result wrapping(ddp_group *group) {
-    static const char *const names[] = {"wte", "h.0.ln", "h.0.mlp.w", "h.1.ln", "h.1.mlp.w", "h.0.mlp.b", "lnf", "head.w"};
-    static const char *const nested[] = {"h.*", "h.*.mlp"}, *const plain[] = {"h."}, *const missing[] = {"h.*", "x"}, *const null_prefix[] = {NULL};
+    static const char *const names[] = {"wte",       "h.0.ln",    "h.0.mlp.w", "h.1.ln",
+                                        "h.1.mlp.w", "h.0.mlp.b", "lnf",       "head.w"};
+    static const char *const nested[] = {"h.*", "h.*.mlp"}, *const plain[] = {"h."},
+                             *const missing[] = {"h.*", "x"}, *const null_prefix[] = {NULL};
     ddp_param params[8];
     ddp_fsdp_param storage[8];
     ddp_fsdp_unit_desc units[8];
@@ -357,15 +440,21 @@ static ddp_result wrapping(ddp_group *group) {
         static const int counts[] = {3, 1, 2, 1, 1};
         RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 5, "%s", ddp_last_error());
         for (int u = 0; u < 5; u++)
-            RANKS_CHECK(group, !strcmp(units[u].name, want[u]) && units[u].param_count == counts[u], "%s %d", units[u].name, units[u].param_count);
-        RANKS_CHECK(group, units[2].params[1].index == 5 && !strcmp(units[2].params[1].param.name, "h.0.mlp.b"), "index %d", units[2].params[1].index);
+            RANKS_CHECK(group, !strcmp(units[u].name, want[u]) && units[u].param_count == counts[u], "%s %d",
+                        units[u].name, units[u].param_count);
+        RANKS_CHECK(group,
+                    units[2].params[1].index == 5 && !strcmp(units[2].params[1].param.name, "h.0.mlp.b"),
+                    "index %d", units[2].params[1].index);
         RANKS_CHECK(group, units[0].params[2].index == 7, "head.w is not in h");
     }
     FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 4), DDP_ERR_INVALID, "5 units", "4");
     FAILS(group, ddp_fsdp_wrap(params, 8, &desc, NULL, 0), DDP_ERR_INVALID, "5 units");
     desc.prefixes = plain;
     desc.prefix_count = 1;
-    RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 2 && units[1].param_count == 5 && !strcmp(units[1].name, "h"), "%s", units[1].name);
+    RANKS_CHECK(group,
+                ddp_fsdp_wrap(params, 8, &desc, units, 8) == 2 && units[1].param_count == 5
+                    && !strcmp(units[1].name, "h"),
+                "%s", units[1].name);
     desc.prefixes = missing;
     desc.prefix_count = 2;
     FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "prefix x");
@@ -378,7 +467,10 @@ static ddp_result wrapping(ddp_group *group) {
     desc.min_unit_bytes = 200;
     /* 40 80 120 | 160 200 | 240 | 280 | 320. */
     RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 5, "%s", ddp_last_error());
-    RANKS_CHECK(group, units[0].param_count == 3 && units[1].param_count == 2 && units[4].param_count == 1 && !units[4].name, "by size");
+    RANKS_CHECK(group,
+                units[0].param_count == 3 && units[1].param_count == 2 && units[4].param_count == 1
+                    && !units[4].name,
+                "by size");
     FAILS(group, ddp_fsdp_wrap(params, 0, &desc, units, 8), DDP_ERR_INVALID, "param_count=0");
     params[3].name = "wte";
     FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "wte", "params[3]");
@@ -391,7 +483,11 @@ static ddp_result wrapping(ddp_group *group) {
 
 //== odd tensors, ties, dtypes ==============================================================
 
-typedef struct odd { ddp_fsdp_strategy strategy; ddp_dtype reduce; int packed, micro_batches, prefetch, keep, by_memory; } odd;
+typedef struct odd {
+    ddp_fsdp_strategy strategy;
+    ddp_dtype reduce;
+    int packed, micro_batches, prefetch, keep, by_memory;
+} odd;
 
 /* Fewer rows than ranks, no rows, no columns, no dimensions; every float dtype, gradients wider than values;
    uses within one unit and across units; parameters that are not trained. */
@@ -422,8 +518,10 @@ static ddp_result train_odd(ddp_group *group, const odd *o, uint64_t *out) {
     p = add(&m, NULL, "in", DDP_F32, 4, 2);
     if (o->by_memory) p->param.value.data = tied;
     p = add(&m, NULL, "in.use", DDP_F32, 4, 2);
-    if (o->by_memory) p->param.value.data = tied;
-    else p->tied_to = "in";
+    if (o->by_memory)
+        p->param.value.data = tied;
+    else
+        p->tied_to = "in";
     p = add(&m, "u3", "last.frozen", DDP_F64, 3, 0);
     p->frozen = 1;
     add(&m, "u4", "emb.again", DDP_F32, 5, 3)->tied_to = "emb";
@@ -440,9 +538,13 @@ static ddp_result train_odd(ddp_group *group, const odd *o, uint64_t *out) {
         RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
         for (int k = 0; k < m.units[u].param_count; k++) {
             const ddp_fsdp_param *q = &m.units[u].params[k];
-            RANKS_CHECK(group, !q->frozen == (q->param.grad.data != NULL), "%s: grad.data=%p", q->param.name, q->param.grad.data);
+            RANKS_CHECK(group, !q->frozen == (q->param.grad.data != NULL), "%s: grad.data=%p", q->param.name,
+                        q->param.grad.data);
             for (int64_t i = 0; i < ddp_tensor_count(&q->param.value) && q->frozen; i++)
-                RANKS_CHECK(group, load(q->param.value.data, q->param.value.dtype, i) == first_value(q->param.name, i), "%s[%d] moved", q->param.name, (int)i);
+                RANKS_CHECK(group,
+                            load(q->param.value.data, q->param.value.dtype, i)
+                                == first_value(q->param.name, i),
+                            "%s[%d] moved", q->param.name, (int)i);
         }
         RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
@@ -469,7 +571,9 @@ static ddp_result odd_tensors(ddp_group *group) {
                 o.by_memory = turn / 2 % 2;
                 RANKS_OK(group, train_odd(group, &o, &have));
                 if (!want[kind]) want[kind] = have;
-                RANKS_CHECK(group, want[kind] == have, "strategy %d packed=%d reduce=%d micro_batches=%d has other bits", (int)o.strategy, o.packed, reduce, micro_batches);
+                RANKS_CHECK(group, want[kind] == have,
+                            "strategy %d packed=%d reduce=%d micro_batches=%d has other bits",
+                            (int)o.strategy, o.packed, reduce, micro_batches);
             }
         }
     return DDP_OK;
@@ -505,21 +609,28 @@ static ddp_result states(ddp_group *group) {
             int u = i / 2, which = i % 2;
             RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, &grad, NULL, NULL));
             RANKS_OK(group, ddp_fsdp_get_state(fsdp, u, 0, which, &name, &state));
-            RANKS_CHECK(group, !strcmp(name, names[which]) && state.dtype == DDP_F32 && state.ndim == 2 && state.shape[0] == grad.shape[0] &&
-                               state.shape[1] == grad.shape[1] && !state.data == !ddp_tensor_count(&state), "strategy %d, unit %d: %s", strategy, u, name);
+            RANKS_CHECK(group,
+                        !strcmp(name, names[which]) && state.dtype == DDP_F32 && state.ndim == 2
+                            && state.shape[0] == grad.shape[0] && state.shape[1] == grad.shape[1]
+                            && !state.data == !ddp_tensor_count(&state),
+                        "strategy %d, unit %d: %s", strategy, u, name);
             for (int64_t k = 0; k < ddp_tensor_count(&state); k++) {
                 float g = grads[u][k], want = rest[which] * (which ? (float)(g * g) : g);
-                RANKS_CHECK(group, ((float *)state.data)[k] == want && want != 0, "strategy %d, %s of unit %d: element %d is %.9g, want %.9g", strategy, name, u,
+                RANKS_CHECK(group, ((float *)state.data)[k] == want && want != 0,
+                            "strategy %d, %s of unit %d: element %d is %.9g, want %.9g", strategy, name, u,
                             (int)k, (double)((float *)state.data)[k], (double)want);
             }
             RANKS_OK(group, ddp_fsdp_get_state(fsdp, 1, 1, which, NULL, &tied));
-            RANKS_CHECK(group, u || (tied.data == state.data && tied.shape[0] == state.shape[0]), "strategy %d: a tied parameter has a state of its own", strategy);
+            RANKS_CHECK(group, u || (tied.data == state.data && tied.shape[0] == state.shape[0]),
+                        "strategy %d: a tied parameter has a state of its own", strategy);
         }
         FAILS(group, ddp_fsdp_get_state(NULL, 0, 0, 0, &name, &state), DDP_ERR_INVALID, "fsdp is NULL");
         FAILS(group, ddp_fsdp_get_state(fsdp, 2, 0, 0, &name, &state), DDP_ERR_INVALID, "unit=2", "0 to 1");
         FAILS(group, ddp_fsdp_get_state(fsdp, 0, 2, 0, &name, &state), DDP_ERR_INVALID, "param=2", "unit a");
-        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 1, 0, &name, &state), DDP_ERR_INVALID, "unit a, parameter frozen", "no optimizer state");
-        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 0, 2, &name, &state), DDP_ERR_INVALID, "ddp_fsdp_get_state", "which=2", "2 states");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 1, 0, &name, &state), DDP_ERR_INVALID,
+              "unit a, parameter frozen", "no optimizer state");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 0, 2, &name, &state), DDP_ERR_INVALID, "ddp_fsdp_get_state",
+              "which=2", "2 states");
         FAILS(group, ddp_fsdp_get_state(fsdp, 0, 0, -1, &name, &state), DDP_ERR_INVALID, "which=-1");
         FAILS(group, ddp_fsdp_get_state(fsdp, 0, 0, 0, &name, NULL), DDP_ERR_INVALID, "state is NULL");
         ddp_fsdp_destroy(fsdp);
@@ -528,9 +639,13 @@ static ddp_result states(ddp_group *group) {
 }
 
 /* Values of an earlier run, by name. */
-typedef struct earlier { ddp_fsdp *fsdp; const model *m; } earlier;
+typedef struct earlier {
+    ddp_fsdp *fsdp;
+    const model *m;
+} earlier;
 
-static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                             void *user) {
     const earlier *e = (const earlier *)user;
     for (int i = 0; i < e->m->count; i++) {
         ddp_tensor rows;
@@ -538,7 +653,8 @@ static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int
         ddp_result result = ddp_fsdp_get_shard(e->fsdp, i / 2, i % 2, &rows, NULL, &first);
         if (result != DDP_OK) return result;
         if (strcmp(e->m->params[i].param.name, param->param.name)) continue;
-        if (first != first_row || rows.shape[0] != row_count) return ddp_fail(DDP_ERR_INVALID, "rows from %d on are requested", (int)first_row);
+        if (first != first_row || rows.shape[0] != row_count)
+            return ddp_fail(DDP_ERR_INVALID, "rows from %d on are requested", (int)first_row);
         memcpy(out, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof(float));
     }
     return DDP_OK;
@@ -580,7 +696,8 @@ static ddp_result steps_set(ddp_group *group) {
         RANKS_CHECK(group, state.step == (turn < 4 ? 3 : 2), "state.step %d", (int)state.step);
         for (int k = 0; k < 2; k++) RANKS_OK(group, train(group, fsdp[k], &m[k], 2, 6));
         for (int k = 0; k < 2; k++) RANKS_OK(group, digest(group, fsdp[k], &m[k], &hash[k]));
-        RANKS_CHECK(group, (hash[0] == hash[1]) == (turn < 4) && state.step == (turn < 4 ? 5 : 4), "turn %d: after step %d values are %s", turn, (int)state.step,
+        RANKS_CHECK(group, (hash[0] == hash[1]) == (turn < 4) && state.step == (turn < 4 ? 5 : 4),
+                    "turn %d: after step %d values are %s", turn, (int)state.step,
                     hash[0] == hash[1] ? "equal" : "others");
         for (int k = 0; k < 2; k++) ddp_fsdp_destroy(fsdp[k]);
     }
@@ -619,8 +736,10 @@ static ddp_result plain_devices(ddp_group *group) {
             ddp_fsdp_destroy(fsdp);
         }
         for (int way = 1; way < 3; way++)
-            RANKS_CHECK(group, hash[way] == hash[0] && memcmp(&norm[way], &norm[0], sizeof norm[0]) == 0 && norm[0] > 0.5f, "turn %d, way %d: norm %.9g, want %.9g",
-                        turn, way, (double)norm[way], (double)norm[0]);
+            RANKS_CHECK(
+                group,
+                hash[way] == hash[0] && memcmp(&norm[way], &norm[0], sizeof norm[0]) == 0 && norm[0] > 0.5f,
+                "turn %d, way %d: norm %.9g, want %.9g", turn, way, (double)norm[way], (double)norm[0]);
     }
     ddp_group_destroy(far);
     return DDP_OK;
@@ -629,34 +748,56 @@ static ddp_result plain_devices(ddp_group *group) {
 /* A device whose copies from and to pinned memory are late: complete after the event that follows them was
    queried three times. */
 static struct {
-    size_t taken;                      /* bytes of the device's memory that were ever given out */
+    size_t taken; /* bytes of the device's memory that were ever given out */
     /* Copies; pieces of pinned memory that were freed before all copies were known to be done. */
     int started, finished, freed_early;
-    int fails;                         /* results of the next check and the next test of an event */
-    int stuck, waited;                 /* events never complete; number of repeated queries since then */
+    int fails;         /* results of the next check and the next test of an event */
+    int stuck, waited; /* events never complete; number of repeated queries since then */
 } late;
-typedef struct late_event { int covers, asked, in_vain; } late_event;
+typedef struct late_event {
+    int covers, asked, in_vain;
+} late_event;
 
 static ddp_result late_alloc(ddp_group *group, size_t size_bytes, void **out) {
     late.taken += size_bytes;
     return ddp_device_cpu()->alloc(group, size_bytes, out);
 }
-static ddp_result late_use_stream(ddp_group *group, ddp_stream_kind lane) { (void)group; (void)lane; return DDP_OK; }
+static ddp_result late_use_stream(ddp_group *group, ddp_stream_kind lane) {
+    (void)group;
+    (void)lane;
+    return DDP_OK;
+}
 static ddp_result late_result(void) {
     int fails = late.fails;
     late.fails = 0;
     return fails ? ddp_fail(DDP_ERR_ENGINE, "the late device fails") : DDP_OK;
 }
-static ddp_result late_check(ddp_group *group) { (void)group; return late_result(); }
-static ddp_result late_create(ddp_group *group, void **out) { (void)group; *out = calloc(1, sizeof(late_event)); return *out ? DDP_OK : DDP_ERR_NO_MEMORY; }
-static void late_destroy(ddp_group *group, void *event) { (void)group; free(event); }
+static ddp_result late_check(ddp_group *group) {
+    (void)group;
+    return late_result();
+}
+static ddp_result late_create(ddp_group *group, void **out) {
+    (void)group;
+    *out = calloc(1, sizeof(late_event));
+    return *out ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+static void late_destroy(ddp_group *group, void *event) {
+    (void)group;
+    free(event);
+}
 static ddp_result late_record(ddp_group *group, ddp_stream_kind lane, void *event) {
-    (void)group; (void)lane;
+    (void)group;
+    (void)lane;
     ((late_event *)event)->covers = late.started;
     ((late_event *)event)->asked = 0;
     return DDP_OK;
 }
-static ddp_result late_wait(ddp_group *group, ddp_stream_kind lane, void *event) { (void)group; (void)lane; (void)event; return DDP_OK; }
+static ddp_result late_wait(ddp_group *group, ddp_stream_kind lane, void *event) {
+    (void)group;
+    (void)lane;
+    (void)event;
+    return DDP_OK;
+}
 static ddp_result late_test(ddp_group *group, void *event, int *done) {
     late_event *e = (late_event *)event;
     (void)group;
@@ -665,29 +806,48 @@ static ddp_result late_test(ddp_group *group, void *event, int *done) {
     if (*done && late.finished < e->covers) late.finished = e->covers;
     return late_result();
 }
-static ddp_result late_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) { (void)group; *out = malloc(size_bytes); return *out ? DDP_OK : DDP_ERR_NO_MEMORY; }
+static ddp_result late_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) {
+    (void)group;
+    *out = malloc(size_bytes);
+    return *out ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
 static void late_free_pinned(void *memory) {
     late.freed_early += late.finished < late.started;
     free(memory);
 }
-static void late_copy_async(void *dst, const void *src, size_t size_bytes) { late.started++; memcpy(dst, src, size_bytes); }
+static void late_copy_async(void *dst, const void *src, size_t size_bytes) {
+    late.started++;
+    memcpy(dst, src, size_bytes);
+}
 static void late_update(const ddp_update *u) { (void)u; }
-static void late_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) { ddp_device_cpu()->scale(data, count, dtype, *factor); }
+static void late_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
+    ddp_device_cpu()->scale(data, count, dtype, *factor);
+}
 static void late_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
     *norm = (float)sqrt(ddp_exact_sum_value(sum));
     *factor = *norm > limit ? limit / *norm : 1;
 }
-static void late_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
-    (void)sums; (void)count; (void)lr; (void)c; (void)decay; (void)out;
+static void late_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay,
+                       double *out) {
+    (void)sums;
+    (void)count;
+    (void)lr;
+    (void)c;
+    (void)decay;
+    (void)out;
 }
-static const ddp_optimizer_kernels late_kernels = {DDP_VERSION, late_update, late_scale, late_clip, late_trust};
+static const ddp_optimizer_kernels late_kernels = {DDP_VERSION, late_update, late_scale, late_clip,
+                                                   late_trust};
 
 static ddp_device late_device(void) {
     ddp_device device = *ddp_device_cpu();
     memset(&late, 0, sizeof late);
-    device.name = "late", device.alloc = late_alloc, device.use_stream = late_use_stream, device.check = late_check;
-    device.event_create = late_create, device.event_destroy = late_destroy, device.event_record = late_record, device.event_wait = late_wait;
-    device.event_test = late_test, device.alloc_pinned = late_alloc_pinned, device.free_pinned = late_free_pinned, device.copy_async = late_copy_async;
+    device.name = "late", device.alloc = late_alloc, device.use_stream = late_use_stream,
+    device.check = late_check;
+    device.event_create = late_create, device.event_destroy = late_destroy, device.event_record = late_record,
+    device.event_wait = late_wait;
+    device.event_test = late_test, device.alloc_pinned = late_alloc_pinned,
+    device.free_pinned = late_free_pinned, device.copy_async = late_copy_async;
     device.optimizer = &late_kernels;
     return device;
 }
@@ -715,9 +875,11 @@ static ddp_result late_devices(ddp_group *group) {
         counted[lamb] = memory.now.total;
         ddp_fsdp_destroy(fsdp);
     }
-    RANKS_CHECK(group, taken[1] - taken[0] >= 6 * sizeof(ddp_exact_sum) + 3 * sizeof(double), "%zu bytes more", taken[1] - taken[0]);
-    RANKS_CHECK(group, counted[1] - counted[0] == taken[1] - taken[0], "LAMB has %zu bytes of the device more, and counts %zu",
-                taken[1] - taken[0], counted[1] - counted[0]);
+    RANKS_CHECK(group, taken[1] - taken[0] >= 6 * sizeof(ddp_exact_sum) + 3 * sizeof(double),
+                "%zu bytes more", taken[1] - taken[0]);
+    RANKS_CHECK(group, counted[1] - counted[0] == taken[1] - taken[0],
+                "LAMB has %zu bytes of the device more, and counts %zu", taken[1] - taken[0],
+                counted[1] - counted[0]);
 
     blocks(&m, 3, 7, 3);
     m.desc.offload = DDP_FSDP_OFFLOAD_HOST;
@@ -733,9 +895,13 @@ static ddp_result late_devices(ddp_group *group) {
         if (turn > 1) RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
         late.fails = fails;
         ddp_result result = ddp_fsdp_clip_grad_norm(fsdp, 0.5f, NULL);
-        RANKS_CHECK(group, result == (fails ? DDP_ERR_ENGINE : DDP_OK), "turn %d: %s", turn, ddp_last_error());
-        if (fails) FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "ddp_fsdp_get_norm: no norm is available");
-        else RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm));
+        RANKS_CHECK(group, result == (fails ? DDP_ERR_ENGINE : DDP_OK), "turn %d: %s", turn,
+                    ddp_last_error());
+        if (fails)
+            FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID,
+                  "ddp_fsdp_get_norm: no norm is available");
+        else
+            RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm));
         RANKS_OK(group, turn == 1 ? ddp_fsdp_step(fsdp, 0.05f) : ddp_fsdp_zero_grad(fsdp));
     }
     RANKS_OK(group, pass(group, fsdp, &m, 9));
@@ -746,7 +912,8 @@ static ddp_result late_devices(ddp_group *group) {
     FAILS(group, ddp_fsdp_step(fsdp, 0.05f), DDP_ERR_ENGINE, "the late device fails");
     RANKS_CHECK(group, late.started > before, "no gradient was in flight");
     ddp_fsdp_destroy(fsdp);
-    RANKS_CHECK(group, late.freed_early == 0, "%d pieces of memory are freed while copies use them", late.freed_early);
+    RANKS_CHECK(group, late.freed_early == 0, "%d pieces of memory are freed while copies use them",
+                late.freed_early);
     ddp_group_destroy(far);
     ddp_group_destroy(own);
     return DDP_OK;
@@ -788,7 +955,8 @@ static ddp_result stuck_device(ddp_group *group) {
 
 /* Unshards in a different order in every step, several units at a time, some twice; the gathered values go
    into *out. Reductions also run in any order. */
-static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, int packed, int keep, size_t *most, uint64_t *out) {
+static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, int packed, int keep,
+                                 size_t *most, uint64_t *out) {
     enum { COUNT = 6, STEPS = 12 };
     model m;
     ddp_fsdp *fsdp;
@@ -826,8 +994,13 @@ static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, i
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
     }
     RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-    if (!keep && prefetch < 0) RANKS_CHECK(group, memory.peak.gathered <= COUNT * (64 + DDP_MALLOC_EXTRA), "%zu bytes gathered", memory.peak.gathered);
-    if (!keep && limit) RANKS_CHECK(group, memory.peak.gathered <= *most, "limit of %zu: %zu bytes gathered, without prefetch %zu", limit, memory.peak.gathered, *most);
+    if (!keep && prefetch < 0)
+        RANKS_CHECK(group, memory.peak.gathered <= COUNT * (64 + DDP_MALLOC_EXTRA), "%zu bytes gathered",
+                    memory.peak.gathered);
+    if (!keep && limit)
+        RANKS_CHECK(group, memory.peak.gathered <= *most,
+                    "limit of %zu: %zu bytes gathered, without prefetch %zu", limit, memory.peak.gathered,
+                    *most);
     if (prefetch < 0) *most = memory.peak.gathered;
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
@@ -836,14 +1009,22 @@ static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, i
 }
 
 static ddp_result orders_change(ddp_group *group) {
-    static const struct { int prefetch; size_t limit; int packed, keep; } ways[] = {{1, 0, 0, 0}, {2, 0, 1, 0}, {5, 0, 0, 0}, {1000000, 0, 0, 0}, {INT32_MAX, 0, 1, 0},
-                                                                                  {3, 1, 0, 0}, {2, 1, 1, 0}, {1, 0, 0, 1}, {2, 0, 1, 1}};
+    static const struct {
+        int prefetch;
+        size_t limit;
+        int packed, keep;
+    } ways[] = {
+        {1, 0, 0, 0}, {2, 0, 1, 0}, {5, 0, 0, 0}, {1000000, 0, 0, 0}, {INT32_MAX, 0, 1, 0},
+        {3, 1, 0, 0}, {2, 1, 1, 0}, {1, 0, 0, 1}, {2, 0, 1, 1},
+    };
     uint64_t want, have;
     size_t most = 0; /* memory of the units in use at one time */
     RANKS_OK(group, train_disorder(group, -1, 0, 0, 0, &most, &want));
     for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
-        RANKS_OK(group, train_disorder(group, ways[i].prefetch, ways[i].limit, ways[i].packed, ways[i].keep, &most, &have));
-        RANKS_CHECK(group, want == have, "prefetch=%d packed=%d keep=%d has other bits", ways[i].prefetch, ways[i].packed, ways[i].keep);
+        RANKS_OK(group, train_disorder(group, ways[i].prefetch, ways[i].limit, ways[i].packed, ways[i].keep,
+                                       &most, &have));
+        RANKS_CHECK(group, want == have, "prefetch=%d packed=%d keep=%d has other bits", ways[i].prefetch,
+                    ways[i].packed, ways[i].keep);
     }
     return DDP_OK;
 }
@@ -907,7 +1088,8 @@ static ddp_result one_looks(ddp_group *group) {
             RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
             if (ddp_rank(group)) continue;
             RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, &first));
-            RANKS_CHECK(group, grad.data && first == 0 && load(grad.data, grad.dtype, 0) != 0, "unit %d has no sums", u);
+            RANKS_CHECK(group, grad.data && first == 0 && load(grad.data, grad.dtype, 0) != 0,
+                        "unit %d has no sums", u);
         }
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
     }
@@ -951,7 +1133,8 @@ static ddp_result orders_differ(ddp_group *group) {
             if (result == DDP_OK) result = ddp_fsdp_reduce_grads(fsdp, u);
         }
         if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.1f);
-        RANKS_CHECK(group, result == DDP_ERR_MISMATCH || result == DDP_ERR_POISONED, "packed=%d: %s", packed, ddp_result_name(result));
+        RANKS_CHECK(group, result == DDP_ERR_MISMATCH || result == DDP_ERR_POISONED, "packed=%d: %s", packed,
+                    ddp_result_name(result));
         RANKS_CHECK(group, packed || says("unit"), "no unit in: %s", ddp_last_error());
         ddp_fsdp_destroy(fsdp);
         if (packed) ddp_group_destroy(far);
@@ -978,7 +1161,8 @@ static ddp_result slots_differ(ddp_group *group) {
             if (with && turn < 2 && first) RANKS_OK(group, ddp_fsdp_reshard(fsdp, 1));
             if (with && turn < 2 && ddp_world_size(group) > 1) {
                 RANKS_OK(group, pass(group, fsdp, &m, 1));
-                FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders", "ddp_fsdp_step");
+                FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders",
+                      "ddp_fsdp_step");
                 RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
             }
             for (int u = 0; u < 3 && with && turn >= 2; u++) { /* the others release one unit later */
@@ -1020,7 +1204,8 @@ static ddp_result one_gives_up(ddp_group *group) {
         ddp_tensor grad;
         ddp_result result = ddp_fsdp_reduce_grads(fsdp, 0);
         if (result == DDP_OK) result = ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &grad, NULL);
-        RANKS_CHECK(group, result == DDP_ERR_POISONED && says("rank 0") && says("ddp_group_abort"), "%s", ddp_result_name(result));
+        RANKS_CHECK(group, result == DDP_ERR_POISONED && says("rank 0") && says("ddp_group_abort"), "%s",
+                    ddp_result_name(result));
     }
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
@@ -1034,7 +1219,10 @@ static ddp_result one_gives_up(ddp_group *group) {
    The last step also gathers `prefetch` units of the next one. */
 static ddp_result gathers_counted(ddp_group *group) {
     enum { UNITS_HERE = 4, MICRO = 3, EVERY = 2 * UNITS_HERE * MICRO, TURNS = 2 * MICRO - 1 };
-    static const struct { ddp_fsdp_strategy strategy; int keep, first, later; } turns[] = {
+    static const struct {
+        ddp_fsdp_strategy strategy;
+        int keep, first, later;
+    } turns[] = {
         {DDP_FSDP_FULL_SHARD, 0, EVERY, EVERY - TURNS},
         {DDP_FSDP_FULL_SHARD, 1, UNITS_HERE, UNITS_HERE},
         {DDP_FSDP_SHARD_GRAD, 0, UNITS_HERE, UNITS_HERE},
@@ -1094,10 +1282,19 @@ static ddp_result bytes_add_up(ddp_group *group) {
         RANKS_OK(group, train(group, fsdp, &m, 3, 2));
         RANKS_CHECK(group, relay_allocs + c.calls == allocs, "turn %d: a step allocates", turn);
         RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &b));
-        RANKS_CHECK(group, memcmp(&a, &b, sizeof a) == 0, "turn %d: memory grows after the first step: %zu to %zu bytes", turn, a.peak.total, b.peak.total);
-        RANKS_CHECK(group, c.now + a.group_bytes == a.now.total, "turn %d: alloc_fn has %zu + %zu, now.total is %zu", turn, c.now, a.group_bytes, a.now.total);
-        RANKS_CHECK(group, !alone || (!a.group_bytes && c.peak == a.peak.total), "turn %d: alloc_fn had %zu, peak.total is %zu", turn, c.peak, a.peak.total);
-        RANKS_CHECK(group, a.now.total == a.now.shards + a.now.gathered + a.now.gradients + a.now.optimizer + a.now.communication + a.now.bookkeeping, "turn %d", turn);
+        RANKS_CHECK(group, memcmp(&a, &b, sizeof a) == 0,
+                    "turn %d: memory grows after the first step: %zu to %zu bytes", turn, a.peak.total,
+                    b.peak.total);
+        RANKS_CHECK(group, c.now + a.group_bytes == a.now.total,
+                    "turn %d: alloc_fn has %zu + %zu, now.total is %zu", turn, c.now, a.group_bytes,
+                    a.now.total);
+        RANKS_CHECK(group, !alone || (!a.group_bytes && c.peak == a.peak.total),
+                    "turn %d: alloc_fn had %zu, peak.total is %zu", turn, c.peak, a.peak.total);
+        RANKS_CHECK(group,
+                    a.now.total
+                        == a.now.shards + a.now.gathered + a.now.gradients + a.now.optimizer
+                               + a.now.communication + a.now.bookkeeping,
+                    "turn %d", turn);
         ddp_fsdp_destroy(fsdp);
         RANKS_CHECK(group, c.now == 0, "turn %d: %zu bytes are left", turn, c.now);
         RANKS_OK(group, ddp_barrier(group));
@@ -1117,7 +1314,8 @@ static ddp_result only_uses(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
     RANKS_OK(group, train(group, fsdp, &m, 2, 1));
     RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-    RANKS_CHECK(group, memory.peak.communication == 0, "%zu bytes of staging where ranks read each other's memory", memory.peak.communication);
+    RANKS_CHECK(group, memory.peak.communication == 0,
+                "%zu bytes of staging where ranks read each other's memory", memory.peak.communication);
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;
 }
@@ -1143,7 +1341,9 @@ static ddp_result hooks(ddp_group *group) {
         m.desc.optimizer.kind = (ddp_optimizer_kind)kind;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, alone, &m.desc));
         RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-        RANKS_CHECK(group, c.now - before == memory.now.total, "optimizer %d: alloc_fn has %zu, now.total is %zu", kind, c.now - before, memory.now.total);
+        RANKS_CHECK(group, c.now - before == memory.now.total,
+                    "optimizer %d: alloc_fn has %zu, now.total is %zu", kind, c.now - before,
+                    memory.now.total);
         ddp_fsdp_destroy(fsdp);
         RANKS_CHECK(group, c.now == before, "optimizer %d: %zu bytes are left", kind, c.now - before);
         ddp_group_destroy(alone);
@@ -1164,7 +1364,8 @@ static double bytes_formula(ddp_fsdp_strategy strategy, int half, double p, doub
     case DDP_FSDP_SHARD_OPTIM:
         if (half && levels == 0) sums = 4 * p / w + tile;
         return 2 * whole * p + (half ? 12 : 8) * p / w + sums;
-    case DDP_FSDP_SHARD_GRAD: return whole * p + ((half ? 16 : 12) + 4 * levels) * p / w + slots * whole * u + tile;
+    case DDP_FSDP_SHARD_GRAD:
+        return whole * p + ((half ? 16 : 12) + 4 * levels) * p / w + slots * whole * u + tile;
     default: return ((half ? 18 : 16) + 4 * levels) * p / w + 2 * slots * whole * u + tile;
     }
 }
@@ -1180,7 +1381,8 @@ static ddp_result bytes_predicted(ddp_group *group) {
         int half = turn >= 8, levels = turn >= 16 ? 2 : 0, ahead = !(turn & 1);
         blocks(&m, 4, 512, 512);
         m.desc.init_fn = NULL;
-        for (int u = 0; u < 4; u++) m.params[u].param.value.data = values[u] = calloc(512 * 512, sizeof(float));
+        for (int u = 0; u < 4; u++)
+            m.params[u].param.value.data = values[u] = calloc(512 * 512, sizeof(float));
         m.desc.strategy = (ddp_fsdp_strategy)(turn % 8 / 2);
         m.desc.prefetch = ahead ? 1 : -1;
         m.desc.overwrite_gradients = 1;
@@ -1202,8 +1404,10 @@ static ddp_result bytes_predicted(ddp_group *group) {
                                 levels, ahead ? 2 : 1);
         peak = (double)(memory.peak.total - memory.peak.bookkeeping);
         predicted = (double)memory.predicted.total;
-        RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula, "turn %d: predicted %.0f, the formula gives %.0f", turn, predicted, formula);
-        RANKS_CHECK(group, fabs(peak - predicted) < 0.02 * predicted, "turn %d: peak %.0f, predicted %.0f", turn, peak, predicted);
+        RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula,
+                    "turn %d: predicted %.0f, the formula gives %.0f", turn, predicted, formula);
+        RANKS_CHECK(group, fabs(peak - predicted) < 0.02 * predicted, "turn %d: peak %.0f, predicted %.0f",
+                    turn, peak, predicted);
         ddp_fsdp_destroy(fsdp);
     }
     return DDP_OK;
@@ -1244,8 +1448,10 @@ static ddp_result bytes_limited(ddp_group *group) {
         RANKS_OK(group, train(group, fsdp, &m, 3, 1));
         RANKS_OK(group, digest(group, fsdp, &m, &ignored));
         RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-        RANKS_CHECK(group, memory.peak.gathered <= (size_t)slots * (16 * 16 * 4 + DDP_MALLOC_EXTRA), "%d units allowed: %zu bytes", slots, memory.peak.gathered);
-        RANKS_CHECK(group, memory.peak.gathered >= (size_t)slots * 16 * 16 * 4, "%d units allowed: only %zu bytes", slots, memory.peak.gathered);
+        RANKS_CHECK(group, memory.peak.gathered <= (size_t)slots * (16 * 16 * 4 + DDP_MALLOC_EXTRA),
+                    "%d units allowed: %zu bytes", slots, memory.peak.gathered);
+        RANKS_CHECK(group, memory.peak.gathered >= (size_t)slots * 16 * 16 * 4,
+                    "%d units allowed: only %zu bytes", slots, memory.peak.gathered);
         ddp_fsdp_destroy(fsdp);
     }
     return DDP_OK;
@@ -1285,12 +1491,17 @@ static ddp_result out_of_memory(ddp_group *group, int once) {
             same[0] = (int32_t)result;
             same[1] = -same[0];
             RANKS_OK(group, ddp_all_reduce(group, same, same, 2, DDP_I32, DDP_OP_MIN, NULL));
-            RANKS_CHECK(group, same[0] == -same[1], "%d: %s here, another result elsewhere", at, ddp_result_name(result));
+            RANKS_CHECK(group, same[0] == -same[1], "%d: %s here, another result elsewhere", at,
+                        ddp_result_name(result));
             RANKS_OK(group, ddp_group_status(part));
         }
         fine = result == DDP_OK;
-        RANKS_CHECK(group, fine || result == DDP_ERR_NO_MEMORY || result == DDP_ERR_PEER_LOST || result == DDP_ERR_POISONED, "%d: %s: %s", at, ddp_result_name(result), ddp_last_error());
-        RANKS_CHECK(group, fine || !is_poor || says("memory") || says("allocated"), "%d: %s", at, ddp_last_error());
+        RANKS_CHECK(group,
+                    fine || result == DDP_ERR_NO_MEMORY || result == DDP_ERR_PEER_LOST
+                        || result == DDP_ERR_POISONED,
+                    "%d: %s: %s", at, ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(group, fine || !is_poor || says("memory") || says("allocated"), "%d: %s", at,
+                    ddp_last_error());
         RANKS_CHECK(group, !fine || !is_poor || c.refuse_after, "%d: the failed allocation is no error", at);
         /* No rank is still waiting in part. */
         RANKS_OK(group, ddp_all_reduce(group, &fine, &fine, 1, DDP_I32, DDP_OP_MIN, NULL));
@@ -1319,15 +1530,18 @@ static double q_value(int64_t i) {
     return i % 700 == 699 ? special[3 + i % 2] : x;
 }
 
-static ddp_result q_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result q_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                         void *user) {
     (void)param;
     (void)user;
-    for (int64_t i = 0; i < row_count * QCOLUMNS; i++) ((float *)out)[i] = (float)q_value(first_row * QCOLUMNS + i);
+    for (int64_t i = 0; i < row_count * QCOLUMNS; i++)
+        ((float *)out)[i] = (float)q_value(first_row * QCOLUMNS + i);
     return DDP_OK;
 }
 
 static ddp_result quantized(ddp_group *group) {
-    int64_t total = QROWS * QCOLUMNS, part = (QROWS + ddp_world_size(group) - 1) / ddp_world_size(group) * QCOLUMNS;
+    int64_t total = QROWS * QCOLUMNS,
+            part = (QROWS + ddp_world_size(group) - 1) / ddp_world_size(group) * QCOLUMNS;
     for (int packed = 0; packed < 2; packed++) {
         ddp_group *far = group;
         model m;
@@ -1354,8 +1568,12 @@ static ddp_result quantized(ddp_group *group) {
             }
             for (int64_t i = from; i < end; i++) {
                 float want = (float)q_value(i), have = ((float *)m.params[0].param.value.data)[i];
-                if (bad) RANKS_CHECK(group, isnan(have), "[%d] is %g next to a value that is not finite", (int)i, (double)have);
-                else RANKS_CHECK(group, fabs((double)have - (double)want) <= most / 254 * (1 + 1e-4), "[%d] is %g, not %g; block of %g", (int)i, (double)have, (double)want, most);
+                if (bad)
+                    RANKS_CHECK(group, isnan(have), "[%d] is %g next to a value that is not finite", (int)i,
+                                (double)have);
+                else
+                    RANKS_CHECK(group, fabs((double)have - (double)want) <= most / 254 * (1 + 1e-4),
+                                "[%d] is %g, not %g; block of %g", (int)i, (double)have, (double)want, most);
                 if (!bad && most == 0) RANKS_CHECK(group, have == 0, "[%d] is %g", (int)i, (double)have);
             }
         }
@@ -1367,7 +1585,8 @@ static ddp_result quantized(ddp_group *group) {
         RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, &rows, NULL, &first));
         for (int64_t i = 0; i < ddp_tensor_count(&rows); i++) {
             float want = (float)q_value(first * QCOLUMNS + i);
-            RANKS_CHECK(group, memcmp((float *)rows.data + i, &want, sizeof want) == 0 || isnan(want), "the master copy is not exact");
+            RANKS_CHECK(group, memcmp((float *)rows.data + i, &want, sizeof want) == 0 || isnan(want),
+                        "the master copy is not exact");
         }
         ddp_fsdp_destroy(fsdp);
         RANKS_OK(group, ddp_barrier(group));
@@ -1393,7 +1612,9 @@ static ddp_result quantized_learns(ddp_group *group) {
         loss = 0;
         for (int i = 0; i < N; i++) {
             double x[N], error = 0;
-            for (int j = 0; j < N; j++) error += ((double)w[i * N + j] - cos(i * 3 + j)) * (x[j] = noise(step * 999 + (uint64_t)(ddp_rank(group) * 31 + j)));
+            for (int j = 0; j < N; j++)
+                error += ((double)w[i * N + j] - cos(i * 3 + j))
+                         * (x[j] = noise(step * 999 + (uint64_t)(ddp_rank(group) * 31 + j)));
             for (int j = 0; j < N; j++) g[i * N + j] = (float)(error * x[j]);
             loss += error * error;
         }
@@ -1422,13 +1643,15 @@ static ddp_result infinite_norm(ddp_group *group) {
         m.desc.strategy = (ddp_fsdp_strategy)strategy;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
         RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
-        for (int i = 0; i < 27; i++) ((float *)m.params[0].param.grad.data)[i] = i == 13 ? INFINITY : (float)i;
+        for (int i = 0; i < 27; i++)
+            ((float *)m.params[0].param.grad.data)[i] = i == 13 ? INFINITY : (float)i;
         RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, 0));
         RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
         RANKS_CHECK(group, isinf(norm), "strategy %d: the norm is %g", strategy, (double)norm);
         RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &grad, &first));
         for (int64_t i = 0; grad.data && i < ddp_tensor_count(&grad); i++) {
-            float want = first * 3 + i == 13 ? INFINITY : (float)(first * 3 + i), have = ((const float *)grad.data)[i];
+            float want = first * 3 + i == 13 ? INFINITY : (float)(first * 3 + i),
+                  have = ((const float *)grad.data)[i];
             RANKS_CHECK(group, have == want, "strategy %d: gradient %d is %g", strategy, (int)(first * 3 + i),
                         (double)have);
         }
@@ -1467,7 +1690,8 @@ static ddp_result scaled(ddp_group *group) {
             RANKS_OK(group, ddp_fsdp_unshard(fsdp, 2));
             RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
             backward(&m, 1, 3);
-            if (ddp_rank(group) == ddp_world_size(group) - 1) store(m.params[1].param.grad.data, m.params[1].param.grad.dtype, 14, INFINITY);
+            if (ddp_rank(group) == ddp_world_size(group) - 1)
+                store(m.params[1].param.grad.data, m.params[1].param.grad.dtype, 14, INFINITY);
             for (int u = 0; u < 3; u++) RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
         }
         if (turn & 1) RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
@@ -1484,7 +1708,8 @@ static ddp_result scaled(ddp_group *group) {
         /* without the update the next step fails, twice, and changes nothing */
         for (int k = 0; k < 1 + (turn > 3); k++) RANKS_OK(group, pass(group, fsdp, &m, 6));
         before = after;
-        for (int k = 0; k < 2; k++) FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "ddp_scaler_update");
+        for (int k = 0; k < 2; k++)
+            FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "ddp_scaler_update");
         RANKS_OK(group, ddp_scaler_update(&scaler));
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
         RANKS_OK(group, ddp_scaler_update(&scaler));
@@ -1497,7 +1722,8 @@ static ddp_result scaled(ddp_group *group) {
         RANKS_OK(group, train(group, fsdp, &m, 1, 8));
         RANKS_OK(group, ddp_scaler_update(&scaler));
         ddp_fsdp_destroy(fsdp);
-        RANKS_CHECK(group, scaler.desc.group_count == 0, "the scaler still has %d groups that can be destroyed", scaler.desc.group_count);
+        RANKS_CHECK(group, scaler.desc.group_count == 0,
+                    "the scaler still has %d groups that can be destroyed", scaler.desc.group_count);
         RANKS_OK(group, ddp_barrier(group));
         ddp_group_destroy(part);
     }
@@ -1523,7 +1749,8 @@ static ddp_result offloaded(ddp_group *group) {
         if (!turn) want = have;
         RANKS_CHECK(group, want == have, "turn %d has other bits", turn);
         RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-        RANKS_CHECK(group, (m.desc.offload == DDP_FSDP_OFFLOAD_FILE) == (memory.file_bytes > 0), "turn %d: %zu bytes of file", turn, memory.file_bytes);
+        RANKS_CHECK(group, (m.desc.offload == DDP_FSDP_OFFLOAD_FILE) == (memory.file_bytes > 0),
+                    "turn %d: %zu bytes of file", turn, memory.file_bytes);
         if (turn > 2) RANKS_CHECK(group, memory.now.optimizer == 0, "turn %d: moments in memory", turn);
         ddp_fsdp_destroy(fsdp);
     }
@@ -1542,7 +1769,8 @@ static ddp_result offload_fails(ddp_group *group) {
     m.desc.offload = DDP_FSDP_OFFLOAD_FILE;
     m.desc.offload_dir = "/nowhere/at/all";
     result = ddp_fsdp_create(&fsdp, part, &m.desc);
-    RANKS_CHECK(group, result == DDP_ERR_SYSTEM && says("/nowhere/at/all") && !fsdp, "%s: %s", ddp_result_name(result), ddp_last_error());
+    RANKS_CHECK(group, result == DDP_ERR_SYSTEM && says("/nowhere/at/all") && !fsdp, "%s: %s",
+                ddp_result_name(result), ddp_last_error());
     ddp_group_destroy(part);
     return DDP_OK;
 }
@@ -1610,14 +1838,22 @@ static ddp_result replicas_differ(ddp_group *group) {
         if (turn == 1 && rank == 2) m.params[1].param.value.shape[0] = 8; /* one rank */
         if (turn == 2 && rank == 2) m.desc.micro_batch_count = -1;
         result = ddp_fsdp_create(&fsdp, part, &m.desc);
-        if (turn < 2) RANKS_CHECK(group, result == DDP_ERR_MISMATCH && says("unit b"), "turn %d: %s: %s", turn, ddp_result_name(result), ddp_last_error());
-        if (turn == 2) RANKS_CHECK(group, result == DDP_ERR_INVALID && says("micro_batch_count=-1"), "%s: %s", ddp_result_name(result), ddp_last_error());
+        if (turn < 2)
+            RANKS_CHECK(group, result == DDP_ERR_MISMATCH && says("unit b"), "turn %d: %s: %s", turn,
+                        ddp_result_name(result), ddp_last_error());
+        if (turn == 2)
+            RANKS_CHECK(group, result == DDP_ERR_INVALID && says("micro_batch_count=-1"), "%s: %s",
+                        ddp_result_name(result), ddp_last_error());
         if (turn == 3) RANKS_OK(group, result);
         if (turn == 3) RANKS_OK(group, train(group, fsdp, &m, 2, 1));
         if (turn == 3) ddp_fsdp_destroy(fsdp);
         if (turn == 4 && rank == 1) RANKS_OK(group, ddp_group_abort(copies));
-        if (turn == 4) RANKS_CHECK(group, rank < 2 ? result == DDP_ERR_MISMATCH : result != DDP_OK, "%s: %s", ddp_result_name(result), ddp_last_error());
-        if (turn == 4) RANKS_CHECK(group, rank == 3 || says("rank 0 replicas=2, rank 1 replicas=0"), "%s", ddp_last_error());
+        if (turn == 4)
+            RANKS_CHECK(group, rank < 2 ? result == DDP_ERR_MISMATCH : result != DDP_OK, "%s: %s",
+                        ddp_result_name(result), ddp_last_error());
+        if (turn == 4)
+            RANKS_CHECK(group, rank == 3 || says("rank 0 replicas=2, rank 1 replicas=0"), "%s",
+                        ddp_last_error());
     }
     RANKS_OK(group, ddp_barrier(group));
     ddp_group_destroy(copies);
@@ -1682,11 +1918,15 @@ static ddp_result sums(ddp_group *group) {
                 RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
                 RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
             }
-        if (turn & 1) for (int k = 0; k < 5; k++) want = want + parts[k];
-        else want = left + right, want = want + parts[4];
+        if (turn & 1)
+            for (int k = 0; k < 5; k++) want = want + parts[k];
+        else
+            want = left + right, want = want + parts[4];
         for (int u = 0; u < 2; u++) {
             RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, NULL));
-            for (int i = 0; i < 6; i++) RANKS_CHECK(group, ((float *)grad.data)[i] == want, "turn %d: %.9g, want %.9g", turn, (double)((float *)grad.data)[i], (double)want);
+            for (int i = 0; i < 6; i++)
+                RANKS_CHECK(group, ((float *)grad.data)[i] == want, "turn %d: %.9g, want %.9g", turn,
+                            (double)((float *)grad.data)[i], (double)want);
         }
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
         ddp_fsdp_destroy(fsdp);
@@ -1809,7 +2049,9 @@ static ddp_result replicas_load(ddp_group *group) {
     for (int turn = 0; turn < 3; turn++) {
         snprintf(dir, sizeof dir, "%s/%d", folder, turn == 2 || rank / 2 ? 1 : turn == 0 ? 2 : 0);
         if (turn == 0) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_SYSTEM, "/2", "No such file");
-        if (turn == 1) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "rank 0 finds checkpoint ", ", rank 1 finds checkpoint ");
+        if (turn == 1)
+            FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "rank 0 finds checkpoint ",
+                  ", rank 1 finds checkpoint ");
         if (turn == 2) RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
         RANKS_CHECK(group, after == (turn == 2 ? saved : before), "turn %d: other values", turn);
@@ -1862,10 +2104,19 @@ static ddp_result device_checkpoint(ddp_group *group) {
 /* Moments of another kind of optimizer are neither used nor ignored: the load fails, and training continues
    as if it had not been called. */
 static ddp_result other_optimizer(ddp_group *group) {
-    static const struct { ddp_optimizer_kind saved; float saved_momentum; ddp_optimizer_kind loads; float momentum; const char *words; } turns[] = {
-        {DDP_OPTIMIZER_ADAMW, 0, DDP_OPTIMIZER_SGD, 0.9f, "'a.exp_avg'"}, {DDP_OPTIMIZER_LARS, 0, DDP_OPTIMIZER_ADAMW, 0, "'a.momentum_buffer'"},
-        {DDP_OPTIMIZER_SGD, 0, DDP_OPTIMIZER_LAMB, 0, "'a.exp_avg'"}, {DDP_OPTIMIZER_ADAMW, 0, DDP_OPTIMIZER_LAMB, 0, NULL},
-        {DDP_OPTIMIZER_LARS, 0, DDP_OPTIMIZER_SGD, 0.5f, NULL}};
+    static const struct {
+        ddp_optimizer_kind saved;
+        float saved_momentum;
+        ddp_optimizer_kind loads;
+        float momentum;
+        const char *words;
+    } turns[] = {
+        {DDP_OPTIMIZER_ADAMW, 0, DDP_OPTIMIZER_SGD, 0.9f, "'a.exp_avg'"},
+        {DDP_OPTIMIZER_LARS, 0, DDP_OPTIMIZER_ADAMW, 0, "'a.momentum_buffer'"},
+        {DDP_OPTIMIZER_SGD, 0, DDP_OPTIMIZER_LAMB, 0, "'a.exp_avg'"},
+        {DDP_OPTIMIZER_ADAMW, 0, DDP_OPTIMIZER_LAMB, 0, NULL},
+        {DDP_OPTIMIZER_LARS, 0, DDP_OPTIMIZER_SGD, 0.5f, NULL},
+    };
     char folder[64], dir[100];
     RANKS_OK(group, folder_of(group, folder, 0));
     for (size_t t = 0; t < sizeof turns / sizeof turns[0]; t++) {
@@ -1894,12 +2145,14 @@ static ddp_result other_optimizer(ddp_group *group) {
             } else if (loads) {
                 RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
             }
-            RANKS_CHECK(group, state.step == (loads && !turns[t].words ? 3 : 2), "turn %d: step %lld", (int)t, (long long)state.step);
+            RANKS_CHECK(group, state.step == (loads && !turns[t].words ? 3 : 2), "turn %d: step %lld", (int)t,
+                        (long long)state.step);
             RANKS_OK(group, train(group, fsdp, &m, 2, 3));
             RANKS_OK(group, digest(group, fsdp, &m, &ends[loads]));
             ddp_fsdp_destroy(fsdp);
         }
-        RANKS_CHECK(group, (ends[0] == ends[1]) == (turns[t].words != NULL), "turn %d ends with %s values", (int)t, ends[0] == ends[1] ? "the same" : "other");
+        RANKS_CHECK(group, (ends[0] == ends[1]) == (turns[t].words != NULL), "turn %d ends with %s values",
+                    (int)t, ends[0] == ends[1] ? "the same" : "other");
     }
     return folder_of(group, folder, 1);
 }
@@ -1928,7 +2181,8 @@ static ddp_result load_keeps_order(ddp_group *group) {
     RANKS_OK(group, ddp_barrier(group));
     runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED) - runs;
     RANKS_OK(group, ddp_barrier(group)); /* no rank starts counted calls before all have read */
-    RANKS_CHECK(group, runs == 3 || runs == 3 * world, "%d calls, not two gathers and a barrier, of one rank or of all", runs);
+    RANKS_CHECK(group, runs == 3 || runs == 3 * world,
+                "%d calls, not two gathers and a barrier, of one rank or of all", runs);
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
     ddp_group_destroy(far);
@@ -1961,10 +2215,13 @@ static ddp_result scaler_state(ddp_group *group) {
         RANKS_OK(group, ddp_scaler_update(&scaler));
         scaler.scale = 512;
         RANKS_OK(group, digest(group, fsdp, &m, &before));
-        if (turn == 1) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_CORRUPT, "ddp_scaler_load", "0.1");
-        else RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        if (turn == 1)
+            FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_CORRUPT, "ddp_scaler_load", "0.1");
+        else
+            RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
-        RANKS_CHECK(group, scaler.scale == 512 && (before == after) == (turn == 1), "turn %d: scale %g", turn, (double)scaler.scale);
+        RANKS_CHECK(group, scaler.scale == 512 && (before == after) == (turn == 1), "turn %d: scale %g", turn,
+                    (double)scaler.scale);
         RANKS_OK(group, train(group, fsdp, &m, 1, 1));
         RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
         ddp_fsdp_destroy(fsdp);
@@ -1973,8 +2230,11 @@ static ddp_result scaler_state(ddp_group *group) {
         m.desc.state = &state;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
         RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
-        RANKS_CHECK(group, state.step == (turn == 1 ? 2 : 1) && state.scaler.scale == 512 && state.rng[3] == (turn == 1 ? 0 : 17), "turn %d: step %lld, scale %g, rng %llu",
-                    turn, (long long)state.step, state.scaler.scale, (unsigned long long)state.rng[3]);
+        RANKS_CHECK(group,
+                    state.step == (turn == 1 ? 2 : 1) && state.scaler.scale == 512
+                        && state.rng[3] == (turn == 1 ? 0 : 17),
+                    "turn %d: step %lld, scale %g, rng %llu", turn, (long long)state.step, state.scaler.scale,
+                    (unsigned long long)state.rng[3]);
         ddp_fsdp_destroy(fsdp);
         RANKS_OK(group, folder_of(group, folder, 1));
     }
@@ -1985,11 +2245,13 @@ enum { TP_ROWS = 6, TP_COLUMNS = 8 };
 
 /* Values by their place in the whole tensors: "norm" of TP_COLUMNS elements, "wide" of TP_ROWS x TP_COLUMNS,
    "bias" of TP_COLUMNS. */
-static ddp_result place_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result place_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                             void *user) {
     const ddp_tensor *t = &param->param.value;
     int64_t columns = t->ndim == 2 ? t->shape[1] : 1, width = t->ndim == 2 ? TP_COLUMNS : 1;
     for (int64_t i = 0; i < row_count * columns; i++) {
-        int64_t row = first_row + i / columns + param->global_offset[0], column = i % columns + (t->ndim == 2 ? param->global_offset[1] : 0);
+        int64_t row = first_row + i / columns + param->global_offset[0],
+                column = i % columns + (t->ndim == 2 ? param->global_offset[1] : 0);
         ((float *)out)[i] = user ? -1 : (float)first_value(param->param.name, row * width + column);
     }
     return DDP_OK;
@@ -2014,7 +2276,8 @@ static void tensor_parallel(model *m, int part, int parts) {
 /* Slices of larger tensors are saved as slices, and loaded as other slices of them. */
 static ddp_result slices_of_larger(ddp_group *group) {
     char folder[64], dir[100];
-    int rank = ddp_rank(group), parts = ddp_world_size(group) == 1 ? 1 : 2, data = ddp_world_size(group) / parts;
+    int rank = ddp_rank(group), parts = ddp_world_size(group) == 1 ? 1 : 2,
+        data = ddp_world_size(group) / parts;
     if (ddp_world_size(group) % 2) return DDP_OK;
     RANKS_OK(group, folder_of(group, folder, 0));
     snprintf(dir, sizeof dir, "%s/a", folder);
@@ -2029,15 +2292,19 @@ static ddp_result slices_of_larger(ddp_group *group) {
         if (sharded && data > 1) m.desc.strategy = turn ? DDP_FSDP_NO_SHARD : DDP_FSDP_FULL_SHARD;
         m.desc.init_user = turn & 1 ? &m : NULL; /* the values before the load are different */
         RANKS_OK(group, ddp_fsdp_create(&fsdp, shards, &m.desc));
-        if (!(turn & 1)) RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
-        else RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        if (!(turn & 1))
+            RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        else
+            RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         for (int i = 0; i < 3; i++) {
             ddp_tensor rows;
             int64_t first;
             float want[TP_ROWS * TP_COLUMNS];
             RANKS_OK(group, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, &first));
             RANKS_OK(group, place_fill(&m.params[i], first, rows.shape[0], want, NULL));
-            RANKS_CHECK(group, !rows.data || memcmp(rows.data, want, (size_t)ddp_tensor_count(&rows) * 4) == 0, "turn %d: %s", turn, m.params[i].param.name);
+            RANKS_CHECK(group,
+                        !rows.data || memcmp(rows.data, want, (size_t)ddp_tensor_count(&rows) * 4) == 0,
+                        "turn %d: %s", turn, m.params[i].param.name);
         }
         ddp_fsdp_destroy(fsdp);
         if (turn == 0) { /* that a tensor is the same on all ranks must be declared */
@@ -2076,9 +2343,10 @@ static ddp_result one_group_fails(ddp_group *group) {
         if (odd && turn < 2) m.params[1].param.value.shape[1] = -1;
         if (odd && turn >= 2) c.refuse_after = 5; /* the object and its tables are already allocated */
         result = ddp_fsdp_create(&fsdp, part, &m.desc);
-        RANKS_CHECK(group, result == (turn < 2 ? DDP_ERR_INVALID : DDP_ERR_NO_MEMORY), "turn %d: %s: %s", turn,
-                    ddp_result_name(result), ddp_last_error());
-        if (turn < 2) RANKS_CHECK(group, says("unit b, parameter b: the shape"), "turn %d: %s", turn, ddp_last_error());
+        RANKS_CHECK(group, result == (turn < 2 ? DDP_ERR_INVALID : DDP_ERR_NO_MEMORY), "turn %d: %s: %s",
+                    turn, ddp_result_name(result), ddp_last_error());
+        if (turn < 2)
+            RANKS_CHECK(group, says("unit b, parameter b: the shape"), "turn %d: %s", turn, ddp_last_error());
         RANKS_CHECK(group, turn < 2 || says("allocated"), "turn %d: %s", turn, ddp_last_error());
         RANKS_OK(group, ddp_group_status(world));
         RANKS_OK(group, ddp_group_status(part));
@@ -2105,8 +2373,10 @@ static ddp_result no_checkpoint_group(ddp_group *group) {
         blocks(&m, 2, 6, 2);
         m.desc.checkpoint_group = rank == 1 ? NULL : world;
         if (turn && rank == 1) m.desc.prefetch = 2;
-        FAILS(group, ddp_fsdp_create(&fsdp, part, &m.desc), DDP_ERR_MISMATCH, "rank 0 checkpoint_group=", "rank 1 checkpoint_group=");
-        RANKS_CHECK(group, ddp_now() - start < 20 * DDP_TEST_SLOWDOWN, "turn %d: it took %.1f s", turn, ddp_now() - start);
+        FAILS(group, ddp_fsdp_create(&fsdp, part, &m.desc), DDP_ERR_MISMATCH,
+              "rank 0 checkpoint_group=", "rank 1 checkpoint_group=");
+        RANKS_CHECK(group, ddp_now() - start < 20 * DDP_TEST_SLOWDOWN, "turn %d: it took %.1f s", turn,
+                    ddp_now() - start);
         RANKS_OK(group, ddp_barrier(group));
         ddp_group_destroy(part);
         ddp_group_destroy(world);
@@ -2118,7 +2388,10 @@ static ddp_result no_checkpoint_group(ddp_group *group) {
 
 static const char *only; /* name of the case to run; NULL = all */
 
-#define CASE(test) do { if (!only || !strcmp(only, #test)) RANKS_RUN(world, test(world)); } while (0)
+#define CASE(test)                                                        \
+    do {                                                                  \
+        if (!only || !strcmp(only, #test)) RANKS_RUN(world, test(world)); \
+    } while (0)
 
 static ddp_result cases(ddp_group *world, void *user) {
     (void)user;

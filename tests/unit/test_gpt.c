@@ -21,10 +21,13 @@ static float *floats(size_t n) {
     return p;
 }
 
-static void fill(float *p, size_t n, uint64_t seed) { for (size_t i = 0; i < n; i++) p[i] = (float)uniform(seed * 1000003 + i); }
+static void fill(float *p, size_t n, uint64_t seed) {
+    for (size_t i = 0; i < n; i++) p[i] = (float)uniform(seed * 1000003 + i);
+}
 
 static void assert_near(double got, double want, double tolerance, const char *what, int at) {
-    if (!(fabs(got - want) <= tolerance)) fail_msg("%s [%d]: got %.9g, want %.9g, tolerance %.2g", what, at, got, want, tolerance);
+    if (!(fabs(got - want) <= tolerance))
+        fail_msg("%s [%d]: got %.9g, want %.9g, tolerance %.2g", what, at, got, want, tolerance);
 }
 
 //== reference =========================================================================== >>reference
@@ -43,12 +46,15 @@ static void reference_linear(double *out, const double *in, const double *w, con
     }
 }
 
-static double reference_gelu(double x) { return 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x))); }
+static double reference_gelu(double x) {
+    return 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
+}
 
 /* x (T, C) through one block; w holds the block's twelve tensors */
 static void reference_block(double *x, double **w, int T, int C, int NH) {
     int HS = C / NH;
-    double *qkv = (double *)calloc((size_t)(T * 3 * C), sizeof(double)), *n = (double *)calloc((size_t)(9 * C + T), sizeof(double));
+    double *qkv = (double *)calloc((size_t)(T * 3 * C), sizeof(double)),
+           *n = (double *)calloc((size_t)(9 * C + T), sizeof(double));
     double *y = n + C, *fc = y + C, *p = fc + 4 * C, *more = p + T;
     for (int t = 0; t < T; t++) {
         reference_norm(n, x + t * C, w[0], w[1], C);
@@ -66,7 +72,8 @@ static void reference_block(double *x, double **w, int T, int C, int NH) {
             }
             for (int j = 0; j < HS; j++) {
                 y[h * HS + j] = 0;
-                for (int s = 0; s <= t; s++) y[h * HS + j] += p[s] / sum * qkv[s * 3 * C + 2 * C + h * HS + j];
+                for (int s = 0; s <= t; s++)
+                    y[h * HS + j] += p[s] / sum * qkv[s * 3 * C + 2 * C + h * HS + j];
             }
         }
         reference_linear(more, y, w[4], w[5], C, C);
@@ -82,9 +89,11 @@ static void reference_block(double *x, double **w, int T, int C, int NH) {
 }
 
 /* Mean loss of one micro-batch; w is a table in the order of the parameter list. */
-static double reference_loss(const gpt_config *c, double **w, const int *tokens, const int *targets, int B, int T) {
+static double reference_loss(const gpt_config *c, double **w, const int *tokens, const int *targets, int B,
+                             int T) {
     int C = c->channels, V = c->vocab, head = gpt_param_head(c);
-    double *x = (double *)calloc((size_t)(T * C + C + V), sizeof(double)), *n = x + T * C, *logits = n + C, loss = 0;
+    double *x = (double *)calloc((size_t)(T * C + C + V), sizeof(double)), *n = x + T * C, *logits = n + C,
+           loss = 0;
     for (int b = 0; b < B; b++) {
         for (int i = 0; i < T * C; i++) x[i] = w[0][tokens[b * T + i / C] * C + i % C] + w[1][i];
         for (int l = 0; l < c->layers; l++) reference_block(x, w + gpt_block_first_param(l), T, C, c->heads);
@@ -133,10 +142,13 @@ static void test_gelu_and_its_slope(void **state) {
 //== gemm ===================================================================================== >>gemm
 
 static void check_gemm(float *pack, int m, int n, int k, int ta, int tb, int with_bias, int with_add) {
-    size_t row = (size_t)n + 3;     /* C is wider than the product: the rest must stay */
+    size_t row = (size_t)n + 3; /* C is wider than the product: the rest must stay */
     float *a = floats((size_t)m * (size_t)k), *b = floats((size_t)k * (size_t)n), *bias = floats((size_t)n);
     float *c = floats((size_t)m * row), *old = floats((size_t)m * row);
-    fill(a, (size_t)m * (size_t)k, 1); fill(b, (size_t)k * (size_t)n, 2); fill(bias, (size_t)n, 3); fill(c, (size_t)m * row, 4);
+    fill(a, (size_t)m * (size_t)k, 1);
+    fill(b, (size_t)k * (size_t)n, 2);
+    fill(bias, (size_t)n, 3);
+    fill(c, (size_t)m * row, 4);
     memcpy(old, c, sizeof(float) * (size_t)m * row);
     gpt_gemm(pack, m, n, k, ta ? gpt__matrix(a, 1, (size_t)m) : gpt__matrix(a, (size_t)k, 1),
              tb ? gpt__matrix(b, 1, (size_t)k) : gpt__matrix(b, (size_t)n, 1),
@@ -144,33 +156,55 @@ static void check_gemm(float *pack, int m, int n, int k, int ta, int tb, int wit
     for (int i = 0; i < m; i++)
         for (size_t j = 0; j < row; j++) {
             double want = 0;
-            if (j >= (size_t)n) { assert_true(c[(size_t)i * row + j] == old[(size_t)i * row + j]); continue; }
-            for (int p = 0; p < k; p++) want += (double)a[ta ? p * m + i : i * k + p] * b[tb ? (int)j * k + p : p * n + (int)j];
+            if (j >= (size_t)n) {
+                assert_true(c[(size_t)i * row + j] == old[(size_t)i * row + j]);
+                continue;
+            }
+            for (int p = 0; p < k; p++)
+                want += (double)a[ta ? p * m + i : i * k + p] * b[tb ? (int)j * k + p : p * n + (int)j];
             want += (with_bias ? bias[j] : 0) + (with_add ? old[(size_t)i * row + j] : 0);
             assert_near(c[(size_t)i * row + j], want, 1e-6 * (k + 8), "gemm", i * n + (int)j);
         }
-    free(a); free(b); free(bias); free(c); free(old);
+    free(a);
+    free(b);
+    free(bias);
+    free(c);
+    free(old);
 }
 
 static void test_gemm_against_plain_loops(void **state) {
-    static const int sizes[][3] = {{1, 1, 1}, {1, 5, 3}, {2, 17, 4}, {4, 31, 7}, {5, 32, 8}, {6, 33, 9}, {8, 16, 16}, {11, 48, 5},
-        {12, 64, 12}, {13, 65, 13}, {23, 95, 31}, {24, 96, 384}, {25, 97, 385}, {37, 130, 300}, {241, 33, 17}, {250, 40, 800},
-        {3, 1030, 20}, {64, 1, 64}};
+    static const int sizes[][3] = {
+        {1, 1, 1},     {1, 5, 3},      {2, 17, 4},    {4, 31, 7},     {5, 32, 8},    {6, 33, 9},
+        {8, 16, 16},   {11, 48, 5},    {12, 64, 12},  {13, 65, 13},   {23, 95, 31},  {24, 96, 384},
+        {25, 97, 385}, {37, 130, 300}, {241, 33, 17}, {250, 40, 800}, {3, 1030, 20}, {64, 1, 64},
+    };
     float *pack = floats(GPT_PACK_A_FLOATS + GPT_PACK_B_FLOATS);
     (void)state;
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
         for (int kind = 0; kind < 16; kind++)
-            check_gemm(pack, sizes[s][0], sizes[s][1], sizes[s][2], kind & 1, kind >> 1 & 1, kind >> 2 & 1, kind >> 3);
+            check_gemm(pack, sizes[s][0], sizes[s][1], sizes[s][2], kind & 1, kind >> 1 & 1, kind >> 2 & 1,
+                       kind >> 3);
     free(pack);
 }
 
 //== parameters ========================================================================= >>parameters
 
 static void test_parameter_list(void **state) {
-    static const struct { int index; const char *name; int rows, columns, unit; } known[] = {
-        {0, "wte", 256, 32, 0}, {1, "wpe", 64, 32, 0}, {2, "h.0.ln1.weight", 32, 1, 1}, {16, "h.1.attn.qkv.weight", 96, 32, 2},
-        {24, "h.1.mlp.proj.weight", 32, 128, 2}, {35, "h.2.mlp.fc.bias", 128, 1, 3}, {38, "ln_f.weight", 32, 1, 4},
-        {39, "ln_f.bias", 32, 1, 4}, {40, "head.weight", 256, 32, 4}};
+    static const struct {
+        int index;
+        const char *name;
+        int rows, columns, unit;
+    } known[] = {
+        {0, "wte", 256, 32, 0},
+        {1, "wpe", 64, 32, 0},
+        {2, "h.0.ln1.weight", 32, 1, 1},
+        {16, "h.1.attn.qkv.weight", 96, 32, 2},
+        {24, "h.1.mlp.proj.weight", 32, 128, 2},
+        {35, "h.2.mlp.fc.bias", 128, 1, 3},
+        {38, "ln_f.weight", 32, 1, 4},
+        {39, "ln_f.bias", 32, 1, 4},
+        {40, "head.weight", 256, 32, 4},
+    };
     gpt_config c = {256, 64, 3, 4, 32};
     gpt_param p;
     int64_t total = 0;
@@ -208,37 +242,55 @@ static void test_shards_are_initialised_like_the_whole(void **state) {
         float *whole, *parts, *other;
         double sum = 0, square = 0;
         gpt_param_info(&c, i, &p);
-        whole = floats((size_t)p.count); parts = floats((size_t)p.count); other = floats((size_t)p.count);
+        whole = floats((size_t)p.count);
+        parts = floats((size_t)p.count);
+        other = floats((size_t)p.count);
         gpt_param_init(&c, 5, i, 0, p.count, whole);
-        for (int64_t at = 0; at < p.count; at += 37) gpt_param_init(&c, 5, i, at, p.count - at < 37 ? p.count - at : 37, parts + at);
+        for (int64_t at = 0; at < p.count; at += 37)
+            gpt_param_init(&c, 5, i, at, p.count - at < 37 ? p.count - at : 37, parts + at);
         assert_memory_equal(whole, parts, sizeof(float) * (size_t)p.count);
         gpt_param_init(&c, 6, i, 0, p.count, other);
-        for (int64_t j = 0; j < p.count; j++) { sum += whole[j]; square += (double)whole[j] * whole[j]; }
+        for (int64_t j = 0; j < p.count; j++) {
+            sum += whole[j];
+            square += (double)whole[j] * whole[j];
+        }
         if (p.deviation > 0) {
             assert_true(memcmp(whole, other, sizeof(float) * (size_t)p.count) != 0);
             assert_near(sum / (double)p.count, 0, 5 * p.deviation / sqrt((double)p.count), p.name, i);
             assert_near(sqrt(square / (double)p.count), p.deviation, 0.1 * p.deviation, p.name, i);
-        } else assert_near(sum / (double)p.count, p.constant, 0, p.name, i);
-        free(whole); free(parts); free(other);
+        } else
+            assert_near(sum / (double)p.count, p.constant, 0, p.name, i);
+        free(whole);
+        free(parts);
+        free(other);
     }
 }
 
 //== gradients =========================================================================== >>gradients
 
 /* A model with values large enough that every path matters, and a batch of text for it. */
-typedef struct fixture { gpt_model model; int B, T, *tokens, *targets; } fixture;
+typedef struct fixture {
+    gpt_model model;
+    int B, T, *tokens, *targets;
+} fixture;
 
 static void fixture_create(fixture *f, int V, int context, int layers, int heads, int C, int B, int T) {
     gpt_config c;
-    c.vocab = V; c.context = context; c.layers = layers; c.heads = heads; c.channels = C;
+    c.vocab = V;
+    c.context = context;
+    c.layers = layers;
+    c.heads = heads;
+    c.channels = C;
     assert_int_equal(gpt_model_create(&f->model, &c, B, GPT_OWN_VALUES | GPT_OWN_GRADS), 0);
     gpt_model_init(&f->model, 3);
     for (int i = 0; i + 1 < f->model.param_count; i++) {
         gpt_param p;
         gpt_param_info(&c, i, &p);
-        for (int64_t j = 0; j < p.count; j++) f->model.values[i][j] += 0.25f * (float)uniform((uint64_t)(i * 100000 + j));
+        for (int64_t j = 0; j < p.count; j++)
+            f->model.values[i][j] += 0.25f * (float)uniform((uint64_t)(i * 100000 + j));
     }
-    f->B = B; f->T = T;
+    f->B = B;
+    f->T = T;
     f->tokens = (int *)calloc((size_t)(B * T), sizeof(int));
     f->targets = (int *)calloc((size_t)(B * T), sizeof(int));
     for (int i = 0; i < B * T; i++) {
@@ -277,11 +329,14 @@ static void check_gradients(fixture *f, int samples) {
         for (int s = 0; s < samples; s++) {
             int64_t j = (int64_t)(gpt_random(17, (uint64_t)(i * 1000 + s)) % (uint64_t)p.count);
             double keep = w[i][j], h = 1e-4, up, down, slope;
-            w[i][j] = keep + h; up = reference_loss(c, w, f->tokens, f->targets, f->B, f->T);
-            w[i][j] = keep - h; down = reference_loss(c, w, f->tokens, f->targets, f->B, f->T);
+            w[i][j] = keep + h;
+            up = reference_loss(c, w, f->tokens, f->targets, f->B, f->T);
+            w[i][j] = keep - h;
+            down = reference_loss(c, w, f->tokens, f->targets, f->B, f->T);
             w[i][j] = keep;
             slope = (up - down) / (2 * h);
-            assert_near(g[j] + (tied ? tied[j] : 0), slope, 1e-5 * sqrt(rms) + 2e-5 * fabs(slope) + 1e-7, p.name, (int)j);
+            assert_near(g[j] + (tied ? tied[j] : 0), slope, 1e-5 * sqrt(rms) + 2e-5 * fabs(slope) + 1e-7,
+                        p.name, (int)j);
         }
     }
     for (int i = 0; i < head; i++) free(w[i]);
@@ -291,13 +346,13 @@ static void check_gradients(fixture *f, int samples) {
 static void test_gradients_of_every_parameter(void **state) {
     fixture f;
     (void)state;
-    fixture_create(&f, 11, 9, 2, 2, 10, 2, 7);      /* head size 5: nothing divides a vector */
+    fixture_create(&f, 11, 9, 2, 2, 10, 2, 7); /* head size 5: nothing divides a vector */
     check_gradients(&f, 30);
     fixture_destroy(&f);
-    fixture_create(&f, 37, 8, 1, 2, 64, 3, 8);      /* full tiles and odd ones */
+    fixture_create(&f, 37, 8, 1, 2, 64, 3, 8); /* full tiles and odd ones */
     check_gradients(&f, 12);
     fixture_destroy(&f);
-    fixture_create(&f, 5, 3, 0, 1, 8, 2, 3);        /* no block at all */
+    fixture_create(&f, 5, 3, 0, 1, 8, 2, 3); /* no block at all */
     check_gradients(&f, 12);
     fixture_destroy(&f);
 }
@@ -305,7 +360,7 @@ static void test_gradients_of_every_parameter(void **state) {
 static void test_gradients_of_long_attention(void **state) {
     fixture f;
     (void)state;
-    fixture_create(&f, 13, 160, 1, 2, 24, 2, 150);  /* three blocks of queries, the last one short */
+    fixture_create(&f, 13, 160, 1, 2, 24, 2, 150); /* three blocks of queries, the last one short */
     check_gradients(&f, 3);
     fixture_destroy(&f);
 }
@@ -346,7 +401,9 @@ static void test_block_backward_in_two_parts(void **state) {
     (void)state;
     fixture_create(&f, 20, 16, 1, 2, 24, 2, 16);
     n = (size_t)(2 * 16 * 24);
-    d_out = floats(n); d_in = floats(n); both = floats(n);
+    d_out = floats(n);
+    d_in = floats(n);
+    both = floats(n);
     fill(d_out, n, 8);
     gpt_model_forward(&f.model, f.tokens, f.targets, f.B, f.T);
     pass = gpt_model_pass(&f.model, f.B, f.T);
@@ -371,19 +428,25 @@ static void test_block_backward_in_two_parts(void **state) {
         assert_memory_equal(first[i], f.model.grads[2 + i], sizeof(float) * (size_t)p.count);
         free(first[i]);
     }
-    free(d_out); free(d_in); free(both);
+    free(d_out);
+    free(d_in);
+    free(both);
     fixture_destroy(&f);
 }
 
 //== announcements =================================================================== >>announcements
 
-typedef struct listener { fixture *f; int order[64], calls; float *snapshot[64]; } listener;
+typedef struct listener {
+    fixture *f;
+    int order[64], calls;
+    float *snapshot[64];
+} listener;
 
 static void listen_ready(void *user, int index) {
     listener *l = (listener *)user;
     gpt_param p;
     assert_int_equal(gpt_param_info(&l->f->model.config, index, &p), 0);
-    assert_null(l->snapshot[index]);                    /* once */
+    assert_null(l->snapshot[index]); /* once */
     l->snapshot[index] = floats((size_t)p.count);
     memcpy(l->snapshot[index], l->f->model.grads[index], sizeof(float) * (size_t)p.count);
     l->order[l->calls++] = index;
@@ -397,7 +460,7 @@ static void test_each_gradient_is_announced_once_and_final(void **state) {
     memset(&l, 0, sizeof l);
     fixture_create(&f, 20, 16, 2, 2, 24, 2, 16);
     l.f = &f;
-    for (int i = 0; i < f.model.param_count; i++) {     /* leftovers of an earlier step must not show */
+    for (int i = 0; i < f.model.param_count; i++) { /* leftovers of an earlier step must not show */
         gpt_param p;
         gpt_param_info(&f.model.config, i, &p);
         memset(f.model.grads[i], 0xff, sizeof(float) * (size_t)p.count);
@@ -409,7 +472,7 @@ static void test_each_gradient_is_announced_once_and_final(void **state) {
         gpt_param p;
         int index = l.order[i];
         gpt_param_info(&f.model.config, index, &p);
-        assert_true(p.unit <= unit);                    /* from the head down */
+        assert_true(p.unit <= unit); /* from the head down */
         unit = p.unit;
         assert_memory_equal(l.snapshot[index], f.model.grads[index], sizeof(float) * (size_t)p.count);
         for (int64_t j = 0; j < p.count; j++) assert_true(isfinite(f.model.grads[index][j]));
@@ -438,7 +501,8 @@ static void test_tied_matrix_has_two_gradients(void **state) {
         }
         assert_true((embed > 0) == seen);
         assert_true(out > 0);
-        used += seen; unused += !seen;
+        used += seen;
+        unused += !seen;
     }
     assert_true(used && unused);
     fixture_destroy(&f);
@@ -461,7 +525,7 @@ static void test_same_bits_wherever_the_memory_is(void **state) {
         gpt_param p;
         gpt_param_info(&loose.config, i, &p);
         loose.values[i] = a.model.values[i];
-        loose.grads[i] = floats((size_t)p.count + 3) + i % 3;      /* not aligned */
+        loose.grads[i] = floats((size_t)p.count + 3) + i % 3; /* not aligned */
     }
     assert_true(gpt_model_forward_backward(&loose, a.tokens, a.targets, 2, 70, NULL, NULL) == loss);
     for (int i = 0; i < loose.param_count; i++) {
@@ -537,7 +601,7 @@ static void test_incremental_logits_are_those_of_the_whole(void **state) {
 #endif
     }
     text[0] = again[0] = 1;
-    gpt_generate(&f.model, text, 1, 80, 1.0f, 4);          /* past the end of the context */
+    gpt_generate(&f.model, text, 1, 80, 1.0f, 4); /* past the end of the context */
     gpt_generate(&f.model, again, 1, 80, 1.0f, 4);
     assert_memory_equal(text, again, sizeof text);
     for (int i = 0; i < 80; i++) assert_in_range(text[i], 0, 28);
@@ -547,7 +611,7 @@ static void test_incremental_logits_are_those_of_the_whole(void **state) {
 }
 
 static void test_sampling_follows_the_distribution(void **state) {
-    float logits[3] = {0, 1.0986123f, -100};               /* 1/4, 3/4, 0 */
+    float logits[3] = {0, 1.0986123f, -100}; /* 1/4, 3/4, 0 */
     int seen[3] = {0, 0, 0};
     (void)state;
     for (int i = 0; i < 1000; i++) seen[gpt_sample(logits, 3, 1.0f, i / 1000.0)]++;
@@ -569,7 +633,7 @@ static void test_adamw(void **state) {
     for (int step = 1; step <= 5; step++) {
         fill(g, N, (uint64_t)(10 + step));
         gpt_adamw(w, g, m, v, N, 1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, step, 0.5f);
-        for (int at = 0; at < N; at += 7) {                /* in shards: the same bits */
+        for (int at = 0; at < N; at += 7) { /* in shards: the same bits */
             size_t n = at + 7 < N ? 7 : (size_t)(N - at);
             gpt_adamw(w2 + at, g + at, m2 + at, v2 + at, n, 1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, step, 0.5f);
         }
@@ -577,7 +641,9 @@ static void test_adamw(void **state) {
             double gi = 0.5 * g[i];
             dm[i] = 0.9 * dm[i] + 0.1 * gi;
             dv[i] = 0.99 * dv[i] + 0.01 * gi * gi;
-            dw[i] -= 1e-2 * (dm[i] / (1 - pow(0.9, step)) / (sqrt(dv[i] / (1 - pow(0.99, step))) + 1e-8) + 0.1 * dw[i]);
+            dw[i] -= 1e-2
+                     * (dm[i] / (1 - pow(0.9, step)) / (sqrt(dv[i] / (1 - pow(0.99, step))) + 1e-8)
+                        + 0.1 * dw[i]);
             assert_near(w[i], dw[i], 3e-6, "adamw", i);
         }
         assert_memory_equal(w, w2, sizeof w);
@@ -593,7 +659,10 @@ static void test_training_learns(void **state) {
     (void)state;
     fixture_create(&f, 12, 32, 1, 2, 32, 2, 32);
     gpt_model_init(&f.model, 1);
-    for (int i = 0; i < 64; i++) { f.tokens[i] = i * i % 12; f.targets[i] = (i + 1) * (i + 1) % 12; }
+    for (int i = 0; i < 64; i++) {
+        f.tokens[i] = i * i % 12;
+        f.targets[i] = (i + 1) * (i + 1) % 12;
+    }
     for (int i = 0; i < f.model.param_count; i++) {
         gpt_param p;
         gpt_param_info(&f.model.config, i, &p);
@@ -608,11 +677,15 @@ static void test_training_learns(void **state) {
         for (int i = 0; i < head; i++) {
             gpt_param p;
             gpt_param_info(&f.model.config, i, &p);
-            gpt_adamw(f.model.values[i], f.model.grads[i], m[i], v[i], (size_t)p.count, 1e-2f, 0.9f, 0.95f, 1e-8f, 0.0f, step, 1.0f);
+            gpt_adamw(f.model.values[i], f.model.grads[i], m[i], v[i], (size_t)p.count, 1e-2f, 0.9f, 0.95f,
+                      1e-8f, 0.0f, step, 1.0f);
         }
     }
     assert_true(loss < 0.1);
-    for (int i = 0; i < f.model.param_count; i++) { free(m[i]); free(v[i]); }
+    for (int i = 0; i < f.model.param_count; i++) {
+        free(m[i]);
+        free(v[i]);
+    }
     fixture_destroy(&f);
 }
 

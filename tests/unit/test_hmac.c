@@ -48,8 +48,8 @@ static void test_hmac(void **state) {
         "needs to be hashed before being used by the HMAC algorithm.";
     struct {
         size_t key_size;
-        int key_byte;       /* -1: 1, 2, 3, ...; -2: "Jefe" */
-        const char *text;   /* NULL: data_size times data_byte */
+        int key_byte;     /* -1: 1, 2, 3, ...; -2: "Jefe" */
+        const char *text; /* NULL: data_size times data_byte */
         size_t data_size;
         int data_byte;
         const char *hex;
@@ -65,7 +65,8 @@ static void test_hmac(void **state) {
          "2c704478485b26a2c6cac8fdeec0f6b4d5395bef4231c7d4099290fb055c5a00", 32},
         {131, 0xaa, large_key, 54, 0, "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54", 32},
         {131, 0xaa, large_both, 152, 0, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2",
-         32}};
+         32},
+    };
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         unsigned char out[32], want[32];

@@ -10,7 +10,9 @@
 
 enum { ITEMS = 4096, ARENA = 1 << 22, N = 3000 };
 
-typedef struct event { int recorded, done; } event;
+typedef struct event {
+    int recorded, done;
+} event;
 
 /* One entry of a stream: a call of the backend, a device function, or a mark to set or to wait for. */
 enum { CALL, COPY, ZERO, ADD, SCALE, DIVIDE, SQUARES, MARK, FOLLOW };
@@ -27,16 +29,19 @@ typedef struct item {
     int version;
 } item;
 
-typedef struct lane { item items[ITEMS]; int first, end; } lane;
+typedef struct lane {
+    item items[ITEMS];
+    int first, end;
+} lane;
 
 /* State of the device per group; the backend adds its own. */
 typedef struct machine {
     lane lanes[2];
     unsigned char *arena;
     size_t used;
-    int executed;        /* items run up to now */
-    int fail_next;       /* the next call of the backend fails */
-    int fail_batch_end;  /* the end of a batch fails */
+    int executed;       /* items run up to now */
+    int fail_next;      /* the next call of the backend fails */
+    int fail_batch_end; /* the end of a batch fails */
     ddp_group *control;
     ddp_result cause;
     char text[256];
@@ -61,17 +66,26 @@ static void execute(machine *m, int which) {
     switch (i->kind) {
     case CALL:
         if (call->kind == DDP_CALL_ALL_REDUCE && call->op == DDP_OP_AVG && call->divisor) {
-            assert_int_equal(ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, DDP_OP_SUM, NULL), DDP_OK);
+            assert_int_equal(ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype,
+                                            DDP_OP_SUM, NULL),
+                             DDP_OK);
             cpu->divide(call->recv, call->count, call->dtype, call->divisor);
         } else if (call->kind == DDP_CALL_ALL_REDUCE) {
-            assert_int_equal(ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL), DDP_OK);
+            assert_int_equal(
+                ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL),
+                DDP_OK);
         } else if (call->kind == DDP_CALL_BROADCAST) {
-            assert_int_equal(ddp_broadcast(m->control, call->recv, call->count, call->dtype, call->root, NULL), DDP_OK);
+            assert_int_equal(
+                ddp_broadcast(m->control, call->recv, call->count, call->dtype, call->root, NULL), DDP_OK);
         } else if (call->kind == DDP_CALL_SEND) {
-            assert_int_equal(ddp_send(m->control, call->send, call->count, call->dtype, call->root, call->tag, NULL), DDP_OK);
+            assert_int_equal(
+                ddp_send(m->control, call->send, call->count, call->dtype, call->root, call->tag, NULL),
+                DDP_OK);
         } else {
             assert_int_equal(call->kind, DDP_CALL_RECV);
-            assert_int_equal(ddp_recv(m->control, call->recv, call->count, call->dtype, call->root, call->tag, NULL), DDP_OK);
+            assert_int_equal(
+                ddp_recv(m->control, call->recv, call->count, call->dtype, call->root, call->tag, NULL),
+                DDP_OK);
         }
         break;
     case COPY: memcpy(i->dst, i->src, i->count); break;
@@ -81,12 +95,16 @@ static void execute(machine *m, int which) {
     case DIVIDE: cpu->divide(i->dst, i->count, i->dtype, i->divisor); break;
     case SQUARES: cpu->sum_squares((ddp_exact_sum *)i->dst, i->src, i->rows, i->count, i->dtype); break;
     /* A newer version of a reused event can already be complete. */
-    case MARK: if (i->mark->done < i->version) i->mark->done = i->version; break;
+    case MARK:
+        if (i->mark->done < i->version) i->mark->done = i->version;
+        break;
     case FOLLOW: finish_mark(m, i->mark, i->version); break;
     }
 }
 
-static void synchronise(machine *m, int which) { while (m->lanes[which].first < m->lanes[which].end) execute(m, which); }
+static void synchronise(machine *m, int which) {
+    while (m->lanes[which].first < m->lanes[which].end) execute(m, which);
+}
 
 static item *put(machine *m, int which, int kind) {
     lane *l = &m->lanes[which];
@@ -101,7 +119,9 @@ static item *put(machine *m, int which, int kind) {
 
 /* ---- the device ---- */
 
-static int on_device(const void *p) { return (const unsigned char *)p >= here->arena && (const unsigned char *)p < here->arena + ARENA; }
+static int on_device(const void *p) {
+    return (const unsigned char *)p >= here->arena && (const unsigned char *)p < here->arena + ARENA;
+}
 static ddp_result lane_alloc(ddp_group *group, size_t size_bytes, void **out) {
     (void)group;
     *out = here->arena + here->used;
@@ -109,42 +129,92 @@ static ddp_result lane_alloc(ddp_group *group, size_t size_bytes, void **out) {
     assert_true(here->used <= ARENA);
     return DDP_OK;
 }
-static void lane_free(ddp_group *group, void *memory) { (void)group; (void)memory; }
+static void lane_free(ddp_group *group, void *memory) {
+    (void)group;
+    (void)memory;
+}
 static void lane_copy(void *dst, const void *src, size_t size_bytes) {
     item *i = put(here, entered, COPY);
-    i->dst = dst; i->src = src; i->count = size_bytes;
+    i->dst = dst;
+    i->src = src;
+    i->count = size_bytes;
     if (!on_device(dst) || !on_device(src)) synchronise(here, entered);
 }
-static void lane_fill_zero(void *dst, size_t size_bytes) { item *i = put(here, entered, ZERO); i->dst = dst; i->count = size_bytes; }
-static void lane_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count) { (void)dst; (void)to; (void)src; (void)from; (void)count; fail(); }
+static void lane_fill_zero(void *dst, size_t size_bytes) {
+    item *i = put(here, entered, ZERO);
+    i->dst = dst;
+    i->count = size_bytes;
+}
+static void lane_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count) {
+    (void)dst;
+    (void)to;
+    (void)src;
+    (void)from;
+    (void)count;
+    fail();
+}
 static void lane_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     item *i = put(here, entered, ADD);
-    i->dst = dst; i->src = left; i->other = right; i->count = count; i->dtype = dtype;
+    i->dst = dst;
+    i->src = left;
+    i->other = right;
+    i->count = count;
+    i->dtype = dtype;
 }
 static void lane_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
     item *i = put(here, entered, SCALE);
-    i->dst = data; i->count = count; i->dtype = dtype; i->factor = factor;
+    i->dst = data;
+    i->count = count;
+    i->dtype = dtype;
+    i->factor = factor;
 }
 static void lane_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
     item *i = put(here, entered, DIVIDE);
-    i->dst = data; i->count = count; i->dtype = dtype; i->divisor = divisor;
+    i->dst = data;
+    i->count = count;
+    i->dtype = dtype;
+    i->divisor = divisor;
 }
-static void lane_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
+static void lane_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count,
+                             ddp_dtype dtype) {
     item *i = put(here, entered, SQUARES);
     assert_true(on_device(sum));
-    i->dst = sum; i->src = data; i->rows = rows; i->count = row_count; i->dtype = dtype;
+    i->dst = sum;
+    i->src = data;
+    i->rows = rows;
+    i->count = row_count;
+    i->dtype = dtype;
 }
 static ddp_result lane_open(ddp_group *group, ddp_group *parent, void **state) {
     assert_null(parent);
     *state = ddp_group_backend_user(group);
     return DDP_OK;
 }
-static void lane_close(ddp_group *group, void *state) { (void)group; assert_ptr_equal(state, here); }
-static ddp_result lane_use_stream(ddp_group *group, ddp_stream_kind lane) { assert_ptr_equal(ddp_group_device_state(group), here); entered = lane; return DDP_OK; }
-static ddp_result lane_check(ddp_group *group) { (void)group; return DDP_OK; }
+static void lane_close(ddp_group *group, void *state) {
+    (void)group;
+    assert_ptr_equal(state, here);
+}
+static ddp_result lane_use_stream(ddp_group *group, ddp_stream_kind lane) {
+    assert_ptr_equal(ddp_group_device_state(group), here);
+    entered = lane;
+    return DDP_OK;
+}
+static ddp_result lane_check(ddp_group *group) {
+    (void)group;
+    return DDP_OK;
+}
 static int events;
-static ddp_result lane_event_create(ddp_group *group, void **out) { (void)group; *out = calloc(1, sizeof(event)); __atomic_add_fetch(&events, 1, __ATOMIC_RELAXED); return DDP_OK; }
-static void lane_event_destroy(ddp_group *group, void *e) { (void)group; free(e); __atomic_sub_fetch(&events, 1, __ATOMIC_RELAXED); }
+static ddp_result lane_event_create(ddp_group *group, void **out) {
+    (void)group;
+    *out = calloc(1, sizeof(event));
+    __atomic_add_fetch(&events, 1, __ATOMIC_RELAXED);
+    return DDP_OK;
+}
+static void lane_event_destroy(ddp_group *group, void *e) {
+    (void)group;
+    free(e);
+    __atomic_sub_fetch(&events, 1, __ATOMIC_RELAXED);
+}
 static ddp_result lane_event_record(ddp_group *group, ddp_stream_kind which, void *e) {
     item *i = put((machine *)ddp_group_device_state(group), which, MARK);
     i->mark = (event *)e;
@@ -160,15 +230,22 @@ static ddp_result lane_event_wait(ddp_group *group, ddp_stream_kind which, void 
 static ddp_result lane_event_test(ddp_group *group, void *e, int *done) {
     (void)group;
     *done = ((event *)e)->done == ((event *)e)->recorded;
-    if (!*done && here->lanes[DDP_STREAM_COMM].first < here->lanes[DDP_STREAM_COMM].end) execute(here, DDP_STREAM_COMM);
+    if (!*done && here->lanes[DDP_STREAM_COMM].first < here->lanes[DDP_STREAM_COMM].end)
+        execute(here, DDP_STREAM_COMM);
     return DDP_OK;
 }
 #define LANE_FIELD(name, result, arguments) lane_##name,
-static const ddp_device lanes_device = {"lanes", 1, DDP_DEVICE_MEMORY(LANE_FIELD) DDP_DEVICE_STREAMS(LANE_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
+static const ddp_device lanes_device = {"lanes", 1,
+                                        DDP_DEVICE_MEMORY(LANE_FIELD) DDP_DEVICE_STREAMS(LANE_FIELD)
+                                            DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL,
+                                        NULL};
 
 /* ---- the backend ---- */
 
-static ddp_result queue_open(ddp_group *group, void **state) { *state = ddp_group_backend_user(group); return DDP_OK; }
+static ddp_result queue_open(ddp_group *group, void **state) {
+    *state = ddp_group_backend_user(group);
+    return DDP_OK;
+}
 static ddp_result queue_status(const ddp_group *group, void *state) {
     machine *m = (machine *)state;
     (void)group;
@@ -184,8 +261,10 @@ static ddp_result queue_run(ddp_group *group, void *state, const ddp_call *call)
     machine *m = (machine *)state;
     ddp_result result = queue_status(group, state);
     if (result != DDP_OK) return result;
-    if (call->kind == DDP_CALL_ALL_GATHER && call->flags) return ddp_all_gather(m->control, call->send, call->recv, call->count, call->dtype, NULL);
-    if (call->kind == DDP_CALL_ALL_REDUCE && call->flags) return ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
+    if (call->kind == DDP_CALL_ALL_GATHER && call->flags)
+        return ddp_all_gather(m->control, call->send, call->recv, call->count, call->dtype, NULL);
+    if (call->kind == DDP_CALL_ALL_REDUCE && call->flags)
+        return ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
     assert_int_equal(entered, DDP_STREAM_COMM);
     if (m->fail_next) return ddp_fail(DDP_ERR_ENGINE, "the queue is out of order");
     put(m, DDP_STREAM_COMM, CALL)->call = *call;
@@ -198,15 +277,32 @@ static ddp_result queue_batch(ddp_group *group, void *state, int begin) {
     if (begin || !((machine *)state)->fail_batch_end) return DDP_OK;
     return ddp_fail(DDP_ERR_ENGINE, "the batch does not end");
 }
-static ddp_result queue_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) { (void)state; return lane_alloc(group, size_bytes, out); }
-static ddp_result queue_free(ddp_group *group, void *state, void *memory) { (void)group; (void)state; (void)memory; return DDP_OK; }
-static void queue_close(ddp_group *group, void *state) { (void)group; (void)state; }
-static const ddp_backend queue_backend = {"queue", queue_open, queue_run, NULL, NULL, NULL, NULL, queue_alloc, queue_free, queue_status, queue_poison,
-                                          queue_close, 1, DDP_ORDER_ANY, queue_batch, NULL, NULL, NULL, NULL};
+static ddp_result queue_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    (void)state;
+    return lane_alloc(group, size_bytes, out);
+}
+static ddp_result queue_free(ddp_group *group, void *state, void *memory) {
+    (void)group;
+    (void)state;
+    (void)memory;
+    return DDP_OK;
+}
+static void queue_close(ddp_group *group, void *state) {
+    (void)group;
+    (void)state;
+}
+static const ddp_backend queue_backend = {
+    "queue",     queue_open, queue_run,    NULL,         NULL,        NULL, NULL,
+    queue_alloc, queue_free, queue_status, queue_poison, queue_close, 1,    DDP_ORDER_ANY,
+    queue_batch, NULL,       NULL,         NULL,         NULL,
+};
 
 /* The same, but calls are complete on return, as with ranks that share a GPU. */
-static const ddp_backend plain_backend = {"plain", queue_open, queue_run, NULL, NULL, NULL, NULL, queue_alloc, queue_free, queue_status, queue_poison,
-                                          queue_close, 0, DDP_ORDER_ANY, NULL, NULL, NULL, NULL, NULL};
+static const ddp_backend plain_backend = {
+    "plain",     queue_open, queue_run,    NULL,         NULL,        NULL, NULL,
+    queue_alloc, queue_free, queue_status, queue_poison, queue_close, 0,    DDP_ORDER_ANY,
+    NULL,        NULL,       NULL,         NULL,         NULL,
+};
 
 static ddp_group *group_make_on(ddp_group *world, const ddp_backend *backend) {
     ddp_group_desc desc = DDP_ZERO;
@@ -234,8 +330,14 @@ static void group_end(ddp_group *group) {
     free(here);
 }
 
-static float *floats(int count) { void *out; lane_alloc(NULL, (size_t)count * 4, &out); return (float *)out; }
-static void fill_with(float *dst, int count, int seed) { for (int i = 0; i < count; i++) dst[i] = (float)((i * 37 + seed * 101) % 1999) * 0.37f - 300; }
+static float *floats(int count) {
+    void *out;
+    lane_alloc(NULL, (size_t)count * 4, &out);
+    return (float *)out;
+}
+static void fill_with(float *dst, int count, int seed) {
+    for (int i = 0; i < count; i++) dst[i] = (float)((i * 37 + seed * 101) % 1999) * 0.37f - 300;
+}
 
 /* ---- programs ---- */
 
@@ -259,7 +361,8 @@ static ddp_result calls(ddp_group *world, void *user) {
     assert_int_equal(here->executed, 0);
     lane_copy(host, out, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i]);
-    for (int tries = 0; !done && tries < 100; tries++) assert_int_equal(ddp_test(group, &work[1], &done), DDP_OK);
+    for (int tries = 0; !done && tries < 100; tries++)
+        assert_int_equal(ddp_test(group, &work[1], &done), DDP_OK);
     assert_true(done);
     assert_int_equal(ddp_wait(group, &work[1]), DDP_OK);
     fill_with(plain, N, 0);
@@ -346,7 +449,11 @@ static ddp_result notes_lane(ddp_group *group, void *argument) {
     return DDP_OK;
 }
 
-static ddp_result fails(ddp_group *group, void *argument) { (void)group; (void)argument; return ddp_fail(DDP_ERR_NO_MEMORY, "nothing is left"); }
+static ddp_result fails(ddp_group *group, void *argument) {
+    (void)group;
+    (void)argument;
+    return ddp_fail(DDP_ERR_NO_MEMORY, "nothing is left");
+}
 
 /* A blocking task also runs on the communication stream: its output can still be read there by an earlier
    task that no call has waited for. If nothing was queued it ran on the caller's stream, and a gather
@@ -374,7 +481,8 @@ static ddp_result errors(ddp_group *world, void *user) {
     here->fail_next = 1;
     assert_int_equal(ddp_all_reduce(group, data, data, N, DDP_F32, DDP_OP_SUM, &work), DDP_OK);
     assert_int_equal(ddp_wait(group, &work), DDP_ERR_ENGINE);
-    assert_non_null(strstr(ddp_last_error(), "ddp_all_reduce group=lanes seq=1 f32 count=3000: the queue is out of order"));
+    assert_non_null(strstr(ddp_last_error(),
+                           "ddp_all_reduce group=lanes seq=1 f32 count=3000: the queue is out of order"));
     assert_int_equal(ddp_group_status(group), DDP_ERR_ENGINE);
     here->fail_next = 0;
     here->cause = DDP_OK;
@@ -403,7 +511,8 @@ static void train(ddp_group *group, const ddp_device *device, float *out, float 
         params[p].value.shape[1] = 2;
         assert_int_equal(device->alloc(group, (size_t)rows[p] * 8, &params[p].value.data), DDP_OK);
         /* The reducer places the others. */
-        if (p & 1) assert_int_equal(device->alloc(group, (size_t)rows[p] * 8 + 128, &params[p].grad.data), DDP_OK);
+        if (p & 1)
+            assert_int_equal(device->alloc(group, (size_t)rows[p] * 8 + 128, &params[p].grad.data), DDP_OK);
     }
     desc.params = params;
     desc.param_count = 5;
@@ -451,18 +560,48 @@ static void run(ddp_rank_fn fn, int world_size) {
     assert_int_equal(events, 0);
 }
 
-static void test_calls(void **state) { (void)state; run(calls, 1); run(calls, 2); }
-static void test_messages(void **state) { (void)state; batches = 0; run(messages, 2); assert_int_equal(batches, 2); }
-static void test_batch_end_fails(void **state) { (void)state; run(batch_end_fails, 2); }
-static void test_tasks(void **state) { (void)state; run(tasks, 1); run(tasks, 2); }
-static void test_blocking_tasks(void **state) { (void)state; run(blocking_tasks, 1); run(blocking_tasks, 2); }
-static void test_errors(void **state) { (void)state; run(errors, 1); run(errors, 2); }
-static void test_reducers(void **state) { (void)state; run(reducers, 1); run(reducers, 2); }
+static void test_calls(void **state) {
+    (void)state;
+    run(calls, 1);
+    run(calls, 2);
+}
+static void test_messages(void **state) {
+    (void)state;
+    batches = 0;
+    run(messages, 2);
+    assert_int_equal(batches, 2);
+}
+static void test_batch_end_fails(void **state) {
+    (void)state;
+    run(batch_end_fails, 2);
+}
+static void test_tasks(void **state) {
+    (void)state;
+    run(tasks, 1);
+    run(tasks, 2);
+}
+static void test_blocking_tasks(void **state) {
+    (void)state;
+    run(blocking_tasks, 1);
+    run(blocking_tasks, 2);
+}
+static void test_errors(void **state) {
+    (void)state;
+    run(errors, 1);
+    run(errors, 2);
+}
+static void test_reducers(void **state) {
+    (void)state;
+    run(reducers, 1);
+    run(reducers, 2);
+}
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_calls), cmocka_unit_test(test_messages),
-                                       cmocka_unit_test(test_batch_end_fails), cmocka_unit_test(test_tasks), cmocka_unit_test(test_blocking_tasks),
-                                       cmocka_unit_test(test_errors), cmocka_unit_test(test_reducers)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_calls),           cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_batch_end_fails), cmocka_unit_test(test_tasks),
+        cmocka_unit_test(test_blocking_tasks),  cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_reducers)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

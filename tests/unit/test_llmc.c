@@ -24,15 +24,18 @@ static uint8_t *get(const char *name, size_t *size_bytes) {
 
 static void says(ddp_result result, ddp_result wanted, const char *name, const char *words) {
     if (result != wanted || !strstr(ddp_last_error(), name) || !strstr(ddp_last_error(), words))
-        fail_msg("%s: %s `%s`, wanted %s with `%s`", name, ddp_result_name(result), result ? ddp_last_error() : "", ddp_result_name(wanted), words);
+        fail_msg("%s: %s `%s`, wanted %s with `%s`", name, ddp_result_name(result),
+                 result ? ddp_last_error() : "", ddp_result_name(wanted), words);
 }
 
 static int is_there(const char *name) { return access(path_of(name), F_OK) == 0; }
 
-static llmc_header shape(int vocab, int padded, int context, int layers, int heads, int channels, ddp_dtype dtype) {
+static llmc_header shape(int vocab, int padded, int context, int layers, int heads, int channels,
+                         ddp_dtype dtype) {
     llmc_header h;
     memset(&h, 0, sizeof h);
-    h.config.vocab = vocab, h.config.context = context, h.config.layers = layers, h.config.heads = heads, h.config.channels = channels;
+    h.config.vocab = vocab, h.config.context = context, h.config.layers = layers, h.config.heads = heads,
+    h.config.channels = channels;
     h.padded_vocab = padded;
     h.dtype = dtype;
     return h;
@@ -42,7 +45,11 @@ static llmc_header shape(int vocab, int padded, int context, int layers, int hea
    and the row. */
 static float value_of(int index, int64_t i) { return (float)((index * 37 + i * 11) % 251 - 125) / 8; }
 
-typedef struct asked { const gpt_config *config; int calls, fail_at; int64_t most; } asked;
+typedef struct asked {
+    const gpt_config *config;
+    int calls, fail_at;
+    int64_t most;
+} asked;
 
 static ddp_result give_rows(void *user, int index, int64_t first, int64_t count, float *out) {
     asked *a = (asked *)user;
@@ -95,12 +102,15 @@ static void test_layout(void **state) {
         assert_int_equal(size, llmc_file_bytes(&h));
         memcpy(head, bytes, sizeof head);
         assert_memory_equal(head, wanted, sizeof head);
-        for (int i = 0; i < 48; i++, at++) assert_true(number_at(bytes, h.dtype, at) == (i < 30 ? value_of(0, i) : 0));
+        for (int i = 0; i < 48; i++, at++)
+            assert_true(number_at(bytes, h.dtype, at) == (i < 30 ? value_of(0, i) : 0));
         for (int i = 0; i < 18; i++, at++) assert_true(number_at(bytes, h.dtype, at) == value_of(1, i));
         for (int kind = 0; kind < 12; kind++)
             for (int layer = 0; layer < 2; layer++)
-                for (int i = 0; i < kinds[kind]; i++, at++) assert_true(number_at(bytes, h.dtype, at) == value_of(2 + 12 * layer + kind, i));
-        for (int i = 0; i < 12; i++, at++) assert_true(number_at(bytes, h.dtype, at) == value_of(26 + i / 6, i % 6));
+                for (int i = 0; i < kinds[kind]; i++, at++)
+                    assert_true(number_at(bytes, h.dtype, at) == value_of(2 + 12 * layer + kind, i));
+        for (int i = 0; i < 12; i++, at++)
+            assert_true(number_at(bytes, h.dtype, at) == value_of(26 + i / 6, i % 6));
         assert_int_equal(size, LLMC_HEADER_BYTES + at * (d ? 2 : 4));
         free(bytes);
     }
@@ -108,8 +118,12 @@ static void test_layout(void **state) {
 
 /* Every run of rows of every parameter is read as written, and nothing after it is touched. */
 static void test_rows(void **state) {
-    static const llmc_header shapes[] = {{{5, 3, 2, 2, 6}, 8, DDP_F32}, {{5, 3, 2, 2, 6}, 8, DDP_BF16}, {{4, 1, 1, 1, 2}, 4, DDP_BF16},
-                                         {{3, 2, 0, 1, 4}, 3, DDP_F32}};
+    static const llmc_header shapes[] = {
+        {{5, 3, 2, 2, 6}, 8, DDP_F32},
+        {{5, 3, 2, 2, 6}, 8, DDP_BF16},
+        {{4, 1, 1, 1, 2}, 4, DDP_BF16},
+        {{3, 2, 0, 1, 4}, 3, DDP_F32},
+    };
     (void)state;
     for (int k = 0; k < COUNT(shapes); k++) {
         const llmc_header *h = &shapes[k];
@@ -144,7 +158,8 @@ static void test_rows(void **state) {
 
 /* Pieces: a table of several, rows longer than one, and no more memory than that. */
 static void test_pieces(void **state) {
-    llmc_header h = shape(40001, 0, 1, 1, 1, 8, DDP_BF16), wide = shape(1, 1, 1, 0, 1, LLMC_PIECE / 4 + 1, DDP_F32);
+    llmc_header h = shape(40001, 0, 1, 1, 1, 8, DDP_BF16),
+                wide = shape(1, 1, 1, 0, 1, LLMC_PIECE / 4 + 1, DDP_F32);
     llmc_model m;
     asked a;
     float *all = (float *)malloc(40064 * 8 * sizeof *all), row[8];
@@ -173,12 +188,18 @@ static float from_bits(uint32_t bits) {
 
 /* Nearest, ties to even. Overflow gives infinity. NaN stays NaN even if its bits would round to infinity. */
 static void test_bf16(void **state) {
-    static const uint32_t cases[][2] = {{0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f808001, 0x3f81}, {0x3f818000, 0x3f82}, {0x3f817fff, 0x3f81}, {0, 0},
-        {0x80000000, 0x8000}, {0x7f7fffff, 0x7f80}, {0x7f800000, 0x7f80}, {0xff800000, 0xff80}, {0x00008000, 0}, {0x00018000, 2}, {0xbf80ffff, 0xbf81}};
+    static const uint32_t cases[][2] = {
+        {0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f808001, 0x3f81},
+        {0x3f818000, 0x3f82}, {0x3f817fff, 0x3f81}, {0, 0},
+        {0x80000000, 0x8000}, {0x7f7fffff, 0x7f80}, {0x7f800000, 0x7f80},
+        {0xff800000, 0xff80}, {0x00008000, 0},      {0x00018000, 2},
+        {0xbf80ffff, 0xbf81},
+    };
     (void)state;
     for (int i = 0; i < COUNT(cases); i++) {
         if (llmc_to_bf16(from_bits(cases[i][0])) != cases[i][1])
-            fail_msg("%08x becomes %04x, not %04x", (unsigned)cases[i][0], (unsigned)llmc_to_bf16(from_bits(cases[i][0])), (unsigned)cases[i][1]);
+            fail_msg("%08x becomes %04x, not %04x", (unsigned)cases[i][0],
+                     (unsigned)llmc_to_bf16(from_bits(cases[i][0])), (unsigned)cases[i][1]);
     }
     assert_true(isnan(llmc_from_bf16(llmc_to_bf16(from_bits(0x7f800001)))));
     assert_true(isnan(llmc_from_bf16(llmc_to_bf16(from_bits(0xffffffff)))));
@@ -220,7 +241,8 @@ static void put_hole(const char *name, const int32_t *head, int64_t size_bytes) 
 
 /* The sizes of llm.c's own files: gpt2_124M.bin and gpt2_124M_bf16.bin. */
 static void test_124m(void **state) {
-    static const int32_t f32[8] = {20240326, 3, 1024, 50257, 12, 12, 768, 50304}, bf16[8] = {20240326, 5, 1024, 50257, 12, 12, 768, 50304};
+    static const int32_t f32[8] = {20240326, 3, 1024, 50257, 12, 12, 768, 50304},
+                         bf16[8] = {20240326, 5, 1024, 50257, 12, 12, 768, 50304};
     llmc_header h = llmc_gpt2_124m();
     llmc_model m;
     float row[768];
@@ -239,7 +261,8 @@ static void test_124m(void **state) {
     assert_int_equal(llmc_open(&m, path_of("big.bin")), DDP_OK);
     llmc_close(&m);
     put_hole("big.bin", bf16, llmc_file_bytes(&h) + 2);
-    says(llmc_open(&m, path_of("big.bin")), DDP_ERR_CORRUPT, "big.bin", "has 248952834 bytes, and its header describes 248952832");
+    says(llmc_open(&m, path_of("big.bin")), DDP_ERR_CORRUPT, "big.bin",
+         "has 248952834 bytes, and its header describes 248952832");
     unlink(path_of("big.bin"));
 }
 
@@ -269,29 +292,62 @@ static void test_beyond_4_gib(void **state) {
 //== errors ================================================================================================
 
 static void test_open_refused(void **state) {
-    static const struct { int32_t head[8]; int64_t size; ddp_result result; const char *words; } cases[] = {
-        {{20240520, 1, 100}, 4096, DDP_ERR_CORRUPT, "is a token shard of llm.c: it begins with 20240520, not 20240326"},
+    static const struct {
+        int32_t head[8];
+        int64_t size;
+        ddp_result result;
+        const char *words;
+    } cases[] = {
+        {{20240520, 1, 100},
+         4096,
+         DDP_ERR_CORRUPT,
+         "is a token shard of llm.c: it begins with 20240520, not 20240326"},
         {{20240327, 2}, 4096, DDP_ERR_CORRUPT, "is a debug state of llm.c"},
         {{20240328, 2}, 4096, DDP_ERR_CORRUPT, "is a tokenizer of llm.c"},
         {{20240803, 3}, 4096, DDP_ERR_CORRUPT, "is a file of llm.c for Llama 3"},
         {{0, 3}, 4096, DDP_ERR_CORRUPT, "is no checkpoint of llm.c: it begins with 0"},
-        {{20240326, 1, 3, 5, 2, 2, 6}, 4096, DDP_ERR_UNSUPPORTED, "version 1; 3 (f32) and 5 (bf16) can be read"},
+        {{20240326, 1, 3, 5, 2, 2, 6},
+         4096,
+         DDP_ERR_UNSUPPORTED,
+         "version 1; 3 (f32) and 5 (bf16) can be read"},
         {{20240326, 4, 3, 5, 2, 2, 6, 8}, 4096, DDP_ERR_UNSUPPORTED, "version 4;"},
-        {{20240326, 3, 0, 5, 2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "context=0 vocab=5 layers=2 heads=2 channels=6 padded_vocab=8, but vocab, context"},
+        {{20240326, 3, 0, 5, 2, 2, 6, 8},
+         4096,
+         DDP_ERR_CORRUPT,
+         "context=0 vocab=5 layers=2 heads=2 channels=6 padded_vocab=8, but vocab, context"},
         {{20240326, 3, 3, -5, 2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "vocab=-5"},
         {{20240326, 3, 3, 5, -2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "layers=-2"},
         {{20240326, 3, 3, 5, 2, 0, 6, 8}, 4096, DDP_ERR_CORRUPT, "heads=0"},
         {{20240326, 3, 3, 5, 2, 4, 6, 8}, 4096, DDP_ERR_CORRUPT, "channels must be a multiple of heads"},
         {{20240326, 3, 3, 5, 2, 2, 6, 4}, 4096, DDP_ERR_CORRUPT, "padded_vocab must not be less than vocab"},
-        {{20240326, 3, 1, 1, 2147483647, 1, 2147483647, 1}, 4096, DDP_ERR_CORRUPT, "so large a model fits no file"},
+        {{20240326, 3, 1, 1, 2147483647, 1, 2147483647, 1},
+         4096,
+         DDP_ERR_CORRUPT,
+         "so large a model fits no file"},
         {{20240326, 5, 1, 1, 2147483647, 1, 1, 1}, 4096, DDP_ERR_CORRUPT, "so large a model fits no file"},
-        {{20240326, 3, 2147483647, 2147483647, 1, 1, 2147483647, 2147483647}, 4096, DDP_ERR_CORRUPT, "so large a model fits no file"},
-        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 1024, DDP_ERR_CORRUPT, "has 1024 bytes, and its header describes 5416"},
+        {{20240326, 3, 2147483647, 2147483647, 1, 1, 2147483647, 2147483647},
+         4096,
+         DDP_ERR_CORRUPT,
+         "so large a model fits no file"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8},
+         1024,
+         DDP_ERR_CORRUPT,
+         "has 1024 bytes, and its header describes 5416"},
         {{20240326, 3, 3, 5, 2, 2, 6, 8}, 5415, DDP_ERR_CORRUPT, "has 5415 bytes"},
         {{20240326, 3, 3, 5, 2, 2, 6, 8}, 5417, DDP_ERR_CORRUPT, "has 5417 bytes"},
-        {{20240326, 5, 3, 5, 2, 2, 6, 8}, 5416, DDP_ERR_CORRUPT, "has 5416 bytes, and its header describes 3220"},
-        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 1023, DDP_ERR_CORRUPT, "ends inside its header of 1024 bytes, at byte 1023"},
-        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 0, DDP_ERR_CORRUPT, "ends inside its header of 1024 bytes, at byte 0"}};
+        {{20240326, 5, 3, 5, 2, 2, 6, 8},
+         5416,
+         DDP_ERR_CORRUPT,
+         "has 5416 bytes, and its header describes 3220"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8},
+         1023,
+         DDP_ERR_CORRUPT,
+         "ends inside its header of 1024 bytes, at byte 1023"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8},
+         0,
+         DDP_ERR_CORRUPT,
+         "ends inside its header of 1024 bytes, at byte 0"},
+    };
     llmc_model m;
     (void)state;
     for (int i = 0; i < COUNT(cases); i++) {
@@ -299,7 +355,8 @@ static void test_open_refused(void **state) {
         says(llmc_open(&m, path_of("bad.bin")), cases[i].result, "bad.bin", cases[i].words);
         assert_false(m.is_open);
     }
-    says(llmc_open(&m, path_of("missing.bin")), DDP_ERR_INVALID, "missing.bin", "give a checkpoint of llm.c that can be read");
+    says(llmc_open(&m, path_of("missing.bin")), DDP_ERR_INVALID, "missing.bin",
+         "give a checkpoint of llm.c that can be read");
     says(llmc_open(&m, folder), DDP_ERR_INVALID, folder, "is no file");
     llmc_close(&m);
 }
@@ -352,8 +409,10 @@ static void test_write_refused(void **state) {
     small.rlim_cur = 4096;
     signal(SIGXFSZ, SIG_IGN);
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
-    says(llmc_write(path_of("m.bin"), &h, give_rows, &a), DDP_ERR_SYSTEM, "m.bin cannot be written: File too large", "untouched");
-    says(llmc_write_random_tokens(path_of("m.bin"), 100000, 256, 1), DDP_ERR_SYSTEM, "m.bin cannot be written: File too large", "untouched");
+    says(llmc_write(path_of("m.bin"), &h, give_rows, &a), DDP_ERR_SYSTEM,
+         "m.bin cannot be written: File too large", "untouched");
+    says(llmc_write_random_tokens(path_of("m.bin"), 100000, 256, 1), DDP_ERR_SYSTEM,
+         "m.bin cannot be written: File too large", "untouched");
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
     assert_false(is_there("m.bin.tmp"));
     now = get("m.bin", &after);
@@ -361,7 +420,8 @@ static void test_write_refused(void **state) {
     assert_memory_equal(now, kept, before);
     free(kept);
     free(now);
-    says(llmc_write("nowhere/m.bin", &h, give_rows, &a), DDP_ERR_SYSTEM, "nowhere/m.bin", "cannot be written: No such file");
+    says(llmc_write("nowhere/m.bin", &h, give_rows, &a), DDP_ERR_SYSTEM, "nowhere/m.bin",
+         "cannot be written: No such file");
     says(llmc_write(folder, &h, give_rows, &a), DDP_ERR_SYSTEM, folder, "cannot be written");
     memset(longest, 'x', sizeof longest - 1);
     longest[sizeof longest - 1] = 0;
@@ -369,11 +429,13 @@ static void test_write_refused(void **state) {
     bad = h, bad.dtype = DDP_F16;
     says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "f32 or bf16 only");
     bad = h, bad.padded_vocab = 4;
-    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "padded_vocab must not be less than vocab");
+    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin",
+         "padded_vocab must not be less than vocab");
     bad = h, bad.config.heads = 5;
     says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "multiple of heads");
     bad = h, bad.config.vocab = INT32_MAX, bad.padded_vocab = 0; /* no multiple of 128 fits into 32 bits */
-    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "padded_vocab must not be less than vocab");
+    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin",
+         "padded_vocab must not be less than vocab");
     assert_false(is_there("n.bin") || is_there("n.bin.tmp"));
 }
 
@@ -426,15 +488,23 @@ static void test_shards(void **state) {
 static void test_shards_refused(void **state) {
     static const int32_t tokens[2][3] = {{1, -2, 3}, {1, 2, 65536}};
     (void)state;
-    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I32, 3), DDP_ERR_INVALID, "u.bin", "token 1 is -2; a shard holds 0 to 65535");
-    says(llmc_write_tokens(path_of("u.bin"), tokens[1], DDP_I32, 3), DDP_ERR_INVALID, "u.bin", "token 2 is 65536");
-    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I64, 1), DDP_ERR_INVALID, "u.bin", "of dtype u8 or i32");
-    says(llmc_write_tokens(path_of("u.bin"), NULL, DDP_U8, 1), DDP_ERR_INVALID, "u.bin", "of dtype u8 or i32");
-    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_U8, 0), DDP_ERR_INVALID, "u.bin", "0 tokens; a shard holds 1 to 2147483647");
-    says(llmc_write_random_tokens(path_of("u.bin"), INT64_C(1) << 31, 256, 1), DDP_ERR_INVALID, "u.bin", "2147483648 tokens");
-    says(llmc_write_random_tokens(path_of("u.bin"), 5, 0, 1), DDP_ERR_INVALID, "u.bin", "vocab=0; tokens of a shard take 1 to 65536");
+    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I32, 3), DDP_ERR_INVALID, "u.bin",
+         "token 1 is -2; a shard holds 0 to 65535");
+    says(llmc_write_tokens(path_of("u.bin"), tokens[1], DDP_I32, 3), DDP_ERR_INVALID, "u.bin",
+         "token 2 is 65536");
+    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I64, 1), DDP_ERR_INVALID, "u.bin",
+         "of dtype u8 or i32");
+    says(llmc_write_tokens(path_of("u.bin"), NULL, DDP_U8, 1), DDP_ERR_INVALID, "u.bin",
+         "of dtype u8 or i32");
+    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_U8, 0), DDP_ERR_INVALID, "u.bin",
+         "0 tokens; a shard holds 1 to 2147483647");
+    says(llmc_write_random_tokens(path_of("u.bin"), INT64_C(1) << 31, 256, 1), DDP_ERR_INVALID, "u.bin",
+         "2147483648 tokens");
+    says(llmc_write_random_tokens(path_of("u.bin"), 5, 0, 1), DDP_ERR_INVALID, "u.bin",
+         "vocab=0; tokens of a shard take 1 to 65536");
     says(llmc_write_random_tokens(path_of("u.bin"), 5, 65537, 1), DDP_ERR_INVALID, "u.bin", "vocab=65537");
-    says(llmc_write_random_tokens("nowhere/u.bin", 5, 256, 1), DDP_ERR_SYSTEM, "nowhere/u.bin", "cannot be written");
+    says(llmc_write_random_tokens("nowhere/u.bin", 5, 256, 1), DDP_ERR_SYSTEM, "nowhere/u.bin",
+         "cannot be written");
     assert_false(is_there("u.bin") || is_there("u.bin.tmp"));
 }
 
@@ -443,7 +513,9 @@ static void test_shards_refused(void **state) {
 /* A shard of zeros, stored as a hole. */
 static void put_zeros(const char *name, int32_t tokens) {
     const int32_t header[256] = {TEXT_SHARD_MAGIC, 1, tokens};
-    assert_int_equal(truncate(put(name, header, sizeof header), tokens < 0 ? TEXT_SHARD_HEADER : TEXT_SHARD_HEADER + 2 * (int64_t)tokens), 0);
+    assert_int_equal(truncate(put(name, header, sizeof header),
+                              tokens < 0 ? TEXT_SHARD_HEADER : TEXT_SHARD_HEADER + 2 * (int64_t)tokens),
+                     0);
 }
 
 /* Shards of 1000, 0, 5 and 3000 tokens in a folder named by the caller; returns the tokens of all. */
@@ -456,8 +528,12 @@ static const char *put_stream(const char *name, int32_t *tokens) {
     for (int i = 0; i < 4005; i++) tokens[i] = (i * 7919 + 3) % 65536;
     for (int k = 0; k < 4; k++) {
         snprintf(file, sizeof file, "%s/%d.bin", name, k);
-        if (first[k] == first[k + 1]) put_zeros(file, 0);
-        else assert_int_equal(llmc_write_tokens(path_of(file), tokens + first[k], DDP_I32, first[k + 1] - first[k]), DDP_OK);
+        if (first[k] == first[k + 1])
+            put_zeros(file, 0);
+        else
+            assert_int_equal(
+                llmc_write_tokens(path_of(file), tokens + first[k], DDP_I32, first[k + 1] - first[k]),
+                DDP_OK);
     }
     return path;
 }
@@ -479,7 +555,8 @@ static void test_stream(void **state) {
     assert_int_equal(t.count, 2 * 4005);
     assert_int_equal(t.shards.count, 4);
     for (int length = 1; length <= 4005; length = length < 9 ? length + 1 : length * 20)
-        for (int at = length < 9 ? 0 : 990; at + length <= 4005 && at < 1200; at++) check_tokens(&t, at, length, tokens + at);
+        for (int at = length < 9 ? 0 : 990; at + length <= 4005 && at < 1200; at++)
+            check_tokens(&t, at, length, tokens + at);
     check_tokens(&t, 0, 4005, tokens);
     text_free(&t);
     snprintf(last, sizeof last, "%s/3.bin", folder_path);
@@ -488,7 +565,8 @@ static void test_stream(void **state) {
     assert_int_equal(t.count, 2 * 4000);
     check_tokens(&t, 0, 3000, tokens + 1005);
     check_tokens(&t, 3000, 1000, tokens);
-    says(text_bad_token(&t, 2 * 3007, 9, 5), DDP_ERR_CORRUPT, "0.bin", "token 7 is 9, and the vocabulary ends at 4");
+    says(text_bad_token(&t, 2 * 3007, 9, 5), DDP_ERR_CORRUPT, "0.bin",
+         "token 7 is 9, and the vocabulary ends at 4");
     text_free(&t);
 }
 
@@ -504,9 +582,11 @@ static void test_stream_refused(void **state) {
     snprintf(one, sizeof one, "%s/0.bin", folder_path);
     assert_int_equal(text_open_shards(&t, paths + 1, 1), DDP_OK);
     assert_true(t.count == 0 && t.shards.count == 0);
-    says(text_open_shards(&t, paths, 2), DDP_ERR_INVALID, "words.txt", "no token shard, and another path is one");
+    says(text_open_shards(&t, paths, 2), DDP_ERR_INVALID, "words.txt",
+         "no token shard, and another path is one");
     put("refused/x.txt", "words", 5);
-    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_INVALID, "x.txt", "no token shard, and another path is one");
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_INVALID, "x.txt",
+         "no token shard, and another path is one");
     unlink(path_of("refused/x.txt"));
     put("refused/3.bin", header, sizeof header);
     says(text_open_shards(&t, &folder_path, 1), DDP_ERR_UNSUPPORTED, "3.bin", "version 2 of the format");
@@ -514,7 +594,8 @@ static void test_stream_refused(void **state) {
     says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "ends inside its header");
     put_zeros("refused/3.bin", 70);
     assert_int_equal(truncate(path_of("refused/3.bin"), 1024 + 139), 0);
-    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "139 bytes after its header, which says 70 tokens of 2");
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin",
+         "139 bytes after its header, which says 70 tokens of 2");
     put_zeros("refused/3.bin", -1);
     says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "which says -1 tokens");
     assert_true(t.count == 0 && t.shards.count == 0);
@@ -549,7 +630,9 @@ static void test_stream_memory(void **state) {
     assert_int_equal(text_open_shards(&t, paths, 1), DDP_OK);
     assert_int_equal(t.count, 1200000000);
     for (int64_t at = 0; at < t.count; at += COUNT(piece))
-        assert_int_equal(text_read(&t, at, t.count - at < COUNT(piece) ? (size_t)(t.count - at) : sizeof piece, piece), DDP_OK);
+        assert_int_equal(
+            text_read(&t, at, t.count - at < COUNT(piece) ? (size_t)(t.count - at) : sizeof piece, piece),
+            DDP_OK);
     for (uint64_t i = 0; i < 20000; i++) {
         int64_t at = (int64_t)(gpt_random(1, i) % (uint64_t)(t.count - 4096));
         piece[0] = piece[4095] = 1;
@@ -563,10 +646,14 @@ static void test_stream_memory(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_layout), cmocka_unit_test(test_rows), cmocka_unit_test(test_pieces), cmocka_unit_test(test_bf16), cmocka_unit_test(test_random),
-        cmocka_unit_test(test_124m), cmocka_unit_test(test_beyond_4_gib), cmocka_unit_test(test_open_refused), cmocka_unit_test(test_read_refused),
-        cmocka_unit_test(test_write_refused), cmocka_unit_test(test_shards), cmocka_unit_test(test_shards_refused),
-        cmocka_unit_test(test_stream), cmocka_unit_test(test_stream_refused), cmocka_unit_test(test_stream_memory)};
+        cmocka_unit_test(test_layout),       cmocka_unit_test(test_rows),
+        cmocka_unit_test(test_pieces),       cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_random),       cmocka_unit_test(test_124m),
+        cmocka_unit_test(test_beyond_4_gib), cmocka_unit_test(test_open_refused),
+        cmocka_unit_test(test_read_refused), cmocka_unit_test(test_write_refused),
+        cmocka_unit_test(test_shards),       cmocka_unit_test(test_shards_refused),
+        cmocka_unit_test(test_stream),       cmocka_unit_test(test_stream_refused),
+        cmocka_unit_test(test_stream_memory)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

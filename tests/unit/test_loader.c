@@ -11,11 +11,15 @@
 #include <unistd.h>
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
-#define OK(call) do { if ((call) != DDP_OK) fail_msg("%s: %s", #call, ddp_last_error()); } while (0)
+#define OK(call)                                                           \
+    do {                                                                   \
+        if ((call) != DDP_OK) fail_msg("%s: %s", #call, ddp_last_error()); \
+    } while (0)
 
 static void says(ddp_result result, ddp_result wanted, const char *words) {
     if (result != wanted || !strstr(ddp_last_error(), words))
-        fail_msg("%s `%s`, wanted %s with `%s`", ddp_result_name(result), result ? ddp_last_error() : "", ddp_result_name(wanted), words);
+        fail_msg("%s `%s`, wanted %s with `%s`", ddp_result_name(result), result ? ddp_last_error() : "",
+                 ddp_result_name(wanted), words);
 }
 
 //== a data set: sample i is the number i and three floats =====================================================
@@ -139,7 +143,10 @@ static void test_order(void **state) {
             for (uint64_t epoch = 0; epoch < 3; epoch++) {
                 int64_t batches = (ddp_sampler_length(&s) + sizes[k] - 1) / sizes[k];
                 /* A new one is in epoch 0. */
-                if (epoch) { OK(ddp_loader_set_epoch(l, epoch)); ddp_sampler_set_epoch(&s, epoch); }
+                if (epoch) {
+                    OK(ddp_loader_set_epoch(l, epoch));
+                    ddp_sampler_set_epoch(&s, epoch);
+                }
                 for (int64_t i = 0; i < batches; i++) {
                     assert_int_equal(ddp_loader_length(l), batches - i);
                     OK(ddp_loader_next(l, &b));
@@ -245,7 +252,8 @@ static void test_places(void **state) {
         OK(ddp_loader_save(l, &saved));
         for (int step = 0; step < 400; step++) {
             uint32_t what = (random = random * 1664525 + 1013904223) >> 28;
-            int64_t to = (int64_t)((random >> 8) % 14), length = ddp_sampler_length(&s), batches = (length + 3) / 4;
+            int64_t to = (int64_t)((random >> 8) % 14), length = ddp_sampler_length(&s),
+                    batches = (length + 3) / 4;
             if (what < 9) {
                 OK(ddp_loader_next(l, &b));
                 check_batch(&b, &s, 4);
@@ -253,7 +261,10 @@ static void test_places(void **state) {
                 OK(ddp_loader_set_epoch(l, (uint64_t)to));
                 ddp_sampler_set_epoch(&s, (uint64_t)to);
             } else if (what < 12) {
-                if (to > batches) { says(ddp_loader_seek(l, to), DDP_ERR_INVALID, "ddp_loader_seek: batch="); continue; }
+                if (to > batches) {
+                    says(ddp_loader_seek(l, to), DDP_ERR_INVALID, "ddp_loader_seek: batch=");
+                    continue;
+                }
                 OK(ddp_loader_seek(l, to));
                 OK(ddp_sampler_seek(&s, to * 4 < length ? to * 4 : length));
             } else if (what < 14) {
@@ -300,7 +311,8 @@ enum { CONTEXT = 4, GLOBAL = 8, WINDOW = CONTEXT + 1 };
 
 /* The global batches [from, to) of an epoch from W loaders, appended to out; state: the start, then the
    end. */
-static int global_batches(const source *tokens, int world_size, int from, int to, ddp_sampler_state *state, int32_t *out) {
+static int global_batches(const source *tokens, int world_size, int from, int to, ddp_sampler_state *state,
+                          int32_t *out) {
     ddp_loader *l[4];
     int count = 0;
     for (int rank = 0; rank < world_size; rank++) {
@@ -385,7 +397,8 @@ static void test_failures(void **state) {
             OK(ddp_loader_next(l, &b));
             check_batch(&b, &s, 40);
             for (int time = 0; time < 2; time++) {
-                says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT, silent ? "sample 60: DDP_ERR_CORRUPT" : "sample 60: the disk says no to 1");
+                says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT,
+                     silent ? "sample 60: DDP_ERR_CORRUPT" : "sample 60: the disk says no to 1");
                 assert_true(strstr(ddp_last_error(), "sample 60") == ddp_last_error());
                 assert_int_equal(b.count, 0);
                 assert_int_equal(ddp_loader_length(l), 2);
@@ -394,7 +407,8 @@ static void test_failures(void **state) {
             if (d.fail_count[0]) says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT, "sample 79: ");
             OK(ddp_loader_next(l, &b));
             check_batch(&b, &s, 40);
-            says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT, silent ? "sample 80: DDP_ERR_CORRUPT" : "sample 80: the disk says no to 2");
+            says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT,
+                 silent ? "sample 80: DDP_ERR_CORRUPT" : "sample 80: the disk says no to 2");
             OK(ddp_loader_next(l, &b));
             check_batch(&b, &s, 40);
             OK(ddp_loader_next(l, &b));
@@ -407,7 +421,9 @@ static void test_failures(void **state) {
 /* Two workers fetch two pieces of one batch. The earlier sample fails first, the later one second. The error
    names the earlier one. */
 enum { EARLY = 3, LATE = 100 };
-typedef struct race { int late_began, early_over; } race;
+typedef struct race {
+    int late_began, early_over;
+} race;
 
 static ddp_result race_fetch(void *user, int64_t index, void *const *fields) {
     race *r = (race *)user;
@@ -441,7 +457,10 @@ static void test_first_failure_is_named(void **state) {
 }
 
 /* An allocator that counts, and runs out of memory. */
-typedef struct memory { pthread_mutex_t lock; int live, calls, room; } memory;
+typedef struct memory {
+    pthread_mutex_t lock;
+    int live, calls, room;
+} memory;
 
 static void *memory_alloc(size_t size_bytes, void *user) {
     memory *m = (memory *)user;
@@ -480,7 +499,7 @@ static void memory_init(memory *m, ddp_loader_desc *desc, int room) {
 
 /* A fetch that blocks is named. The loader waits again, seeks elsewhere, and is destroyed without it. */
 static void test_blocked(void **state) {
-    static data d;   /* outlive the loader */
+    static data d; /* outlive the loader */
     static memory m;
     (void)state;
     for (int workers = 1; workers <= 3; workers++)
@@ -498,10 +517,13 @@ static void test_blocked(void **state) {
             OK(ddp_loader_create(&l, &desc));
             data_blocks(&d, 13);
             /* A slow machine. */
-            for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;) assert_int_equal(result, DDP_ERR_TIMEOUT);
+            for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;)
+                assert_int_equal(result, DDP_ERR_TIMEOUT);
             check_batch(&b, &s, 10);
             data_await_blocked(&d);
-            for (int time = 0; time < 2; time++) says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT, "sample 13: timed out after 100 ms: fetch has not returned");
+            for (int time = 0; time < 2; time++)
+                says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT,
+                     "sample 13: timed out after 100 ms: fetch has not returned");
             if (elsewhere) {
                 OK(ddp_loader_seek(l, 3));
                 OK(ddp_sampler_seek(&s, 30));
@@ -509,7 +531,8 @@ static void test_blocked(void **state) {
             }
             data_blocks(&d, -1);
             for (int i = elsewhere ? 3 : 1; i < 6; i++) {
-                for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;) assert_int_equal(result, DDP_ERR_TIMEOUT);
+                for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;)
+                    assert_int_equal(result, DDP_ERR_TIMEOUT);
                 check_batch(&b, &s, 10);
             }
             OK(ddp_loader_next(l, &b));
@@ -568,10 +591,13 @@ static void test_memory(void **state) {
         check_threads(threads + 3);
         for (uint64_t epoch = 0; epoch < 4; epoch++) {
             OK(ddp_loader_set_epoch(l, epoch));
-            do OK(ddp_loader_next(l, &b)); while (b.count);
+            do OK(ddp_loader_next(l, &b));
+            while (b.count);
 #if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-            if (epoch == 0) before = mallinfo2().uordblks + mallinfo2().hblkhd;
-            else assert_int_equal(mallinfo2().uordblks + mallinfo2().hblkhd, before);
+            if (epoch == 0)
+                before = mallinfo2().uordblks + mallinfo2().hblkhd;
+            else
+                assert_int_equal(mallinfo2().uordblks + mallinfo2().hblkhd, before);
 #endif
         }
         (void)before;
@@ -595,7 +621,10 @@ static ddp_result pinned_alloc(ddp_group *group, size_t size_bytes, void **out) 
     pinned_live++;
     return *out ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
-static void pinned_free(void *at) { free(at); pinned_live--; }
+static void pinned_free(void *at) {
+    free(at);
+    pinned_live--;
+}
 
 static void test_pinned(void **state) {
     ddp_device device = *ddp_device_cpu();
@@ -645,8 +674,15 @@ static void test_refused(void **state) {
     (void)state;
     data_init(&set);
     good = desc_of(&set, 10, 2, 1);
-#define REFUSED(change, words) do { d = good; memcpy(t, data_fields, sizeof t); d.fields = t; change; says(ddp_loader_create(&l, &d), DDP_ERR_INVALID, words); \
-                                    assert_null(l); } while (0)
+#define REFUSED(change, words)                                   \
+    do {                                                         \
+        d = good;                                                \
+        memcpy(t, data_fields, sizeof t);                        \
+        d.fields = t;                                            \
+        change;                                                  \
+        says(ddp_loader_create(&l, &d), DDP_ERR_INVALID, words); \
+        assert_null(l);                                          \
+    } while (0)
     REFUSED(d.fetch = NULL, "ddp_loader_create: fetch is NULL");
     REFUSED(d.sampler.dataset_size = 0, "sampler.dataset_size=0; use 1 or more");
     REFUSED(d.sampler.dataset_size = -3, "sampler.dataset_size=-3");
@@ -664,7 +700,8 @@ static void test_refused(void **state) {
     REFUSED(t[0].ndim = -1, "fields[0].ndim=-1");
     REFUSED(t[1].shape[0] = 0, "fields[1].shape has an entry below 1");
     REFUSED(t[1].shape[0] = -2, "fields[1].shape has an entry below 1");
-    REFUSED(t[1].ndim = 2; t[1].shape[0] = t[1].shape[1] = INT64_C(1) << 40, "fields[1].shape has an entry below 1, or its product overflows");
+    REFUSED(t[1].ndim = 2; t[1].shape[0] = t[1].shape[1] = INT64_C(1) << 40,
+                           "fields[1].shape has an entry below 1, or its product overflows");
     REFUSED(t[1].shape[0] = INT64_C(1) << 60, "fields[1] do not fit in memory");
     REFUSED(d.worker_count = -2, "worker_count=-2; use -1 to 64");
     REFUSED(d.worker_count = 65, "worker_count=65");
@@ -698,10 +735,11 @@ static int remove_folder(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_order), cmocka_unit_test(test_most_fields),
-        cmocka_unit_test(test_hold), cmocka_unit_test(test_places), cmocka_unit_test(test_tokens),
-        cmocka_unit_test(test_first_failure_is_named),
-        cmocka_unit_test(test_failures), cmocka_unit_test(test_blocked), cmocka_unit_test(test_memory), cmocka_unit_test(test_pinned),
+        cmocka_unit_test(test_order),    cmocka_unit_test(test_most_fields),
+        cmocka_unit_test(test_hold),     cmocka_unit_test(test_places),
+        cmocka_unit_test(test_tokens),   cmocka_unit_test(test_first_failure_is_named),
+        cmocka_unit_test(test_failures), cmocka_unit_test(test_blocked),
+        cmocka_unit_test(test_memory),   cmocka_unit_test(test_pinned),
         cmocka_unit_test(test_refused)};
     data_fields[0].dtype = DDP_I64;
     data_fields[1].dtype = DDP_F32;

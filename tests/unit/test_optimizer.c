@@ -12,9 +12,15 @@
 enum { STEPS = 6, TENSORS = 6, COUNT_MAX = 6000 };
 
 /* Tensors of a model: 3 is another use of 2, 5 has rows of more than one piece. */
-static const struct { const char *name; ddp_dtype dtype; int ndim; int64_t shape[2]; } shapes[TENSORS] = {
-    {"matrix", DDP_F32, 2, {7, 13}}, {"bias", DDP_F32, 1, {5, 0}}, {"tied", DDP_F64, 2, {2, 9}}, {"use", DDP_F64, 2, {2, 9}},
-    {"gain", DDP_F64, 1, {11, 0}}, {"wide", DDP_F32, 2, {1, 5003}}};
+static const struct {
+    const char *name;
+    ddp_dtype dtype;
+    int ndim;
+    int64_t shape[2];
+} shapes[TENSORS] = {
+    {"matrix", DDP_F32, 2, {7, 13}}, {"bias", DDP_F32, 1, {5, 0}},  {"tied", DDP_F64, 2, {2, 9}},
+    {"use", DDP_F64, 2, {2, 9}},     {"gain", DDP_F64, 1, {11, 0}}, {"wide", DDP_F32, 2, {1, 5003}},
+};
 
 typedef struct model {
     ddp_param params[TENSORS];
@@ -22,17 +28,22 @@ typedef struct model {
 } model;
 
 static double number(int tensor, int64_t i, int step) {
-    uint64_t x = (uint64_t)(tensor * 100 + step) * UINT64_C(0x9e3779b97f4a7c15) + (uint64_t)i * UINT64_C(0xbf58476d1ce4e5b9) + 1;
+    uint64_t x = (uint64_t)(tensor * 100 + step) * UINT64_C(0x9e3779b97f4a7c15)
+                 + (uint64_t)i * UINT64_C(0xbf58476d1ce4e5b9) + 1;
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
     return (double)(float)((double)(int64_t)(x ^ x >> 31) * 0x1p-63 * (step ? 0.1 : 1.0));
 }
 
 static void put(void *at, ddp_dtype dtype, int64_t i, double x) {
-    if (dtype == DDP_F32) ((float *)at)[i] = (float)x;
-    else ((double *)at)[i] = x;
+    if (dtype == DDP_F32)
+        ((float *)at)[i] = (float)x;
+    else
+        ((double *)at)[i] = x;
 }
-static double get(const void *at, ddp_dtype dtype, int64_t i) { return dtype == DDP_F32 ? (double)((const float *)at)[i] : ((const double *)at)[i]; }
+static double get(const void *at, ddp_dtype dtype, int64_t i) {
+    return dtype == DDP_F32 ? (double)((const float *)at)[i] : ((const double *)at)[i];
+}
 
 static int64_t columns_of(int t) { return shapes[t].ndim == 2 ? shapes[t].shape[1] : 1; }
 
@@ -41,7 +52,8 @@ static void model_open(model *m, int rank, int world_size) {
     memset(m, 0, sizeof *m);
     for (int t = 0; t < TENSORS; t++) {
         ddp_param *p = &m->params[t];
-        int64_t share = (shapes[t].shape[0] + world_size - 1) / world_size, first = share * rank, rows = shapes[t].shape[0] - first;
+        int64_t share = (shapes[t].shape[0] + world_size - 1) / world_size, first = share * rank,
+                rows = shapes[t].shape[0] - first;
         if (rows > share) rows = share;
         if (rows < 0) rows = 0;
         p->name = shapes[t].name;
@@ -52,14 +64,16 @@ static void model_open(model *m, int rank, int world_size) {
         p->value.data = rows ? m->value[t == 3 ? 2 : t] : NULL;
         p->grad = p->value;
         p->grad.data = rows ? m->grad[t] : NULL;
-        for (int64_t i = 0; i < rows * columns_of(t); i++) put(m->value[t], shapes[t].dtype, i, number(t, first * columns_of(t) + i, 0));
+        for (int64_t i = 0; i < rows * columns_of(t); i++)
+            put(m->value[t], shapes[t].dtype, i, number(t, first * columns_of(t) + i, 0));
     }
 }
 
 static void model_gradients(model *m, int rank, int world_size, int step) {
     for (int t = 0; t < TENSORS; t++) {
         int64_t first = (shapes[t].shape[0] + world_size - 1) / world_size * rank * columns_of(t);
-        for (int64_t i = 0; i < ddp_tensor_count(&m->params[t].value); i++) put(m->grad[t], shapes[t].dtype, i, number(t, first + i, step));
+        for (int64_t i = 0; i < ddp_tensor_count(&m->params[t].value); i++)
+            put(m->grad[t], shapes[t].dtype, i, number(t, first + i, step));
     }
 }
 
@@ -93,27 +107,68 @@ static ddp_optimizer_desc option(ddp_optimizer_kind kind) {
     return d;
 }
 
-static int is_adam(const ddp_optimizer_desc *d) { return d->kind == DDP_OPTIMIZER_ADAMW || d->kind == DDP_OPTIMIZER_LAMB; }
-static int has_trust(const ddp_optimizer_desc *d) { return d->kind == DDP_OPTIMIZER_LAMB || d->kind == DDP_OPTIMIZER_LARS; }
+static int is_adam(const ddp_optimizer_desc *d) {
+    return d->kind == DDP_OPTIMIZER_ADAMW || d->kind == DDP_OPTIMIZER_LAMB;
+}
+static int has_trust(const ddp_optimizer_desc *d) {
+    return d->kind == DDP_OPTIMIZER_LAMB || d->kind == DDP_OPTIMIZER_LARS;
+}
 
 enum { OPTIONS = 15 };
 static ddp_optimizer_desc options_at(int i) {
-    static const ddp_optimizer_kind kinds[OPTIONS] = {DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_SGD, DDP_OPTIMIZER_SGD,
-        DDP_OPTIMIZER_SGD, DDP_OPTIMIZER_SGD, DDP_OPTIMIZER_SGD, DDP_OPTIMIZER_LAMB, DDP_OPTIMIZER_LAMB, DDP_OPTIMIZER_LAMB, DDP_OPTIMIZER_LARS,
-        DDP_OPTIMIZER_LARS, DDP_OPTIMIZER_LARS, DDP_OPTIMIZER_LARS};
+    static const ddp_optimizer_kind kinds[OPTIONS] = {
+        DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_SGD,
+        DDP_OPTIMIZER_SGD,   DDP_OPTIMIZER_SGD,   DDP_OPTIMIZER_SGD,   DDP_OPTIMIZER_SGD,
+        DDP_OPTIMIZER_LAMB,  DDP_OPTIMIZER_LAMB,  DDP_OPTIMIZER_LAMB,  DDP_OPTIMIZER_LARS,
+        DDP_OPTIMIZER_LARS,  DDP_OPTIMIZER_LARS,  DDP_OPTIMIZER_LARS};
     ddp_optimizer_desc d = option(kinds[i]);
     switch (i) {
-    case 1: d.beta1 = 0.8f; d.beta2 = 0.95f; d.eps = 1e-3f; d.weight_decay = 0.1f; break;
-    case 2: d.beta1 = -1; d.weight_decay = 0.1f; d.decay_matrices_only = 1; break;
+    case 1:
+        d.beta1 = 0.8f;
+        d.beta2 = 0.95f;
+        d.eps = 1e-3f;
+        d.weight_decay = 0.1f;
+        break;
+    case 2:
+        d.beta1 = -1;
+        d.weight_decay = 0.1f;
+        d.decay_matrices_only = 1;
+        break;
     case 4: d.weight_decay = 0.1f; break;
     case 5: d.momentum = 0.9f; break;
-    case 6: d.momentum = 0.9f; d.dampening = 0.3f; d.weight_decay = 0.1f; d.decay_matrices_only = 1; break;
-    case 7: d.momentum = 0.8f; d.nesterov = 1; d.weight_decay = 0.01f; break;
-    case 9: d.weight_decay = 0.1f; d.trust_coefficient = 0.5f; d.eps = 1e-2f; break;
-    case 10: d.weight_decay = 0.1f; d.decay_matrices_only = 1; break;
-    case 12: d.weight_decay = 0.1f; d.trust_coefficient = 0.02f; break;
-    case 13: d.weight_decay = 0.1f; d.momentum = 0.5f; d.decay_matrices_only = 1; break;
-    case 14: d.momentum = -1; d.weight_decay = 0.1f; break;
+    case 6:
+        d.momentum = 0.9f;
+        d.dampening = 0.3f;
+        d.weight_decay = 0.1f;
+        d.decay_matrices_only = 1;
+        break;
+    case 7:
+        d.momentum = 0.8f;
+        d.nesterov = 1;
+        d.weight_decay = 0.01f;
+        break;
+    case 9:
+        d.weight_decay = 0.1f;
+        d.trust_coefficient = 0.5f;
+        d.eps = 1e-2f;
+        break;
+    case 10:
+        d.weight_decay = 0.1f;
+        d.decay_matrices_only = 1;
+        break;
+    case 12:
+        d.weight_decay = 0.1f;
+        d.trust_coefficient = 0.02f;
+        break;
+    case 13:
+        d.weight_decay = 0.1f;
+        d.momentum = 0.5f;
+        d.decay_matrices_only = 1;
+        break;
+    case 14:
+        d.momentum = -1;
+        d.weight_decay = 0.1f;
+        break;
     default: break;
     }
     return d;
@@ -130,23 +185,29 @@ static double length_of(const double *x, int64_t count) {
 }
 
 /* One step of a tensor; each kind as its paper or PyTorch writes it, line by line. */
-static void plain_step(const ddp_optimizer_desc *d, int t, double *w, double *m, double *v, double *g, int64_t count, int step, double lr) {
+static void plain_step(const ddp_optimizer_desc *d, int t, double *w, double *m, double *v, double *g,
+                       int64_t count, int step, double lr) {
     int matrix = shapes[t].ndim > 1 || !d->decay_matrices_only;
-    double b1 = or_default(d->beta1, (double)0.9f), b2 = or_default(d->beta2, (double)0.999f), decay = matrix ? (double)d->weight_decay : 0;
-    double eps = or_default(d->eps, d->kind == DDP_OPTIMIZER_LAMB ? 1e-6 : 1e-8), mu = (double)d->momentum, ratio = 1;
+    double b1 = or_default(d->beta1, (double)0.9f), b2 = or_default(d->beta2, (double)0.999f),
+           decay = matrix ? (double)d->weight_decay : 0;
+    double eps = or_default(d->eps, d->kind == DDP_OPTIMIZER_LAMB ? 1e-6 : 1e-8), mu = (double)d->momentum,
+           ratio = 1;
     if (is_adam(d)) {
         for (int64_t i = 0; i < count; i++) {
             m[i] = b1 * m[i] + (1 - b1) * g[i];
             v[i] = b2 * v[i] + (1 - b2) * g[i] * g[i];
             g[i] = m[i] / (1 - pow(b1, step)) / (sqrt(v[i] / (1 - pow(b2, step))) + eps) + decay * w[i];
         }
-        if (d->kind == DDP_OPTIMIZER_LAMB && matrix) ratio = or_default(d->trust_coefficient, 1) * length_of(w, count) / length_of(g, count);
+        if (d->kind == DDP_OPTIMIZER_LAMB && matrix)
+            ratio = or_default(d->trust_coefficient, 1) * length_of(w, count) / length_of(g, count);
         for (int64_t i = 0; i < count; i++) w[i] -= lr * ratio * g[i];
         return;
     }
     if (d->kind == DDP_OPTIMIZER_LARS) {
         mu = or_default(d->momentum, (double)0.9f);
-        if (matrix) ratio = or_default(d->trust_coefficient, (double)0.001f) * length_of(w, count) / (length_of(g, count) + decay * length_of(w, count));
+        if (matrix)
+            ratio = or_default(d->trust_coefficient, (double)0.001f) * length_of(w, count)
+                    / (length_of(g, count) + decay * length_of(w, count));
         for (int64_t i = 0; i < count; i++) {
             m[i] = mu * m[i] + lr * ratio * (g[i] + decay * w[i]);
             w[i] -= m[i];
@@ -186,11 +247,13 @@ static void every_kind_and_option_follows_its_formula(void **state) {
                 int64_t count = ddp_tensor_count(&m.params[t].value);
                 double close = shapes[t].dtype == DDP_F32 ? 3e-6 : 1e-14;
                 if (t == 3) continue;
-                for (int64_t i = 0; i < count; i++) g[i] = number(t, i, step) + (t == 2 ? number(3, i, step) : 0);
+                for (int64_t i = 0; i < count; i++)
+                    g[i] = number(t, i, step) + (t == 2 ? number(3, i, step) : 0);
                 plain_step(&d, t, w[t], first[t], second[t], g, count, step, (double)lr_of(step));
                 for (int64_t i = 0; i < count; i++)
                     if (!(fabs(get(m.value[t], shapes[t].dtype, i) - w[t][i]) <= close * (1 + fabs(w[t][i]))))
-                        fail_msg("options %d step %d %s[%d]: %.17g, and it is %.17g", k, step, shapes[t].name, (int)i, get(m.value[t], shapes[t].dtype, i), w[t][i]);
+                        fail_msg("options %d step %d %s[%d]: %.17g, and it is %.17g", k, step, shapes[t].name,
+                                 (int)i, get(m.value[t], shapes[t].dtype, i), w[t][i]);
             }
         }
         assert_int_equal(ddp_optimizer_get_step(optimizer), STEPS);
@@ -267,7 +330,10 @@ static void lars_ignores_nesterov(void **state) {
 /* One piece of memory with all values and state, tensor by tensor, in which ranks store their rows. */
 static unsigned char results[2][3][TENSORS][COUNT_MAX * 8];
 
-typedef struct sharded { ddp_optimizer_desc desc; int to; } sharded;
+typedef struct sharded {
+    ddp_optimizer_desc desc;
+    int to;
+} sharded;
 
 static ddp_result train_shard(ddp_group *world, void *user) {
     const sharded *s = (const sharded *)user;
@@ -286,12 +352,15 @@ static ddp_result train_shard(ddp_group *world, void *user) {
         result = ddp_optimizer_step(optimizer, lr_of(step));
     }
     for (int t = 0; t < TENSORS && result == DDP_OK; t++) {
-        size_t size = ddp_dtype_size(shapes[t].dtype), bytes = (size_t)ddp_tensor_count(&m->params[t].value) * size;
-        size_t first = (size_t)((shapes[t].shape[0] + world_size - 1) / world_size * rank * columns_of(t)) * size;
+        size_t size = ddp_dtype_size(shapes[t].dtype),
+               bytes = (size_t)ddp_tensor_count(&m->params[t].value) * size;
+        size_t first = (size_t)((shapes[t].shape[0] + world_size - 1) / world_size * rank * columns_of(t))
+                       * size;
         ddp_tensor tensor;
         if (bytes) memcpy(results[s->to][0][t] + first, m->params[t].value.data, bytes);
         for (int which = 0; which < 2 && bytes; which++)
-            if (ddp_optimizer_get_state(optimizer, t, which, NULL, &tensor) == DDP_OK) memcpy(results[s->to][1 + which][t] + first, tensor.data, bytes);
+            if (ddp_optimizer_get_state(optimizer, t, which, NULL, &tensor) == DDP_OK)
+                memcpy(results[s->to][1 + which][t] + first, tensor.data, bytes);
     }
     ddp_optimizer_destroy(optimizer);
     free(m);
@@ -309,8 +378,10 @@ static void bits_do_not_depend_on_the_sharding(void **state) {
             s.to = world_size > 0;
             launch.mode = DDP_LAUNCH_THREADS;
             launch.world_size = world_size ? world_size : 1;
-            if (!s.to || world_size == 1 || has_trust(&s.desc) || k % 3 == world_size % 3) expect_ok(ddp_launch(&launch, train_shard, &s));
-            if (s.to && memcmp(results[0], results[1], sizeof results[0]) != 0) fail_msg("options %d: %d ranks have other bits", k, world_size);
+            if (!s.to || world_size == 1 || has_trust(&s.desc) || k % 3 == world_size % 3)
+                expect_ok(ddp_launch(&launch, train_shard, &s));
+            if (s.to && memcmp(results[0], results[1], sizeof results[0]) != 0)
+                fail_msg("options %d: %d ranks have other bits", k, world_size);
         }
     }
 }
@@ -369,11 +440,16 @@ static void *count_alloc(size_t size_bytes, void *user) {
     allocated += size_bytes;
     return *(int *)user ? NULL : calloc(1, size_bytes);
 }
-static void count_free(void *memory, void *user) { (void)user; frees++; free(memory); }
+static void count_free(void *memory, void *user) {
+    (void)user;
+    frees++;
+    free(memory);
+}
 
 static void state_comes_from_the_users_allocator(void **state) {
     static model m;
-    static const size_t wanted[4] = {2 * (384 + 64 + 192 + 128 + 20032), 384 + 64 + 192 + 128 + 20032, 2 * (384 + 64 + 192 + 128 + 20032), 384 + 64 + 192 + 128 + 20032};
+    static const size_t wanted[4] = {2 * (384 + 64 + 192 + 128 + 20032), 384 + 64 + 192 + 128 + 20032,
+                                     2 * (384 + 64 + 192 + 128 + 20032), 384 + 64 + 192 + 128 + 20032};
     ddp_group *group = alone(NULL);
     int refuse = 0;
     (void)state;
@@ -398,7 +474,8 @@ static void state_comes_from_the_users_allocator(void **state) {
         assert_int_equal(allocations, 1);
         assert_int_equal(frees, 1);
         refuse = 1;
-        expect_bad(ddp_optimizer_create(&optimizer, group, &d), DDP_ERR_NO_MEMORY, "could not be allocated by state_alloc_fn");
+        expect_bad(ddp_optimizer_create(&optimizer, group, &d), DDP_ERR_NO_MEMORY,
+                   "could not be allocated by state_alloc_fn");
         assert_null(optimizer);
         refuse = 0;
     }
@@ -410,25 +487,39 @@ static void state_comes_from_the_users_allocator(void **state) {
 static int updates;
 static void device_update(const ddp_update *u) {
     updates++;
-    if (u->dtype == DDP_F32) inner.update_f32(u);
-    else inner.update_f64(u);
+    if (u->dtype == DDP_F32)
+        inner.update_f32(u);
+    else
+        inner.update_f64(u);
 }
-static void device_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) { ddp_device_cpu()->scale(data, count, dtype, *factor); }
-static void device_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) { (void)sum; (void)limit; (void)factor; (void)norm; }
-static void device_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+static void device_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
+    ddp_device_cpu()->scale(data, count, dtype, *factor);
+}
+static void device_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
+    (void)sum;
+    (void)limit;
+    (void)factor;
+    (void)norm;
+}
+static void device_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay,
+                         double *out) {
     for (size_t i = 0; i < count; i++) {
-        double value = sqrt(ddp_exact_sum_value(&sums[2 * i])), grad = sqrt(ddp_exact_sum_value(&sums[2 * i + 1]));
+        double value = sqrt(ddp_exact_sum_value(&sums[2 * i])),
+               grad = sqrt(ddp_exact_sum_value(&sums[2 * i + 1]));
         if (decay > 0) grad += decay * value;
         out[i] = lr * (value == 0 || grad == 0 ? 1 : c * value / grad);
     }
 }
-static ddp_optimizer_kernels device_kernels = {DDP_VERSION, device_update, device_scale, device_clip, device_trust};
+static ddp_optimizer_kernels device_kernels = {DDP_VERSION, device_update, device_scale, device_clip,
+                                               device_trust};
 
 /* A device without a table, whose memory the host cannot read, or with the table of another version. */
 static void kernels_of_a_device_are_checked(void **state) {
     static const char *const texts[2] = {
-        "rank 0/1 ddp_optimizer_create group=world: device test has no kernels for ddp_fsdp.h; put ddp_fsdp.h into the folder of ddp_cuda.cuh",
-        "rank 0/1 ddp_optimizer_create group=world: device test has kernels for version 1 of ddp_fsdp.h, but that header has version"};
+        "rank 0/1 ddp_optimizer_create group=world: device test has no kernels for ddp_fsdp.h; put "
+        "ddp_fsdp.h into the folder of ddp_cuda.cuh",
+        "rank 0/1 ddp_optimizer_create group=world: device test has kernels for version 1 of ddp_fsdp.h, but "
+        "that header has version"};
     static model m;
     ddp_optimizer_kernels other = device_kernels;
     (void)state;
@@ -515,13 +606,15 @@ static void scaled_gradients_are_the_products(void **state) {
                 model_gradients(&other, 0, 1, step);
                 for (int i = 0; i < TENSORS; i++) {
                     const ddp_tensor *value = &other.params[i].value;
-                    ddp_device_cpu()->scale(other.params[i].grad.data, (size_t)ddp_tensor_count(value), value->dtype, scale);
+                    ddp_device_cpu()->scale(other.params[i].grad.data, (size_t)ddp_tensor_count(value),
+                                            value->dtype, scale);
                 }
                 expect_ok(ddp_optimizer_step_scaled(a, 0.1f, scale));
                 expect_ok(ddp_optimizer_step(b, 0.1f));
                 assert_memory_equal(m.value, other.value, sizeof m.value);
             }
-            expect_bad(ddp_optimizer_step_scaled(a, 0.1f, 0), DDP_ERR_INVALID, "grad_scale=0; use a positive number");
+            expect_bad(ddp_optimizer_step_scaled(a, 0.1f, 0), DDP_ERR_INVALID,
+                       "grad_scale=0; use a positive number");
             expect_bad(ddp_optimizer_step_scaled(a, 0.1f, NAN), DDP_ERR_INVALID, "grad_scale=");
             expect_bad(ddp_optimizer_step_scaled(a, 0.1f, INFINITY), DDP_ERR_INVALID, "grad_scale=inf");
             assert_memory_equal(m.value, other.value, sizeof m.value);
@@ -544,15 +637,15 @@ static void bad_optimizers_are_told_what_is_wrong(void **state) {
     model_open(&m, 0, 1);
     good.params = m.params;
     good.param_count = TENSORS;
-#define BAD(kind_, change, text)                                                                        \
-    do {                                                                                                \
-        ddp_optimizer_desc d = good;                                                                    \
-        d.kind = kind_;                                                                                 \
-        change;                                                                                         \
+#define BAD(kind_, change, text)                                                                          \
+    do {                                                                                                  \
+        ddp_optimizer_desc d = good;                                                                      \
+        d.kind = kind_;                                                                                   \
+        change;                                                                                           \
         expect_bad(ddp_optimizer_create(&optimizer, group, &d), DDP_ERR_INVALID, "ddp_optimizer_create"); \
-        expect_bad(DDP_ERR_INVALID, DDP_ERR_INVALID, text);                                             \
-        assert_null(optimizer);                                                                         \
-        model_open(&m, 0, 1);                                                                           \
+        expect_bad(DDP_ERR_INVALID, DDP_ERR_INVALID, text);                                               \
+        assert_null(optimizer);                                                                           \
+        model_open(&m, 0, 1);                                                                             \
     } while (0)
     BAD((ddp_optimizer_kind)4, (void)0, "kind=4");
     BAD(DDP_OPTIMIZER_ADAMW, d.beta1 = 1, "beta1=1");
@@ -561,20 +654,26 @@ static void bad_optimizers_are_told_what_is_wrong(void **state) {
     BAD(DDP_OPTIMIZER_ADAMW, d.eps = (float)INFINITY, "eps=inf");
     BAD(DDP_OPTIMIZER_SGD, d.momentum = (float)NAN, "momentum=");
     BAD(DDP_OPTIMIZER_LARS, d.dampening = -2, "dampening=-2");
-    BAD(DDP_OPTIMIZER_SGD, d.nesterov = 1, "nesterov=1 with momentum=0 and dampening=0; use a positive momentum and dampening 0");
+    BAD(DDP_OPTIMIZER_SGD, d.nesterov = 1,
+        "nesterov=1 with momentum=0 and dampening=0; use a positive momentum and dampening 0");
     BAD(DDP_OPTIMIZER_SGD, d.nesterov = 1; d.momentum = 0.9f; d.dampening = 0.1f, "nesterov");
     BAD(DDP_OPTIMIZER_LARS, d.trust_coefficient = -1, "trust_coefficient=-1");
     BAD(DDP_OPTIMIZER_ADAMW, d.weight_decay = -1, "weight_decay=-1");
     BAD(DDP_OPTIMIZER_ADAMW, d.params = NULL, "params is NULL");
     BAD(DDP_OPTIMIZER_ADAMW, d.param_count = 0, "param_count=0");
     BAD(DDP_OPTIMIZER_ADAMW, d.state_alloc_fn = count_alloc, "both state_alloc_fn and state_free_fn");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.dtype = DDP_BF16, "params[1] \"bias\": value.dtype is bf16; use f32 or f64");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.shape[0] = -1, "params[1] \"bias\": value.ndim=1 or value.shape is invalid");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.dtype = DDP_BF16,
+        "params[1] \"bias\": value.dtype is bf16; use f32 or f64");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[1].value.shape[0] = -1,
+        "params[1] \"bias\": value.ndim=1 or value.shape is invalid");
     BAD(DDP_OPTIMIZER_ADAMW, m.params[4].value.data = NULL, "params[4] \"gain\": value.data is NULL");
     BAD(DDP_OPTIMIZER_ADAMW, m.params[4].grad.data = NULL, "params[4] \"gain\": grad.data is NULL");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.dtype = DDP_F64, "params[0] \"matrix\": value is f32, but grad is f64");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.shape[0] = 3, "params[0] \"matrix\": value has 91 elements, but grad has 39");
-    BAD(DDP_OPTIMIZER_ADAMW, m.params[3].value.shape[0] = m.params[3].grad.shape[0] = 1, "params[3] \"use\" and params[2] share value.data but differ in shape");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.dtype = DDP_F64,
+        "params[0] \"matrix\": value is f32, but grad is f64");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[0].grad.shape[0] = 3,
+        "params[0] \"matrix\": value has 91 elements, but grad has 39");
+    BAD(DDP_OPTIMIZER_ADAMW, m.params[3].value.shape[0] = m.params[3].grad.shape[0] = 1,
+        "params[3] \"use\" and params[2] share value.data but differ in shape");
 #undef BAD
     expect_bad(ddp_optimizer_create(NULL, group, &good), DDP_ERR_INVALID, "out is NULL");
     expect_bad(ddp_optimizer_create(&optimizer, NULL, &good), DDP_ERR_INVALID, "group or desc is NULL");
@@ -585,8 +684,10 @@ static void bad_optimizers_are_told_what_is_wrong(void **state) {
     m.params[1].grad.data = NULL;
     expect_bad(ddp_optimizer_step(optimizer, 1), DDP_ERR_INVALID, "params[1] \"bias\": grad.data is NULL");
     assert_int_equal(ddp_optimizer_get_step(optimizer), 0);
-    expect_bad(ddp_optimizer_get_state(optimizer, TENSORS, 0, NULL, &tensor), DDP_ERR_INVALID, "param=6 with 6 parameters; use 0 to param_count - 1");
-    expect_bad(ddp_optimizer_get_state(optimizer, 0, 2, NULL, &tensor), DDP_ERR_INVALID, "which=2, but each parameter has 2 states");
+    expect_bad(ddp_optimizer_get_state(optimizer, TENSORS, 0, NULL, &tensor), DDP_ERR_INVALID,
+               "param=6 with 6 parameters; use 0 to param_count - 1");
+    expect_bad(ddp_optimizer_get_state(optimizer, 0, 2, NULL, &tensor), DDP_ERR_INVALID,
+               "which=2, but each parameter has 2 states");
     ddp_optimizer_destroy(optimizer);
     ddp_group_destroy(group);
 }
@@ -597,7 +698,9 @@ static void bad_optimizers_are_told_what_is_wrong(void **state) {
 static float learning_rate(double lr, int64_t steps, int64_t step) {
     int64_t warm = steps / 10 < 100 ? steps / 10 : 100;
     if (step <= warm) return (float)(lr * (double)step / (double)warm);
-    return (float)(lr * (0.55 + 0.45 * cos(3.14159265358979323846 * (double)(step - warm) / (double)(steps - warm))));
+    return (float)(lr
+                   * (0.55
+                      + 0.45 * cos(3.14159265358979323846 * (double)(step - warm) / (double)(steps - warm))));
 }
 
 static void the_cosine_is_that_of_train_gpt(void **state) {
@@ -614,7 +717,9 @@ static void the_cosine_is_that_of_train_gpt(void **state) {
             d.warmup_steps = lengths[l] / 10 < 100 ? lengths[l] / 10 : 100;
             for (int64_t step = 1; step <= lengths[l]; step++) {
                 float a = ddp_lr_at(&d, step), b = learning_rate(rates[r], lengths[l], step);
-                if (a != b) fail_msg("peak %g step %d of %d: %.9g, not %.9g", rates[r], (int)step, (int)lengths[l], (double)a, (double)b);
+                if (a != b)
+                    fail_msg("peak %g step %d of %d: %.9g, not %.9g", rates[r], (int)step, (int)lengths[l],
+                             (double)a, (double)b);
             }
         }
 }
@@ -631,10 +736,22 @@ static ddp_lr_desc schedule(ddp_lr_kind kind) {
 
 static void schedules_have_the_values_computed_by_hand(void **state) {
     /* Constant, cosine, linear, polynomial of power 2, WSD with 8 steps of decay. */
-    static const struct { int64_t step; float of[5]; } wanted[] = {
-        {-3, {0, 0, 0, 0, 0}}, {0, {0, 0, 0, 0, 0}}, {1, {0.25f, 0.25f, 0.25f, 0.25f, 0.25f}}, {3, {0.75f, 0.75f, 0.75f, 0.75f, 0.75f}},
-        {4, {1, 1, 1, 1, 1}}, {14, {1, 0.625f, 0.625f, 0.4375f, 1}}, {16, {1, 0, 0.55f, 0.37f, 1}}, {20, {1, 0, 0.4f, 0.28f, 0.625f}},
-        {24, {1, 0.25f, 0.25f, 0.25f, 0.25f}}, {25, {1, 0.25f, 0.25f, 0.25f, 0.25f}}, {1000000, {1, 0.25f, 0.25f, 0.25f, 0.25f}}};
+    static const struct {
+        int64_t step;
+        float of[5];
+    } wanted[] = {
+        {-3, {0, 0, 0, 0, 0}},
+        {0, {0, 0, 0, 0, 0}},
+        {1, {0.25f, 0.25f, 0.25f, 0.25f, 0.25f}},
+        {3, {0.75f, 0.75f, 0.75f, 0.75f, 0.75f}},
+        {4, {1, 1, 1, 1, 1}},
+        {14, {1, 0.625f, 0.625f, 0.4375f, 1}},
+        {16, {1, 0, 0.55f, 0.37f, 1}},
+        {20, {1, 0, 0.4f, 0.28f, 0.625f}},
+        {24, {1, 0.25f, 0.25f, 0.25f, 0.25f}},
+        {25, {1, 0.25f, 0.25f, 0.25f, 0.25f}},
+        {1000000, {1, 0.25f, 0.25f, 0.25f, 0.25f}},
+    };
     ddp_lr_desc d;
     (void)state;
     for (int kind = 0; kind < 5; kind++)
@@ -643,9 +760,13 @@ static void schedules_have_the_values_computed_by_hand(void **state) {
             d = schedule((ddp_lr_kind)kind);
             d.power = 2;
             d.decay_steps = 8;
-            if (kind == DDP_LR_COSINE && wanted[i].step == 16) want = (float)(0.25 + 0.75 * 0.5 * (1 + cos(0.6 * 3.14159265358979)));
-            if (kind == DDP_LR_COSINE && wanted[i].step == 20) want = (float)(0.25 + 0.75 * 0.5 * (1 + cos(0.8 * 3.14159265358979)));
-            if (!(fabsf(ddp_lr_at(&d, wanted[i].step) - want) <= 1e-7f)) fail_msg("kind %d step %d: %g", kind, (int)wanted[i].step, (double)ddp_lr_at(&d, wanted[i].step));
+            if (kind == DDP_LR_COSINE && wanted[i].step == 16)
+                want = (float)(0.25 + 0.75 * 0.5 * (1 + cos(0.6 * 3.14159265358979)));
+            if (kind == DDP_LR_COSINE && wanted[i].step == 20)
+                want = (float)(0.25 + 0.75 * 0.5 * (1 + cos(0.8 * 3.14159265358979)));
+            if (!(fabsf(ddp_lr_at(&d, wanted[i].step) - want) <= 1e-7f))
+                fail_msg("kind %d step %d: %g", kind, (int)wanted[i].step,
+                         (double)ddp_lr_at(&d, wanted[i].step));
         }
     d = schedule(DDP_LR_WSD); /* a tenth of 24 is 2 */
     assert_true(ddp_lr_at(&d, 22) == 1 && ddp_lr_at(&d, 23) == 0.625f && ddp_lr_at(&d, 24) == 0.25f);
@@ -653,8 +774,8 @@ static void schedules_have_the_values_computed_by_hand(void **state) {
         d = schedule(DDP_LR_WSD);
         d.warmup_steps = 0;
         d.total_steps = total;
-        for (int64_t step = 0; step <= total; step++) assert_true(ddp_lr_at(&d,
-            step) == (step < total ? 1 : 0.25f));
+        for (int64_t step = 0; step <= total; step++)
+            assert_true(ddp_lr_at(&d, step) == (step < total ? 1 : 0.25f));
     }
     d = schedule(DDP_LR_POLYNOMIAL); /* power 0 is 1 */
     assert_true(ddp_lr_at(&d, 14) == 0.625f);
@@ -738,7 +859,10 @@ static void the_scale_follows_pytorchs_rules(void **state) {
             tracker = 0;
             shrunk++;
         } else if (++tracker == 3) {
-            if (scale <= 1.7e38f) { scale *= 2; grown++; }
+            if (scale <= 1.7e38f) {
+                scale *= 2;
+                grown++;
+            }
             tracker = 0;
         }
         ddp_scaler_save(&scaler, &saved); /* saved state is equal too */
@@ -760,7 +884,8 @@ static void the_scale_follows_pytorchs_rules(void **state) {
 /* Infinities and NaNs in each dtype and place, on the CPU and on a device. The largest finite numbers do not
    count. */
 static void what_is_not_finite_is_found(void **state) {
-    static const uint64_t infinite[5] = {0, 0x7f800000u, UINT64_C(0x7ff) << 52, 0x7c00, 0x7f80}, largest[5] = {0, 0x7f7fffffu, UINT64_C(0x7fe) << 52, 0x7bff, 0x7f7f};
+    static const uint64_t infinite[5] = {0, 0x7f800000u, UINT64_C(0x7ff) << 52, 0x7c00, 0x7f80},
+                          largest[5] = {0, 0x7f7fffffu, UINT64_C(0x7fe) << 52, 0x7bff, 0x7f7f};
     ddp_device device = *ddp_device_cpu();
     ddp_group *groups[2];
     ddp_scaler_desc desc = DDP_ZERO;
@@ -794,7 +919,8 @@ static void what_is_not_finite_is_found(void **state) {
                     memcpy(data + (size_t)at * size, &bits, size);
                     expect_ok(ddp_scaler_init(&scaler, &desc));
                     expect_ok(ddp_scaler_unscale(&scaler, groups[g], tensors, 2));
-                    if (ddp_scaler_found_inf(&scaler) != (what != 0)) fail_msg("group %d %s %d at %d", g, ddp_dtype_name((ddp_dtype)dtype), what, at);
+                    if (ddp_scaler_found_inf(&scaler) != (what != 0))
+                        fail_msg("group %d %s %d at %d", g, ddp_dtype_name((ddp_dtype)dtype), what, at);
                 }
     ddp_group_destroy(groups[0]);
     ddp_group_destroy(groups[1]);
@@ -806,7 +932,9 @@ static ddp_result scale_in_a_grid(ddp_group *world, void *user) {
     ddp_scaler scaler;
     ddp_scaler_desc desc = DDP_ZERO;
     (void)user;
-    if (ddp_group_split(world, rank / 2, rank, &desc.groups[0]) != DDP_OK || ddp_group_split(world, rank % 2, rank, &desc.groups[1]) != DDP_OK) return DDP_ERR_SYSTEM;
+    if (ddp_group_split(world, rank / 2, rank, &desc.groups[0]) != DDP_OK
+        || ddp_group_split(world, rank % 2, rank, &desc.groups[1]) != DDP_OK)
+        return DDP_ERR_SYSTEM;
     desc.group_count = 2;
     if (ddp_scaler_init(&scaler, &desc) != DDP_OK) return DDP_ERR_SYSTEM;
     for (int culprit = 0; culprit < 5; culprit++) {
@@ -816,15 +944,20 @@ static ddp_result scale_in_a_grid(ddp_group *world, void *user) {
         tensor.dtype = DDP_F32;
         tensor.ndim = 1;
         tensor.shape[0] = rank == 3 && culprit != 3 ? 0 : 2; /* a rank can have no rows */
-        if (ddp_scaler_unscale(&scaler, world, &tensor, 1) != DDP_OK) return ddp_fail(DDP_ERR_SYSTEM, "%s", ddp_last_error());
+        if (ddp_scaler_unscale(&scaler, world, &tensor, 1) != DDP_OK)
+            return ddp_fail(DDP_ERR_SYSTEM, "%s", ddp_last_error());
         found[culprit] = ddp_scaler_found_inf(&scaler);
         if (ddp_scaler_update(&scaler) != DDP_OK) return DDP_ERR_SYSTEM;
     }
     ddp_group_destroy(desc.groups[0]);
     ddp_group_destroy(desc.groups[1]);
     for (int culprit = 0; culprit < 5; culprit++)
-        if (found[culprit] != (culprit < 4)) return ddp_fail(DDP_ERR_MISMATCH, "rank %d, culprit %d: found_inf=%d", rank, culprit, found[culprit]);
-    return ddp_scaler_scale(&scaler) == 4096 ? DDP_OK : ddp_fail(DDP_ERR_MISMATCH, "rank %d: scale=%g", rank, (double)ddp_scaler_scale(&scaler));
+        if (found[culprit] != (culprit < 4))
+            return ddp_fail(DDP_ERR_MISMATCH, "rank %d, culprit %d: found_inf=%d", rank, culprit,
+                            found[culprit]);
+    return ddp_scaler_scale(&scaler) == 4096
+               ? DDP_OK
+               : ddp_fail(DDP_ERR_MISMATCH, "rank %d: scale=%g", rank, (double)ddp_scaler_scale(&scaler));
 }
 
 static void what_one_rank_found_all_know(void **state) {
@@ -865,15 +998,19 @@ static void bad_scalers_are_told_what_is_wrong(void **state) {
     tensor.shape[0] = 2;
     tensor.data = data;
     expect_bad(ddp_scaler_unscale(&scaler, NULL, &tensor, 1), DDP_ERR_INVALID, "scaler or group is NULL");
-    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 1), DDP_ERR_INVALID, "gradient_count=1 is negative, or gradients is NULL");
-    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0].dtype is i32; use a floating-point dtype");
+    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 1), DDP_ERR_INVALID,
+               "gradient_count=1 is negative, or gradients is NULL");
+    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID,
+               "gradients[0].dtype is i32; use a floating-point dtype");
     tensor.dtype = DDP_F32;
     tensor.data = NULL;
     expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0].data is NULL");
     tensor.shape[0] = -2;
-    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID, "gradients[0]: ndim=1 or shape is invalid");
+    expect_bad(ddp_scaler_unscale(&scaler, group, &tensor, 1), DDP_ERR_INVALID,
+               "gradients[0]: ndim=1 or shape is invalid");
     expect_ok(ddp_scaler_unscale(&scaler, group, NULL, 0));
-    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 0), DDP_ERR_INVALID, "call ddp_scaler_update after each ddp_scaler_unscale");
+    expect_bad(ddp_scaler_unscale(&scaler, group, NULL, 0), DDP_ERR_INVALID,
+               "call ddp_scaler_update after each ddp_scaler_unscale");
     expect_ok(ddp_scaler_load(&scaler, &saved));
     assert_true(ddp_scaler_scale(&scaler) == 1024);
     saved.scale = 1e300;
@@ -890,11 +1027,13 @@ static void bad_scalers_are_told_what_is_wrong(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_kind_and_option_follows_its_formula),
-        cmocka_unit_test(zeros_have_no_trust_ratio), cmocka_unit_test(lars_ignores_nesterov),
+        cmocka_unit_test(zeros_have_no_trust_ratio),
+        cmocka_unit_test(lars_ignores_nesterov),
         cmocka_unit_test(bits_do_not_depend_on_the_sharding),
         cmocka_unit_test(a_loaded_state_goes_on_with_the_same_bits),
         cmocka_unit_test(state_comes_from_the_users_allocator),
-        cmocka_unit_test(kernels_of_a_device_are_checked), cmocka_unit_test(a_device_computes_itself),
+        cmocka_unit_test(kernels_of_a_device_are_checked),
+        cmocka_unit_test(a_device_computes_itself),
         cmocka_unit_test(scaled_gradients_are_the_products),
         cmocka_unit_test(bad_optimizers_are_told_what_is_wrong),
         cmocka_unit_test(the_cosine_is_that_of_train_gpt),

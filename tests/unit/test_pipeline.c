@@ -43,16 +43,27 @@ static void plain_begin(history *h, const pipe_model *m) {
     memcpy(h->bias[0], m->bias, sizeof m->bias);
 }
 
-static ddp_result same_gradients(ddp_group *world, const pipe_model *m, const ddp_schedule *s, const history *h, const char *what) {
+static ddp_result same_gradients(ddp_group *world, const pipe_model *m, const ddp_schedule *s,
+                                 const history *h, const char *what) {
     for (int stage = 0; stage < m->stages; stage++) {
         if (ddp_schedule_stage_rank(s, stage) != ddp_rank(world)) continue;
-        RANKS_CHECK(world, memcmp(m->params[stage][0].grad.data, h->grads[0].weight[stage], sizeof h->grads[0].weight[stage]) == 0, "%s stage %d: weight", what, stage);
-        RANKS_CHECK(world, memcmp(m->params[stage][1].grad.data, h->grads[0].bias[stage], sizeof h->grads[0].bias[stage]) == 0, "%s stage %d: bias", what, stage);
+        RANKS_CHECK(
+            world,
+            memcmp(m->params[stage][0].grad.data, h->grads[0].weight[stage], sizeof h->grads[0].weight[stage])
+                == 0,
+            "%s stage %d: weight", what, stage);
+        RANKS_CHECK(
+            world,
+            memcmp(m->params[stage][1].grad.data, h->grads[0].bias[stage], sizeof h->grads[0].bias[stage])
+                == 0,
+            "%s stage %d: bias", what, stage);
     }
     return DDP_OK;
 }
 
-typedef struct variant { int with_loss, recompute, no_divide, prefetch, placed; } variant;
+typedef struct variant {
+    int with_loss, recompute, no_divide, prefetch, placed;
+} variant;
 
 /* Three steps of a schedule, an evaluation between them, and the same in one process. */
 static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, const char *what) {
@@ -87,26 +98,33 @@ static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, co
         RANKS_CHECK(world, !m->wrong, "%s step %d: %s", what, step, m->wrong);
         RANKS_OK(world, same_gradients(world, m, s, h, what));
         RANKS_OK(world, ddp_pipeline_get_loss(pipeline, &mean, each));
-        RANKS_CHECK(world, mean == want && memcmp(each, h->losses, (size_t)count * sizeof *each) == 0, "%s step %d: loss %.17g, not %.17g", what, step, mean, want);
-        for (int stage = 0; stage < m->stages; stage++) if (ddp_schedule_stage_rank(s, stage) == ddp_rank(world)) pipe_descend(m, stage);
+        RANKS_CHECK(world, mean == want && memcmp(each, h->losses, (size_t)count * sizeof *each) == 0,
+                    "%s step %d: loss %.17g, not %.17g", what, step, mean, want);
+        for (int stage = 0; stage < m->stages; stage++)
+            if (ddp_schedule_stage_rank(s, stage) == ddp_rank(world)) pipe_descend(m, stage);
         plain_descend(h, m);
         m->steps++;
     }
-    RANKS_CHECK(world, m->recomputed == 3 * again, "%s: %d forwards ran again, not %d", what, m->recomputed, 3 * again);
+    RANKS_CHECK(world, m->recomputed == 3 * again, "%s: %d forwards ran again, not %d", what, m->recomputed,
+                3 * again);
     ddp_pipeline_destroy(pipeline);
     unwaited = inner.handles_in_use(world);
     RANKS_CHECK(world, unwaited == 0, "%s: destroy has not waited for %d messages", what, unwaited);
-    for (int stage = 0; stage < m->stages && v.placed; stage++) RANKS_CHECK(world, !m->params[stage][0].grad.data, "%s: a pointer to freed memory", what);
+    for (int stage = 0; stage < m->stages && v.placed; stage++)
+        RANKS_CHECK(world, !m->params[stage][0].grad.data, "%s: a pointer to freed memory", what);
     free(h);
     free(m);
     return DDP_OK;
 }
 
-static ddp_result make(ddp_group *world, ddp_schedule **s, ddp_schedule_kind kind, int m, int v, int interval) {
+static ddp_result make(ddp_group *world, ddp_schedule **s, ddp_schedule_kind kind, int m, int v,
+                       int interval) {
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_stage_cost costs[8];
     memset(costs, 0, sizeof costs);
-    for (int i = 0; i < 8; i++) costs[i].forward = 1 + i % 3, costs[i].input_grad = 1.5, costs[i].weight_grad = 0.5 + i % 2, costs[i].transfer = 0.1;
+    for (int i = 0; i < 8; i++)
+        costs[i].forward = 1 + i % 3, costs[i].input_grad = 1.5, costs[i].weight_grad = 0.5 + i % 2,
+        costs[i].transfer = 0.1;
     desc.kind = kind;
     desc.rank_count = ddp_world_size(world);
     desc.microbatch_count = m;
@@ -119,17 +137,32 @@ static ddp_result make(ddp_group *world, ddp_schedule **s, ddp_schedule_kind kin
 
 /* Each kind with each number of chunks up to 3, before and after lowering. */
 static ddp_result every_schedule(ddp_group *world) {
-    static const struct { ddp_schedule_kind kind; int least, most, per_rank, more; } all[] = {
-        {DDP_SCHEDULE_1F1B, 1, 1, 1, 3}, {DDP_SCHEDULE_1F1B, 1, 1, 0, 1}, {DDP_SCHEDULE_NAIVE, 1, 3, 1, 2}, {DDP_SCHEDULE_GPIPE, 1, 1, 2, 1},
-        {DDP_SCHEDULE_INTERLEAVED_1F1B, 1, 3, 2, 0}, {DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 3, 1, 2}, {DDP_SCHEDULE_LOOPED_BFS, 1, 3, 1, 3}, {DDP_SCHEDULE_ZB_H1, 1, 1, 2, 1}, {DDP_SCHEDULE_ZB_H2, 1, 1, 3, 1},
-        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 1, 3, 3, 0}, {DDP_SCHEDULE_ZB_V, 2, 2, 2, 3}, {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 2, 3}, {DDP_SCHEDULE_AUTO, 1, 1, 2, 3}};
+    static const struct {
+        ddp_schedule_kind kind;
+        int least, most, per_rank, more;
+    } all[] = {
+        {DDP_SCHEDULE_1F1B, 1, 1, 1, 3},
+        {DDP_SCHEDULE_1F1B, 1, 1, 0, 1},
+        {DDP_SCHEDULE_NAIVE, 1, 3, 1, 2},
+        {DDP_SCHEDULE_GPIPE, 1, 1, 2, 1},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 1, 3, 2, 0},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 3, 1, 2},
+        {DDP_SCHEDULE_LOOPED_BFS, 1, 3, 1, 3},
+        {DDP_SCHEDULE_ZB_H1, 1, 1, 2, 1},
+        {DDP_SCHEDULE_ZB_H2, 1, 1, 3, 1},
+        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 1, 3, 3, 0},
+        {DDP_SCHEDULE_ZB_V, 2, 2, 2, 3},
+        {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 2, 3},
+        {DDP_SCHEDULE_AUTO, 1, 1, 2, 3},
+    };
     int n = 0;
     for (int k = 0; k < (int)(sizeof all / sizeof all[0]); k++)
         for (int chunks = all[k].least; chunks <= all[k].most; chunks++, n++) {
             ddp_schedule *s, *low;
             char what[80];
             snprintf(what, sizeof what, "%s, %d chunks", ddp_schedule_kind_name(all[k].kind), chunks);
-            RANKS_OK(world, make(world, &s, all[k].kind, all[k].per_rank * ddp_world_size(world) + all[k].more, chunks, 0));
+            RANKS_OK(world, make(world, &s, all[k].kind,
+                                 all[k].per_rank * ddp_world_size(world) + all[k].more, chunks, 0));
             RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
             for (int lowered = 0; lowered < 2; lowered++) {
                 /* sanitizers check memory and threads: one of the two is enough */
@@ -147,7 +180,8 @@ static ddp_result every_schedule(ddp_group *world) {
 /* Micro-batches in custom orders, different for sending and receiving, with more messages than fit between
    two ranks. */
 static ddp_result own_order(ddp_group *world) {
-    static const char csv[] = "0F0,0F3,0F1,0F5,0F4,0F2,0F6,0B6,0B0,0B1,0B5,0B3,0B2,0B4\n1F2,1F0,1F6,1F1,1B6,1B0,1I1,1F5,1F4,1I5,1F3,1W5,1B3,1B2,1W1,1B4\n";
+    static const char csv[] = "0F0,0F3,0F1,0F5,0F4,0F2,0F6,0B6,0B0,0B1,0B5,0B3,0B2,0B4\n1F2,1F0,1F6,1F1,1B6,"
+                              "1B0,1I1,1F5,1F4,1I5,1F3,1W5,1B3,1B2,1W1,1B4\n";
     char text[4096];
     size_t at = 0;
     variant v = {1, 0, 0, 1, 0};
@@ -157,8 +191,12 @@ static ddp_result own_order(ddp_group *world) {
     RANKS_OK(world, compare(world, s, v, "own order"));
     ddp_schedule_destroy(s);
     for (int rank = 0; rank < 2; rank++) { /* the other way round */
-        for (int i = 0; i < PIPE_BATCHES; i++) at += (size_t)snprintf(text + at, sizeof text - at, "%dF%d,", rank, rank ? PIPE_BATCHES - 1 - i : i);
-        for (int i = 0; i < PIPE_BATCHES; i++) at += (size_t)snprintf(text + at, sizeof text - at, "%dB%d%s", rank, i, i + 1 < PIPE_BATCHES ? "," : "\n");
+        for (int i = 0; i < PIPE_BATCHES; i++)
+            at += (size_t)snprintf(text + at, sizeof text - at, "%dF%d,", rank,
+                                   rank ? PIPE_BATCHES - 1 - i : i);
+        for (int i = 0; i < PIPE_BATCHES; i++)
+            at += (size_t)snprintf(text + at, sizeof text - at, "%dB%d%s", rank, i,
+                                   i + 1 < PIPE_BATCHES ? "," : "\n");
     }
     RANKS_OK(world, ddp_schedule_parse(&s, text));
     RANKS_OK(world, compare(world, s, v, "reversed"));
@@ -176,7 +214,9 @@ static ddp_result on_update(int stage, void *user) {
 }
 
 enum { VERSIONS = 3 * PIPE_BATCHES + 1 };
-typedef struct versions { float weight[VERSIONS][PIPE_STAGES][PIPE_WEIGHTS], bias[VERSIONS][PIPE_STAGES][PIPE_SIDE]; } versions;
+typedef struct versions {
+    float weight[VERSIONS][PIPE_STAGES][PIPE_WEIGHTS], bias[VERSIONS][PIPE_STAGES][PIPE_SIDE];
+} versions;
 
 /* A loop over micro-batches in which stage s uses delayed weights; the delay follows from its place in the
    pipeline. */
@@ -188,15 +228,21 @@ static void delayed(versions *all, int kind_2bw, int stages, int count, int inte
             /* Updates by micro-batches before this one's. */
             int made = step * (count / interval) + i / interval;
             for (int s = 0; s < stages; s++) {
-                int waits = i - (stages - 1 - s), version = kind_2bw ? (made ? made - 1 : 0) : step * (count / interval) + (waits > 0 ? waits : 0) / interval;
+                int waits = i - (stages - 1 - s),
+                    version = kind_2bw ? (made ? made - 1 : 0)
+                                       : step * (count / interval) + (waits > 0 ? waits : 0) / interval;
                 weight[s] = all->weight[version][s], bias[s] = all->bias[version][s];
             }
             pipe_plain(stages, weight, bias, i, &g[i % interval]);
             if ((i + 1) % interval) continue;
             pipe_sum(g, interval);
             for (int s = 0; s < stages; s++) {
-                for (int k = 0; k < PIPE_WEIGHTS; k++) all->weight[made + 1][s][k] = all->weight[made][s][k] - 0.05f * (g[0].weight[s][k] / (float)interval);
-                for (int k = 0; k < PIPE_SIDE; k++) all->bias[made + 1][s][k] = all->bias[made][s][k] - 0.05f * (g[0].bias[s][k] / (float)interval);
+                for (int k = 0; k < PIPE_WEIGHTS; k++)
+                    all->weight[made + 1][s][k] = all->weight[made][s][k]
+                                                  - 0.05f * (g[0].weight[s][k] / (float)interval);
+                for (int k = 0; k < PIPE_SIDE; k++)
+                    all->bias[made + 1][s][k] = all->bias[made][s][k]
+                                                - 0.05f * (g[0].bias[s][k] / (float)interval);
             }
         }
 }
@@ -213,7 +259,10 @@ static double newest_loss(const versions *all, int version, int stages, int coun
 
 /* A stage whose values are stored elsewhere, and in m only from unshard to reshard. An update inside a step
    unshards again. */
-typedef struct sharded { pipe_model m; float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE]; } sharded;
+typedef struct sharded {
+    pipe_model m;
+    float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE];
+} sharded;
 
 static ddp_result on_gather(int stage, void *user) {
     sharded *me = (sharded *)user;
@@ -241,10 +290,13 @@ static ddp_result on_shard_update(int stage, void *user) {
 /* Case by case as the list is made, with whole values; then lowered, with sharded ones. */
 static ddp_result weight_versions(ddp_group *world) {
     int w = ddp_world_size(world);
-    static const struct { int twice, per_rank, interval, scaled; } cases[] = {{0, 4, 1, 0}, {0, 4, 2, 0}, {0, 2, 1, 1}, {1, 3, 1, 1}, {1, 2, 2, 1}};
+    static const struct {
+        int twice, per_rank, interval, scaled;
+    } cases[] = {{0, 4, 1, 0}, {0, 4, 2, 0}, {0, 2, 1, 1}, {1, 3, 1, 1}, {1, 2, 2, 1}};
     enum { CASES = (int)(sizeof cases / sizeof cases[0]) };
     for (int turn = 0; turn < 2 * CASES; turn++) {
-        int k = turn % CASES, shards = turn >= CASES, interval = cases[k].interval * (cases[k].scaled ? w : 1), count = cases[k].per_rank * w;
+        int k = turn % CASES, shards = turn >= CASES,
+            interval = cases[k].interval * (cases[k].scaled ? w : 1), count = cases[k].per_rank * w;
         sharded *me = (sharded *)malloc(sizeof *me);
         pipe_model *m = &me->m;
         versions *all = (versions *)malloc(sizeof *all);
@@ -254,7 +306,8 @@ static ddp_result weight_versions(ddp_group *world) {
         ddp_schedule *s, *low;
         double mean, want;
         RANKS_CHECK(world, me && all, "memory");
-        RANKS_OK(world, make(world, &s, cases[k].twice ? DDP_SCHEDULE_PIPEDREAM_2BW : DDP_SCHEDULE_PIPEDREAM, count, 1, interval));
+        RANKS_OK(world, make(world, &s, cases[k].twice ? DDP_SCHEDULE_PIPEDREAM_2BW : DDP_SCHEDULE_PIPEDREAM,
+                             count, 1, interval));
         RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
         pipe_build(m, w, 1);
         memcpy(all->weight[0], m->weight, sizeof m->weight);
@@ -263,7 +316,9 @@ static ddp_result weight_versions(ddp_group *world) {
         memcpy(me->bias, m->bias, sizeof m->bias);
         for (int stage = 0; stage < w; stage++) {
             m->stage[stage].update = shards ? on_shard_update : on_update;
-            if (shards) m->stage[stage].unshard = on_gather, m->stage[stage].reshard = on_release, on_release(stage, me);
+            if (shards)
+                m->stage[stage].unshard = on_gather, m->stage[stage].reshard = on_release,
+                on_release(stage, me);
         }
         pipe_desc(m, shards ? low : s, &desc);
         RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
@@ -271,11 +326,19 @@ static ddp_result weight_versions(ddp_group *world) {
         delayed(all, cases[k].twice, w, count, interval, 3);
         for (int stage = 0; stage < w; stage++) {
             if (stage != ddp_rank(world)) continue;
-            RANKS_CHECK(world, m->hooks[stage][4] == 3 * count / interval, "case %d: %d updates", k, m->hooks[stage][4]);
-            RANKS_CHECK(world, m->params[stage][0].value.data == m->weight[stage], "case %d: the newest values moved", k);
-            RANKS_CHECK(world, memcmp(shards ? me->weight[stage] : m->weight[stage], all->weight[3 * count / interval][stage], sizeof m->weight[stage]) == 0,
+            RANKS_CHECK(world, m->hooks[stage][4] == 3 * count / interval, "case %d: %d updates", k,
+                        m->hooks[stage][4]);
+            RANKS_CHECK(world, m->params[stage][0].value.data == m->weight[stage],
+                        "case %d: the newest values moved", k);
+            RANKS_CHECK(world,
+                        memcmp(shards ? me->weight[stage] : m->weight[stage],
+                               all->weight[3 * count / interval][stage], sizeof m->weight[stage])
+                            == 0,
                         "case %d stage %d: weight", turn, stage);
-            RANKS_CHECK(world, memcmp(shards ? me->bias[stage] : m->bias[stage], all->bias[3 * count / interval][stage], sizeof m->bias[stage]) == 0,
+            RANKS_CHECK(world,
+                        memcmp(shards ? me->bias[stage] : m->bias[stage],
+                               all->bias[3 * count / interval][stage], sizeof m->bias[stage])
+                            == 0,
                         "case %d stage %d: bias", turn, stage);
         }
         RANKS_CHECK(world, !m->wrong, "case %d: %s", k, m->wrong);
@@ -285,7 +348,10 @@ static ddp_result weight_versions(ddp_group *world) {
         RANKS_CHECK(world, mean == want, "case %d: evaluated %.17g, the newest weights give %.17g", turn,
                     mean, want);
         RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
-        RANKS_CHECK(world, cases[k].twice ? stats.version_bytes > 0 : (stats.version_bytes > 0) == (ddp_rank(world) + 1 < w), "case %d: %zu bytes", k, stats.version_bytes);
+        RANKS_CHECK(world,
+                    cases[k].twice ? stats.version_bytes > 0
+                                   : (stats.version_bytes > 0) == (ddp_rank(world) + 1 < w),
+                    "case %d: %zu bytes", k, stats.version_bytes);
         ddp_pipeline_destroy(pipeline);
         ddp_schedule_destroy(low);
         ddp_schedule_destroy(s);
@@ -297,7 +363,11 @@ static ddp_result weight_versions(ddp_group *world) {
 
 //== hooks, ties, norm ============================================================================
 
-#define HOOK(name, number) static ddp_result name(int stage, void *user) { ((pipe_model *)user)->hooks[stage][number]++; return DDP_OK; }
+#define HOOK(name, number)                            \
+    static ddp_result name(int stage, void *user) {   \
+        ((pipe_model *)user)->hooks[stage][number]++; \
+        return DDP_OK;                                \
+    }
 HOOK(on_unshard, 0)
 HOOK(on_reshard, 1)
 HOOK(on_reduce, 2)
@@ -322,7 +392,8 @@ static ddp_result ties_and_norm(ddp_group *world) {
         pipe_build(m, stages, 1);
         plain_begin(h, m);
         plain_step(h, m, count, turn == 0);
-        for (int k = 0; k < PIPE_SIDE; k++) h->grads[0].bias[stages - 1][k] = h->grads[0].bias[0][k] += h->grads[0].bias[stages - 1][k];
+        for (int k = 0; k < PIPE_SIDE; k++)
+            h->grads[0].bias[stages - 1][k] = h->grads[0].bias[0][k] += h->grads[0].bias[stages - 1][k];
         for (int stage = 0; stage < stages; stage++) {
             m->stage[stage].unshard = on_unshard, m->stage[stage].reshard = on_reshard;
             m->stage[stage].wait_grad = on_wait;
@@ -338,12 +409,14 @@ static ddp_result ties_and_norm(ddp_group *world) {
         for (int stage = 0; stage < stages; stage++) {
             const int *n = m->hooks[stage], here = ddp_schedule_stage_rank(s, stage) == ddp_rank(world);
             RANKS_CHECK(world, n[4] == here, "stage %d: %d updates", stage, n[4]);
-            RANKS_CHECK(world, n[0] == here && n[1] == here && n[2] == (here && turn) && n[3] == here, "stage %d: hooks %d %d %d %d", stage, n[0], n[1], n[2], n[3]);
+            RANKS_CHECK(world, n[0] == here && n[1] == here && n[2] == (here && turn) && n[3] == here,
+                        "stage %d: hooks %d %d %d %d", stage, n[0], n[1], n[2], n[3]);
         }
         ddp_exact_sum_clear(&sum);
         for (int stage = 0; stage < stages; stage++) {
             ddp_device_cpu()->sum_squares(&sum, h->grads[0].weight[stage], PIPE_SIDE, PIPE_SIDE, DDP_F32);
-            if (stage + 1 < stages) ddp_device_cpu()->sum_squares(&sum, h->grads[0].bias[stage], PIPE_SIDE, 1, DDP_F32);
+            if (stage + 1 < stages)
+                ddp_device_cpu()->sum_squares(&sum, h->grads[0].bias[stage], PIPE_SIDE, 1, DDP_F32);
         }
         want = (float)sqrt(ddp_exact_sum_value(&sum));
         RANKS_OK(world, ddp_pipeline_clip_grad_norm(pipeline, want / 2, &norm));
@@ -407,7 +480,7 @@ static ddp_result norm_without_params(ddp_group *world) {
     ddp_schedule *s;
     RANKS_CHECK(world, m && h, "memory");
     RANKS_OK(world, make(world, &s, DDP_SCHEDULE_ZB_H1, count, 1, 0));
-    for (int named = 0; named < w; named += w > 1 ? w - 1 : 1) {
+    for (int named = 0; named<w; named += w> 1 ? w - 1 : 1) {
         ddp_pipeline_desc desc;
         ddp_pipeline *pipeline;
         ddp_exact_sum sum;
@@ -416,19 +489,27 @@ static ddp_result norm_without_params(ddp_group *world) {
         pipe_build(m, w, 1);
         plain_begin(h, m);
         plain_step(h, m, count, 1);
-        for (int stage = named; stage < w; stage++) m->stage[stage].params = NULL, m->stage[stage].param_count = 0;
+        for (int stage = named; stage < w; stage++)
+            m->stage[stage].params = NULL, m->stage[stage].param_count = 0;
         pipe_desc(m, s, &desc);
         RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
         RANKS_OK(world, ddp_pipeline_step(pipeline));
-        RANKS_CHECK(world, ddp_pipeline_clip_grad_norm(pipeline, 0, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "max_norm"), "%s", ddp_last_error());
+        RANKS_CHECK(world,
+                    ddp_pipeline_clip_grad_norm(pipeline, 0, NULL) == DDP_ERR_INVALID
+                        && strstr(ddp_last_error(), "max_norm"),
+                    "%s", ddp_last_error());
         ddp_exact_sum_clear(&sum);
         for (int stage = 0; stage < named; stage++) {
             ddp_device_cpu()->sum_squares(&sum, h->grads[0].weight[stage], PIPE_SIDE, PIPE_SIDE, DDP_F32);
             ddp_device_cpu()->sum_squares(&sum, h->grads[0].bias[stage], PIPE_SIDE, 1, DDP_F32);
         }
         result = ddp_pipeline_clip_grad_norm(pipeline, 1e9f, &norm);
-        if (named) RANKS_CHECK(world, result == DDP_OK && norm == (float)sqrt(ddp_exact_sum_value(&sum)), "norm %.9g", (double)norm);
-        else RANKS_CHECK(world, result == DDP_ERR_INVALID && strstr(ddp_last_error(), "no stage has params"), "%s", ddp_last_error());
+        if (named)
+            RANKS_CHECK(world, result == DDP_OK && norm == (float)sqrt(ddp_exact_sum_value(&sum)),
+                        "norm %.9g", (double)norm);
+        else
+            RANKS_CHECK(world, result == DDP_ERR_INVALID && strstr(ddp_last_error(), "no stage has params"),
+                        "%s", ddp_last_error());
         ddp_pipeline_destroy(pipeline);
     }
     ddp_schedule_destroy(s);
@@ -453,11 +534,14 @@ static ddp_result updates_in_lists(ddp_group *world) {
     RANKS_OK(world, make(world, &s, DDP_SCHEDULE_PIPEDREAM, 4 * w, 1, 2));
     RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
     pipe_build(&m, w, 1);
-    for (int i = 0; i < w; i++) m.stage[i].reduce_grad = on_reduce, m.stage[i].wait_grad = on_wait, m.stage[i].update = on_late_update;
+    for (int i = 0; i < w; i++)
+        m.stage[i].reduce_grad = on_reduce, m.stage[i].wait_grad = on_wait,
+        m.stage[i].update = on_late_update;
     pipe_desc(&m, low, &desc);
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
     RANKS_OK(world, ddp_pipeline_step(pipeline));
-    RANKS_CHECK(world, !m.wrong && m.hooks[mine][4] == 2 * w, "%d updates: %s", m.hooks[mine][4], m.wrong ? m.wrong : "");
+    RANKS_CHECK(world, !m.wrong && m.hooks[mine][4] == 2 * w, "%d updates: %s", m.hooks[mine][4],
+                m.wrong ? m.wrong : "");
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(low);
     ddp_schedule_destroy(s);
@@ -476,7 +560,8 @@ static ddp_result idle_rank(ddp_group *world) {
     pipe_desc(&m, s, &desc);
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
     RANKS_OK(world, ddp_pipeline_step(pipeline));
-    RANKS_CHECK(world, inner_span(pipeline, 0) == 0 && inner_span(pipeline, 1) > 0, "spans %g and %g", inner_span(pipeline, 0), inner_span(pipeline, 1));
+    RANKS_CHECK(world, inner_span(pipeline, 0) == 0 && inner_span(pipeline, 1) > 0, "spans %g and %g",
+                inner_span(pipeline, 0), inner_span(pipeline, 1));
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
     return DDP_OK;
@@ -506,14 +591,28 @@ static ddp_result times(ddp_group *world) {
     RANKS_OK(world, ddp_pipeline_step(pipeline));
     RANKS_OK(world, ddp_pipeline_step(pipeline));
     RANKS_OK(world, ddp_pipeline_get_times(pipeline, costs, all));
-    for (int i = 0; i < count; i++) RANKS_CHECK(world, all[i].begin >= 0 && all[i].end > all[i].begin, "action %d: %g to %g", i, all[i].begin, all[i].end);
-    for (int stage = 0; stage < w; stage++) RANKS_CHECK(world, costs[stage].forward > 0 && costs[stage].input_grad > 0 && costs[stage].weight_grad > 0, "stage %d", stage);
+    for (int i = 0; i < count; i++)
+        RANKS_CHECK(world, all[i].begin >= 0 && all[i].end > all[i].begin, "action %d: %g to %g", i,
+                    all[i].begin, all[i].end);
+    for (int stage = 0; stage < w; stage++)
+        RANKS_CHECK(world,
+                    costs[stage].forward > 0 && costs[stage].input_grad > 0 && costs[stage].weight_grad > 0,
+                    "stage %d", stage);
     RANKS_OK(world, ddp_schedule_draw(s, DDP_SCHEDULE_TRACE, costs, all, NULL, &size_bytes));
     RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
-    RANKS_CHECK(world, stats.steps == 2 && stats.step_seconds > 0 && stats.compute_seconds > 0 && stats.activation_bytes > 0, "stats");
-    RANKS_CHECK(world, stats.bubble_rate >= 0 && stats.bubble_rate < 1 && stats.predicted_bubble_rate >= 0 && stats.predicted_bubble_rate < 1, "bubble");
+    RANKS_CHECK(world,
+                stats.steps == 2 && stats.step_seconds > 0 && stats.compute_seconds > 0
+                    && stats.activation_bytes > 0,
+                "stats");
+    RANKS_CHECK(world,
+                stats.bubble_rate >= 0 && stats.bubble_rate < 1 && stats.predicted_bubble_rate >= 0
+                    && stats.predicted_bubble_rate < 1,
+                "bubble");
     RANKS_CHECK(world, (stats.bytes_sent > 0) == (w > 1), "bytes_sent");
-    RANKS_CHECK(world, stats.bytes_handed_over == (ddp_rank(world) + 1 == w ? 2 * (size_t)w * sizeof(float) * PIPE_CELLS : 0), "%zu bytes", stats.bytes_handed_over);
+    RANKS_CHECK(world,
+                stats.bytes_handed_over
+                    == (ddp_rank(world) + 1 == w ? 2 * (size_t)w * sizeof(float) * PIPE_CELLS : 0),
+                "%zu bytes", stats.bytes_handed_over);
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
     free(all);
@@ -535,10 +634,13 @@ typedef struct reader {
     const char *wrong;
 } reader;
 
-static float read_mark(int stage, int microbatch, int way) { return (float)(1 + 2 * (stage * PIPE_BATCHES + microbatch) + way); }
+static float read_mark(int stage, int microbatch, int way) {
+    return (float)(1 + 2 * (stage * PIPE_BATCHES + microbatch) + way);
+}
 
 static int read_same(const ddp_tensor *tensor, float mark) {
-    for (int k = 0; k < READ_CELLS; k++) if (((const float *)tensor->data)[k] != mark) return 0;
+    for (int k = 0; k < READ_CELLS; k++)
+        if (((const float *)tensor->data)[k] != mark) return 0;
     return 1;
 }
 
@@ -546,7 +648,8 @@ static int read_same(const ddp_tensor *tensor, float mark) {
 static int read_lies(const reader *r, const void *data, int stage) {
     int rank = ddp_schedule_stage_rank(r->schedule, stage);
     uintptr_t there = (uintptr_t)ddp_group_peer(r->group, (const void *)r->own, rank);
-    return there && ddp_group_peer(r->group, (const void *)(r->own + ((uintptr_t)data - there)), rank) == data;
+    return there
+           && ddp_group_peer(r->group, (const void *)(r->own + ((uintptr_t)data - there)), rank) == data;
 }
 
 static ddp_result read_stage(const ddp_pipeline_call *c, void *user) {
@@ -560,7 +663,8 @@ static ddp_result read_stage(const ddp_pipeline_call *c, void *user) {
         if (!look && c->stage % 2) ranks_sleep_us(500); /* gives a premature writer the time to overwrite */
     }
     if (makes) {
-        for (int k = 0; k < READ_CELLS; k++) ((float *)makes->data)[k] = read_mark(c->stage, c->microbatch, back);
+        for (int k = 0; k < READ_CELLS; k++)
+            ((float *)makes->data)[k] = read_mark(c->stage, c->microbatch, back);
         r->own = (uintptr_t)makes->data;
     }
     if (r->own && c->input_count) PIPE_SEE(r, read_lies(r, c->inputs[0].data, c->stage - 1) == r->in_place);
@@ -581,7 +685,8 @@ static ddp_result read_steps(ddp_group *world, const ddp_schedule *s, int slots,
     RANKS_OK(world, ddp_group_alloc(world, 64, &memory));
     r.group = world, r.schedule = s, r.stages = ddp_schedule_stage_count(s);
     r.in_place = ddp_group_peer(world, memory, 1 - ddp_rank(world) % 2) != NULL;
-    for (int i = 0; i < r.stages; i++) stages[i].forward = stages[i].input_grad = stages[i].weight_grad = read_stage, stages[i].user = &r;
+    for (int i = 0; i < r.stages; i++)
+        stages[i].forward = stages[i].input_grad = stages[i].weight_grad = read_stage, stages[i].user = &r;
     desc.schedule = s, desc.stages = stages;
     desc.stage_count = r.stages;
     desc.boundary.dtype = DDP_F32, desc.boundary.ndim = 1, desc.boundary.shape[0] = READ_CELLS;
@@ -593,7 +698,9 @@ static ddp_result read_steps(ddp_group *world, const ddp_schedule *s, int slots,
         RANKS_CHECK(world, !r.wrong, "%s, evaluating: %s", what, r.wrong);
     }
     RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
-    if (r.in_place && slots >= 0) RANKS_CHECK(world, stats.activation_bytes == (size_t)slots * READ_CELLS * sizeof(float), "%s: %zu bytes", what, stats.activation_bytes);
+    if (r.in_place && slots >= 0)
+        RANKS_CHECK(world, stats.activation_bytes == (size_t)slots * READ_CELLS * sizeof(float),
+                    "%s: %zu bytes", what, stats.activation_bytes);
     ddp_pipeline_destroy(pipeline);
     RANKS_OK(world, ddp_group_free(world, memory));
     return DDP_OK;
@@ -602,8 +709,9 @@ static ddp_result read_steps(ddp_group *world, const ddp_schedule *s, int slots,
 /* Boundaries are read at the producer, and no rank overwrites them before the last read. */
 static ddp_result handed_over(ddp_group *world) {
     /* Rank 1 retains micro-batches that rank 0 ended long ago, and returns later ones first. */
-    static const char late[] = "0F0,0F1,0B0,0B1,0F2,0F3,0B2,0B3,0F4,0F5,0B4,0B5,0F6,0F7,0B6,0B7\n"
-                               "1F0,1F1,1I0,1I1,1W1,1F2,1F3,1I2,1I3,1W3,1W0,1F4,1F5,1I4,1I5,1W5,1W2,1F6,1F7,1I6,1I7,1W7,1W4,1W6\n";
+    static const char late[] =
+        "0F0,0F1,0B0,0B1,0F2,0F3,0B2,0B3,0F4,0F5,0B4,0B5,0F6,0F7,0B6,0B7\n"
+        "1F0,1F1,1I0,1I1,1W1,1F2,1F3,1I2,1I3,1W3,1W0,1F4,1F5,1I4,1I5,1W5,1W2,1F6,1F7,1I6,1I7,1W7,1W4,1W6\n";
     static const ddp_schedule_kind kinds[] = {DDP_SCHEDULE_1F1B, DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_ZB_H2};
     int w = ddp_world_size(world), left = w - ddp_rank(world);
     ddp_schedule *s;
@@ -626,15 +734,19 @@ static ddp_result mask_stage(const ddp_pipeline_call *c, void *user) {
     reader *r = (reader *)user;
     for (int i = 0; c->outputs && i < c->output_count; i++)
         for (int k = 0; k < READ_CELLS; k++) {
-            if (c->outputs[i].dtype == DDP_I32) ((int32_t *)c->outputs[i].data)[k] = c->microbatch;
-            else ((float *)c->outputs[i].data)[k] = read_mark(c->stage, c->microbatch, 0);
+            if (c->outputs[i].dtype == DDP_I32)
+                ((int32_t *)c->outputs[i].data)[k] = c->microbatch;
+            else
+                ((float *)c->outputs[i].data)[k] = read_mark(c->stage, c->microbatch, 0);
         }
     for (int i = 0; c->input_grads && i < c->input_count; i++)
-        for (int k = 0; k < READ_CELLS && c->input_grads[i].data; k++) ((float *)c->input_grads[i].data)[k] = read_mark(c->stage, c->microbatch, 1);
+        for (int k = 0; k < READ_CELLS && c->input_grads[i].data; k++)
+            ((float *)c->input_grads[i].data)[k] = read_mark(c->stage, c->microbatch, 1);
     for (int i = 0; i < c->input_count; i++)
         for (int k = 0; k < READ_CELLS; k++)
-            PIPE_SEE(r, c->inputs[i].dtype == DDP_I32 ? ((int32_t *)c->inputs[i].data)[k] == c->microbatch :
-                                                        ((float *)c->inputs[i].data)[k] == read_mark(c->stage - 1, c->microbatch, 0));
+            PIPE_SEE(r, c->inputs[i].dtype == DDP_I32
+                            ? ((int32_t *)c->inputs[i].data)[k] == c->microbatch
+                            : ((float *)c->inputs[i].data)[k] == read_mark(c->stage - 1, c->microbatch, 0));
     if (c->loss) *c->loss = 1;
     return DDP_OK;
 }
@@ -657,10 +769,12 @@ static ddp_result far_mask(ddp_group *world) {
     RANKS_CHECK(world, (text = (char *)malloc(room)) != NULL, "memory");
     for (int rank = 0; rank < 3; rank++) {
         number[0][0] = (char)('0' + rank), number[1][0] = (char)('3' + rank);
-        for (int i = 0; i < MASK_AHEAD; i++) at += (size_t)snprintf(text + at, room - at, "%sF%d,", number[0], i);
+        for (int i = 0; i < MASK_AHEAD; i++)
+            at += (size_t)snprintf(text + at, room - at, "%sF%d,", number[0], i);
         for (int i = 0; i < 4 * MASK_BATCHES; i++) {
             int k = i % 4, batch = i / 4 + (k == 3 ? MASK_AHEAD : 0);
-            if (batch < MASK_BATCHES) at += (size_t)snprintf(text + at, room - at, format[k], number[k < 2], batch);
+            if (batch < MASK_BATCHES)
+                at += (size_t)snprintf(text + at, room - at, format[k], number[k < 2], batch);
         }
         text[at - 1] = '\n';
     }
@@ -673,7 +787,8 @@ static ddp_result far_mask(ddp_group *world) {
     for (int i = 0; i < 6; i++) {
         stages[i].forward = stages[i].input_grad = stages[i].weight_grad = mask_stage, stages[i].user = &r;
         edges[i].from = i < 5 ? i : 0, edges[i].to = i < 5 ? i + 1 : 2;
-        edges[i].tensor.dtype = i < 5 ? DDP_F32 : DDP_I32, edges[i].tensor.ndim = 1, edges[i].tensor.shape[0] = READ_CELLS;
+        edges[i].tensor.dtype = i < 5 ? DDP_F32 : DDP_I32, edges[i].tensor.ndim = 1,
+        edges[i].tensor.shape[0] = READ_CELLS;
     }
     desc.stage_count = 6;
     desc.schedule = s, desc.stages = stages, desc.edges = edges, desc.edge_count = 6;
@@ -690,12 +805,13 @@ static ddp_result far_mask(ddp_group *world) {
 
 //== bad input =====================================================================================
 
-#define EXPECT_BAD(world, pipeline, code, words)                                                                                     \
-    do {                                                                                                                              \
-        ddp_result bad_result = ddp_pipeline_create(&(pipeline), (world), &desc);                                                     \
-        RANKS_CHECK(world, bad_result == (code) && !(pipeline) && strstr(ddp_last_error(), words), "\"%s\": %s", words, ddp_last_error()); \
-        pipe_build(&m, stages, 1);                                                                                                    \
-        pipe_desc(&m, s, &desc);                                                                                                      \
+#define EXPECT_BAD(world, pipeline, code, words)                                                   \
+    do {                                                                                           \
+        ddp_result bad_result = ddp_pipeline_create(&(pipeline), (world), &desc);                  \
+        RANKS_CHECK(world, bad_result == (code) && !(pipeline) && strstr(ddp_last_error(), words), \
+                    "\"%s\": %s", words, ddp_last_error());                                        \
+        pipe_build(&m, stages, 1);                                                                 \
+        pipe_desc(&m, s, &desc);                                                                   \
     } while (0)
 
 /* An array of stages that is shorter than the schedule is refused before anything reads past its end. The
@@ -737,14 +853,22 @@ static ddp_result bad_input(ddp_group *world) {
     ddp_pipeline_tie tie = {0, 0, 1, 2};
     int w = ddp_world_size(world), stages = 2 * w;
     char words[120];
-    snprintf(words, sizeof words, "ties[0]: params[0] of stage 0 on rank 0 is f32 [5,5], params[1] of stage %d on rank %d is f32 [5]", stages - 1, w - 1);
+    snprintf(
+        words, sizeof words,
+        "ties[0]: params[0] of stage 0 on rank 0 is f32 [5,5], params[1] of stage %d on rank %d is f32 [5]",
+        stages - 1, w - 1);
     RANKS_OK(world, make(world, &s, DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2 * w, 2, 0));
     wide.rank_count = w + 1, wide.microbatch_count = 2;
     RANKS_OK(world, ddp_schedule_create(&other, &wide));
     pipe_build(&m, stages, 1);
     pipe_desc(&m, s, &desc);
-    RANKS_CHECK(world, ddp_pipeline_step(NULL) == DDP_ERR_INVALID && ddp_pipeline_evaluate(NULL) == DDP_ERR_INVALID, "NULL");
-    RANKS_CHECK(world, ddp_pipeline_create(&pipeline, world, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "desc is NULL"), "%s", ddp_last_error());
+    RANKS_CHECK(world,
+                ddp_pipeline_step(NULL) == DDP_ERR_INVALID && ddp_pipeline_evaluate(NULL) == DDP_ERR_INVALID,
+                "NULL");
+    RANKS_CHECK(world,
+                ddp_pipeline_create(&pipeline, world, NULL) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "desc is NULL"),
+                "%s", ddp_last_error());
     ddp_pipeline_destroy(NULL);
     desc.schedule = NULL;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "schedule or stages is NULL");
@@ -757,7 +881,8 @@ static ddp_result bad_input(ddp_group *world) {
     m.stage[1].forward = NULL; /* on one rank only: the others return its error */
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: forward is NULL");
     m.stage[0].name = "embedding", m.stage[0].weight_grad = NULL;
-    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 0 (embedding): weight_grad is NULL, but the schedule has W");
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID,
+               "stage 0 (embedding): weight_grad is NULL, but the schedule has W");
     m.params[1][1].value.shape[0] = -4;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "params[1] (bias)");
     m.edges[0].to = 0;
@@ -811,7 +936,8 @@ static ddp_result bad_input(ddp_group *world) {
     RANKS_CHECK(world, ddp_pipeline_get_stats(NULL, &stats) == DDP_ERR_INVALID, "%s", ddp_last_error());
     desc.schedule = twice;
     desc.stage_count = w;
-    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "update is NULL, but PipeDream-2BW updates weights within a step");
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID,
+               "update is NULL, but PipeDream-2BW updates weights within a step");
     for (int i = 0; i < w; i++) m.stage[i].update = on_update, m.stage[i].recompute = 1;
     desc.schedule = twice;
     desc.stage_count = w;
@@ -822,13 +948,18 @@ static ddp_result bad_input(ddp_group *world) {
     desc.schedule = twice, desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties cannot be combined with PipeDream-2BW");
     ddp_schedule_destroy(twice);
-    RANKS_CHECK(world, ddp_pipeline_create(&pipeline, NULL, &desc) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is NULL"), "%s", ddp_last_error());
+    RANKS_CHECK(world,
+                ddp_pipeline_create(&pipeline, NULL, &desc) == DDP_ERR_INVALID
+                    && strstr(ddp_last_error(), "group is NULL"),
+                "%s", ddp_last_error());
     for (int k = 0; k < 2; k++) { /* an error of only the last rank; no rank waits for it */
         int mine = ddp_rank(world) == w - 1;
-        ddp_result result = ddp_pipeline_create(mine && k ? NULL : &pipeline, world, mine && !k ? NULL : &desc);
+        ddp_result result = ddp_pipeline_create(mine && k ? NULL : &pipeline, world,
+                                                mine && !k ? NULL : &desc);
         char words[48];
         snprintf(words, sizeof words, "rank %d: %s is NULL", w - 1, k ? "out" : "desc");
-        RANKS_CHECK(world, result == DDP_ERR_INVALID && strstr(ddp_last_error(), mine ? words + 8 : words), "%s", ddp_last_error());
+        RANKS_CHECK(world, result == DDP_ERR_INVALID && strstr(ddp_last_error(), mine ? words + 8 : words),
+                    "%s", ddp_last_error());
         RANKS_CHECK(world, strstr(ddp_last_error(), "ddp_pipeline_create"), "%s", ddp_last_error());
     }
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc)); /* the group works still */
@@ -857,10 +988,14 @@ static ddp_result failed_group(ddp_group *world) {
     RANKS_OK(world, ddp_barrier(world));
     for (int k = 0; k < 4 && w > 1; k++) {
         static const char *const names[] = {"create", "step", "get_times", "clip_grad_norm"};
-        ddp_result result = k == 0 ? ddp_pipeline_create(&other, group, &desc) : k == 1 ? ddp_pipeline_step(pipeline) :
-                            k == 2 ? ddp_pipeline_get_times(pipeline, NULL, NULL) : ddp_pipeline_clip_grad_norm(pipeline, 1, NULL);
+        ddp_result result = k == 0   ? ddp_pipeline_create(&other, group, &desc)
+                            : k == 1 ? ddp_pipeline_step(pipeline)
+                            : k == 2 ? ddp_pipeline_get_times(pipeline, NULL, NULL)
+                                     : ddp_pipeline_clip_grad_norm(pipeline, 1, NULL);
         snprintf(words, sizeof words, "rank %d/%d ddp_pipeline_%s group=", ddp_rank(world), w, names[k]);
-        RANKS_CHECK(world, result == DDP_ERR_POISONED && strncmp(ddp_last_error(), words, strlen(words)) == 0 && strstr(ddp_last_error(), "called ddp_group_abort"),
+        RANKS_CHECK(world,
+                    result == DDP_ERR_POISONED && strncmp(ddp_last_error(), words, strlen(words)) == 0
+                        && strstr(ddp_last_error(), "called ddp_group_abort"),
                     "%s: %s: %s", words, ddp_result_name(result), ddp_last_error());
     }
     ddp_pipeline_destroy(pipeline);
@@ -893,11 +1028,15 @@ static ddp_result failing(ddp_group *world, void *user) {
     RANKS_OK(world, ddp_pipeline_step(pipeline));
     m.steps++;
     result = ddp_pipeline_step(pipeline);
-    snprintf(words, sizeof words, "stage %d, %s of micro-batch %d) failed: %s", fault->stage, names[fault->kind], fault->microbatch,
+    snprintf(words, sizeof words, "stage %d, %s of micro-batch %d) failed: %s", fault->stage,
+             names[fault->kind], fault->microbatch,
              fault->how == 3 ? "DDP_ERR_SYSTEM" : "the sun does not shine");
-    RANKS_CHECK(world, result == code && strstr(ddp_last_error(), words) && strstr(ddp_last_error(), "ddp_pipeline_step group="), "%s: %s: %s", words,
-                ddp_result_name(result), ddp_last_error());
-    RANKS_CHECK(world, ddp_pipeline_step(pipeline) != DDP_OK && strstr(ddp_last_error(), words), "%s", ddp_last_error());
+    RANKS_CHECK(world,
+                result == code && strstr(ddp_last_error(), words)
+                    && strstr(ddp_last_error(), "ddp_pipeline_step group="),
+                "%s: %s: %s", words, ddp_result_name(result), ddp_last_error());
+    RANKS_CHECK(world, ddp_pipeline_step(pipeline) != DDP_OK && strstr(ddp_last_error(), words), "%s",
+                ddp_last_error());
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
     return DDP_OK;
@@ -906,7 +1045,12 @@ static ddp_result failing(ddp_group *world, void *user) {
 static int failures_of(int world_size) {
     int failures = 0;
     for (int k = 0; k < 6; k++) {
-        pipe_fault fault = {k % 2 ? 0 : world_size - 1, k, 1, k == 4, k == 4 ? DDP_ACTION_FORWARD : (ddp_action_kind)(DDP_ACTION_FORWARD + k % 3), k == 3 ? 3 : 1};
+        pipe_fault fault = {k % 2 ? 0 : world_size - 1,
+                            k,
+                            1,
+                            k == 4,
+                            k == 4 ? DDP_ACTION_FORWARD : (ddp_action_kind)(DDP_ACTION_FORWARD + k % 3),
+                            k == 3 ? 3 : 1};
         /* Stage 0's last action. */
         if (k == 5) fault.microbatch = 2 * world_size, fault.kind = DDP_ACTION_WEIGHT_GRAD;
         if (fault.microbatch > 2 * world_size) fault.microbatch = 0;
@@ -918,8 +1062,15 @@ static int failures_of(int world_size) {
 //== memory ===========================================================================================
 
 static int allocations;
-static void *count_alloc(size_t size_bytes, void *user) { (void)user; __atomic_add_fetch(&allocations, 1, __ATOMIC_SEQ_CST); return malloc(size_bytes); }
-static void count_free(void *memory, void *user) { (void)user; free(memory); }
+static void *count_alloc(size_t size_bytes, void *user) {
+    (void)user;
+    __atomic_add_fetch(&allocations, 1, __ATOMIC_SEQ_CST);
+    return malloc(size_bytes);
+}
+static void count_free(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
 static ddp_result steps_without_memory(ddp_group *world, void *user) {
     pipe_model m;
@@ -938,7 +1089,8 @@ static ddp_result steps_without_memory(ddp_group *world, void *user) {
     RANKS_OK(world, ddp_barrier(world));
     for (int step = 0; step < 4; step++) RANKS_OK(world, ddp_pipeline_step(pipeline));
     RANKS_OK(world, ddp_barrier(world));
-    RANKS_CHECK(world, __atomic_load_n(&allocations, __ATOMIC_SEQ_CST) == before, "%d allocations in four steps", allocations - before);
+    RANKS_CHECK(world, __atomic_load_n(&allocations, __ATOMIC_SEQ_CST) == before,
+                "%d allocations in four steps", allocations - before);
     RANKS_OK(world, ddp_barrier(world));
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
@@ -976,7 +1128,8 @@ int main(int argc, char **argv) {
     static const int sizes[] = {1, 2, 3, 4, 0};
     int failures = ranks_each(argc, argv, sizes, 200, &mode, all);
     if (failures < 0) return 2;
-    for (int i = 0; (argc > 2 ? i + 2 < argc : sizes[i]) && !ranks_joins(mode); i++) failures += failures_of(argc > 2 ? atoi(argv[i + 2]) : sizes[i]);
+    for (int i = 0; (argc > 2 ? i + 2 < argc : sizes[i]) && !ranks_joins(mode); i++)
+        failures += failures_of(argc > 2 ? atoi(argv[i + 2]) : sizes[i]);
     if (mode == RANKS_THREADS) failures += no_memory(3);
     printf("%s\n", failures ? "FAIL" : "ok");
     return failures != 0;

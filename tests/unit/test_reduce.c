@@ -17,15 +17,33 @@
 #define SOURCES_MAX 64
 #define SLOT (COUNT_MAX * 8 + 256)
 
-static const ddp_dtype dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64};
-static const char *const dtype_names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
+static const ddp_dtype dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8,
+                                   DDP_U8,  DDP_I32, DDP_I64, DDP_U64};
+static const char *const dtype_names[] = {"default", "f32", "f64", "f16", "bf16",
+                                          "i8",      "u8",  "i32", "i64", "u64"};
 static const size_t counts[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 511, 513, 1000, 4097};
 #define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
 
-static uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
-static float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
-static uint64_t bits_of_double(double value) { uint64_t bits; memcpy(&bits, &value, 8); return bits; }
-static double double_of(uint64_t bits) { double value; memcpy(&value, &bits, 8); return value; }
+static uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+static float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static uint64_t bits_of_double(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, 8);
+    return bits;
+}
+static double double_of(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, 8);
+    return value;
+}
 
 /* ---- 16-bit floats by definition ---- */
 
@@ -34,9 +52,12 @@ static double half_value(uint16_t half, int mantissa_bits) {
     int exponent_bits = 15 - mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
     int exponent = (half & 0x7fff) >> mantissa_bits, mantissa = half & ((1 << mantissa_bits) - 1);
     double value;
-    if (exponent == (1 << exponent_bits) - 1) value = mantissa ? (double)NAN : (double)INFINITY;
-    else if (exponent == 0) value = ldexp(mantissa, 1 - bias - mantissa_bits);
-    else value = ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+    if (exponent == (1 << exponent_bits) - 1)
+        value = mantissa ? (double)NAN : (double)INFINITY;
+    else if (exponent == 0)
+        value = ldexp(mantissa, 1 - bias - mantissa_bits);
+    else
+        value = ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
     return half & 0x8000 ? -value : value;
 }
 
@@ -48,7 +69,8 @@ static const int half_mantissa[2] = {10, 7};
 static int prepare(void **state) {
     (void)state;
     for (int format = 0; format < 2; format++) {
-        for (uint32_t i = 0; i < half_infinity[format]; i++) half_values[format][i] = half_value((uint16_t)i, half_mantissa[format]);
+        for (uint32_t i = 0; i < half_infinity[format]; i++)
+            half_values[format][i] = half_value((uint16_t)i, half_mantissa[format]);
         half_values[format][half_infinity[format]] = format == 0 ? 65536.0 : ldexp(1.0, 128);
     }
     return 0;
@@ -64,33 +86,58 @@ static uint16_t half_nearest(double value, int format) {
     if (magnitude >= table[high]) return (uint16_t)(sign | high);
     while (high - low > 1) {
         int middle = (low + high) / 2;
-        if (table[middle] <= magnitude) low = middle;
-        else high = middle;
+        if (table[middle] <= magnitude)
+            low = middle;
+        else
+            high = middle;
     }
     /* Both differences are exact: the neighbours differ by at most a factor of two, or the lower one is 0. */
-    if (magnitude - table[low] > table[high] - magnitude) low = high;
-    else if (magnitude - table[low] == table[high] - magnitude && (low & 1)) low = high;
+    if (magnitude - table[low] > table[high] - magnitude)
+        low = high;
+    else if (magnitude - table[low] == table[high] - magnitude && (low & 1))
+        low = high;
     return (uint16_t)(sign | low);
 }
 
 /* ---- the reference reduction, one element ---- */
 
-typedef union element { float f32; double f64; int64_t i64; uint64_t u64; } element;
+typedef union element {
+    float f32;
+    double f64;
+    int64_t i64;
+    uint64_t u64;
+} element;
 
-static int is_float(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F64 || dtype == DDP_F16 || dtype == DDP_BF16; }
+static int is_float(ddp_dtype dtype) {
+    return dtype == DDP_F32 || dtype == DDP_F64 || dtype == DDP_F16 || dtype == DDP_BF16;
+}
 
 static element element_load(const void *data, size_t i, ddp_dtype dtype) {
     element e;
     const unsigned char *at = (const unsigned char *)data + i * ddp_dtype_size(dtype);
-    uint16_t half; int8_t i8; int32_t i32;
+    uint16_t half;
+    int8_t i8;
+    int32_t i32;
     memset(&e, 0, sizeof e);
     switch (dtype) {
-    case DDP_F16: memcpy(&half, at, 2); e.f32 = (float)half_value(half, 10); break;
-    case DDP_BF16: memcpy(&half, at, 2); e.f32 = (float)half_value(half, 7); break;
+    case DDP_F16:
+        memcpy(&half, at, 2);
+        e.f32 = (float)half_value(half, 10);
+        break;
+    case DDP_BF16:
+        memcpy(&half, at, 2);
+        e.f32 = (float)half_value(half, 7);
+        break;
     case DDP_F32: memcpy(&e.f32, at, 4); break;
-    case DDP_I8: memcpy(&i8, at, 1); e.i64 = i8; break;
+    case DDP_I8:
+        memcpy(&i8, at, 1);
+        e.i64 = i8;
+        break;
     case DDP_U8: e.u64 = *at; break;
-    case DDP_I32: memcpy(&i32, at, 4); e.i64 = i32; break;
+    case DDP_I32:
+        memcpy(&i32, at, 4);
+        e.i64 = i32;
+        break;
     default: memcpy(&e, at, 8); break;
     }
     return e;
@@ -99,8 +146,11 @@ static element element_load(const void *data, size_t i, ddp_dtype dtype) {
 static void element_store(void *data, size_t i, ddp_dtype dtype, element e) {
     unsigned char *at = (unsigned char *)data + i * ddp_dtype_size(dtype);
     uint16_t half;
-    if (dtype == DDP_F16 || dtype == DDP_BF16) { half = half_nearest(e.f32, dtype == DDP_BF16); memcpy(at, &half, 2); }
-    else memcpy(at, &e, ddp_dtype_size(dtype)); /* little-endian: the low bytes of a wrapped integer */
+    if (dtype == DDP_F16 || dtype == DDP_BF16) {
+        half = half_nearest(e.f32, dtype == DDP_BF16);
+        memcpy(at, &half, 2);
+    } else
+        memcpy(at, &e, ddp_dtype_size(dtype)); /* little-endian: the low bytes of a wrapped integer */
 }
 
 /* Integers keep full 64-bit values, truncated to their type after each step. */
@@ -122,12 +172,22 @@ static element combine(element a, element b, ddp_dtype dtype, ddp_op op) {
     element r;
     int sum = op == DDP_OP_SUM || op == DDP_OP_AVG;
     memset(&r, 0, sizeof r);
-    if (dtype == DDP_F64) r.f64 = sum ? a.f64 + b.f64 : op == DDP_OP_PROD ? a.f64 * b.f64 : pick(a.f64, b.f64, op == DDP_OP_MAX);
-    else if (is_float(dtype)) r.f32 = sum ? a.f32 + b.f32 : op == DDP_OP_PROD ? a.f32 * b.f32 : (float)pick(a.f32, b.f32, op == DDP_OP_MAX);
-    else if (sum) r.i64 = cut((int64_t)(a.u64 + b.u64), dtype);
-    else if (op == DDP_OP_PROD) r.i64 = cut((int64_t)(a.u64 * b.u64), dtype);
-    else if (dtype == DDP_U64) r.u64 = (a.u64 < b.u64) == (op == DDP_OP_MIN) ? a.u64 : b.u64;
-    else r.i64 = (a.i64 < b.i64) == (op == DDP_OP_MIN) ? a.i64 : b.i64;
+    if (dtype == DDP_F64)
+        r.f64 = sum                 ? a.f64 + b.f64
+                : op == DDP_OP_PROD ? a.f64 * b.f64
+                                    : pick(a.f64, b.f64, op == DDP_OP_MAX);
+    else if (is_float(dtype))
+        r.f32 = sum                 ? a.f32 + b.f32
+                : op == DDP_OP_PROD ? a.f32 * b.f32
+                                    : (float)pick(a.f32, b.f32, op == DDP_OP_MAX);
+    else if (sum)
+        r.i64 = cut((int64_t)(a.u64 + b.u64), dtype);
+    else if (op == DDP_OP_PROD)
+        r.i64 = cut((int64_t)(a.u64 * b.u64), dtype);
+    else if (dtype == DDP_U64)
+        r.u64 = (a.u64 < b.u64) == (op == DDP_OP_MIN) ? a.u64 : b.u64;
+    else
+        r.i64 = (a.i64 < b.i64) == (op == DDP_OP_MIN) ? a.i64 : b.i64;
     return r;
 }
 
@@ -136,14 +196,19 @@ static element tree(void *const *src, int first, int n, size_t i, ddp_dtype dtyp
     int left = 1;
     if (n == 1) return element_load(src[first], i, dtype);
     while (left * 2 < n) left *= 2;
-    return combine(tree(src, first, left, i, dtype, op), tree(src, first + left, n - left, i, dtype, op), dtype, op);
+    return combine(tree(src, first, left, i, dtype, op), tree(src, first + left, n - left, i, dtype, op),
+                   dtype, op);
 }
 
 static element divided(element e, ddp_dtype dtype, uint64_t divisor) {
-    if (dtype == DDP_F64) e.f64 = e.f64 / (double)divisor;
-    else if (is_float(dtype)) e.f32 = e.f32 / (float)divisor;
-    else if (dtype == DDP_U8 || dtype == DDP_U64) e.u64 /= divisor;
-    else e.i64 /= (int64_t)divisor;
+    if (dtype == DDP_F64)
+        e.f64 = e.f64 / (double)divisor;
+    else if (is_float(dtype))
+        e.f32 = e.f32 / (float)divisor;
+    else if (dtype == DDP_U8 || dtype == DDP_U64)
+        e.u64 /= divisor;
+    else
+        e.i64 /= (int64_t)divisor;
     return e;
 }
 
@@ -159,7 +224,8 @@ static size_t first_difference(const void *a, const void *b, size_t count, ddp_d
     size_t size = ddp_dtype_size(dtype);
     if (count == 0 || memcmp(a, b, count * size) == 0) return count;
     for (size_t i = 0; i < count; i++)
-        if (memcmp((const char *)a + i * size, (const char *)b + i * size, size) != 0 && !(is_nan_at(a, i, dtype) && is_nan_at(b, i, dtype)))
+        if (memcmp((const char *)a + i * size, (const char *)b + i * size, size) != 0
+            && !(is_nan_at(a, i, dtype) && is_nan_at(b, i, dtype)))
             return i;
     return count;
 }
@@ -171,21 +237,34 @@ static void fill(void *data, size_t count, ddp_dtype dtype) {
         element e;
         e.u64 = r;
         if (dtype == DDP_F64) {
-            if (kind < 56) e.f64 = ldexp((double)(int64_t)r, (int)(kind % 24) - 63);
-            else if (kind < 58) e.u64 = r & UINT64_C(0x800fffffffffffff);
-            else if (kind < 61) e.f64 = r & 1 ? 0.0 : -0.0;
-            else if (kind == 61) e.f64 = r & 1 ? INFINITY : -INFINITY;
+            if (kind < 56)
+                e.f64 = ldexp((double)(int64_t)r, (int)(kind % 24) - 63);
+            else if (kind < 58)
+                e.u64 = r & UINT64_C(0x800fffffffffffff);
+            else if (kind < 61)
+                e.f64 = r & 1 ? 0.0 : -0.0;
+            else if (kind == 61)
+                e.f64 = r & 1 ? INFINITY : -INFINITY;
         } else if (dtype == DDP_F32) {
-            if (kind < 56) e.f32 = ldexpf((float)(int32_t)r, (int)(kind % 24) - 31);
-            else if (kind < 58) e.f32 = float_of((uint32_t)r & 0x807fffff);
-            else if (kind < 61) e.f32 = r & 1 ? 0.0f : -0.0f;
-            else if (kind == 61) e.f32 = r & 1 ? INFINITY : -INFINITY;
-            else e.f32 = float_of((uint32_t)r);
+            if (kind < 56)
+                e.f32 = ldexpf((float)(int32_t)r, (int)(kind % 24) - 31);
+            else if (kind < 58)
+                e.f32 = float_of((uint32_t)r & 0x807fffff);
+            else if (kind < 61)
+                e.f32 = r & 1 ? 0.0f : -0.0f;
+            else if (kind == 61)
+                e.f32 = r & 1 ? INFINITY : -INFINITY;
+            else
+                e.f32 = float_of((uint32_t)r);
         } else if (is_float(dtype)) {
-            if (kind < 50) e.f32 = ldexpf((float)(int32_t)r, (int)(kind % 24) - 31);
-            else if (kind < 52) e.f32 = r & 1 ? 0.0f : -0.0f;
-            else e.f32 = (float)half_value((uint16_t)r, dtype == DDP_F16 ? 10 : 7);
-        } else if (kind < 8) e.u64 = r % 5;
+            if (kind < 50)
+                e.f32 = ldexpf((float)(int32_t)r, (int)(kind % 24) - 31);
+            else if (kind < 52)
+                e.f32 = r & 1 ? 0.0f : -0.0f;
+            else
+                e.f32 = (float)half_value((uint16_t)r, dtype == DDP_F16 ? 10 : 7);
+        } else if (kind < 8)
+            e.u64 = r % 5;
         element_store(data, i, dtype, e);
     }
 }
@@ -196,20 +275,37 @@ static unsigned char *arena, *outside; /* SOURCES_MAX slots each; offset bytes i
 static void *source[SOURCES_MAX], *pristine[SOURCES_MAX];
 
 /* Sets of destinations: number of arrays apart from the sources, then sources written in place. */
-typedef enum pattern { OUT_1, OUT_2, OUT_3, OUT_10, IN_FIRST, IN_LAST, IN_FIRST_AND_OUT, IN_ALL, IN_TWO_LAST, PATTERNS } pattern;
+typedef enum pattern {
+    OUT_1,
+    OUT_2,
+    OUT_3,
+    OUT_10,
+    IN_FIRST,
+    IN_LAST,
+    IN_FIRST_AND_OUT,
+    IN_ALL,
+    IN_TWO_LAST,
+    PATTERNS
+} pattern;
 
 static int destinations(pattern p, int src_count, void **dst, size_t offset) {
-    int n = 0, outs = p == OUT_1 ? 1 : p == OUT_2 ? 2 : p == OUT_3 ? 3 : p == OUT_10 ? 10 : p == IN_FIRST_AND_OUT ? 1 : 0;
+    int n = 0, outs = p == OUT_1              ? 1
+                      : p == OUT_2            ? 2
+                      : p == OUT_3            ? 3
+                      : p == OUT_10           ? 10
+                      : p == IN_FIRST_AND_OUT ? 1
+                                              : 0;
     if (p == IN_FIRST || p == IN_FIRST_AND_OUT) dst[n++] = source[0];
     if (p == IN_LAST || p == IN_TWO_LAST) dst[n++] = source[src_count - 1];
     if (p == IN_TWO_LAST && src_count > 1) dst[n++] = source[src_count - 2];
-    if (p == IN_ALL) for (int i = 0; i < src_count; i++) dst[n++] = source[i];
+    if (p == IN_ALL)
+        for (int i = 0; i < src_count; i++) dst[n++] = source[i];
     for (int i = 0; i < outs; i++) dst[n++] = outside + (size_t)i * SLOT + 64 + offset;
     return n;
 }
 
-static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, size_t offset, int how,
-                       const void *expected) {
+static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
+                       size_t offset, int how, const void *expected) {
     void *dst[SOURCES_MAX];
     const void *src[SOURCES_MAX];
     size_t size = ddp_dtype_size(dtype), bytes = count * size;
@@ -230,12 +326,15 @@ static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, 
     for (int i = 0; i < dst_count; i++) {
         size_t at = first_difference(expected, dst[i], count, dtype);
         if (at != count)
-            fail_msg("%s op %d W=%d count=%zu offset=%zu pattern=%d divisor=%llu: destination %d differs at %zu", dtype_names[dtype], (int)op,
-                     src_count, count, offset, (int)p, (unsigned long long)divisor, i, at);
+            fail_msg(
+                "%s op %d W=%d count=%zu offset=%zu pattern=%d divisor=%llu: destination %d differs at %zu",
+                dtype_names[dtype], (int)op, src_count, count, offset, (int)p, (unsigned long long)divisor, i,
+                at);
         for (int k = 0; k < 32; k++)
-            if (((unsigned char *)dst[i])[k - 32] != 0xa5 || ((unsigned char *)dst[i])[bytes + (size_t)k] != 0x5a)
-                fail_msg("%s W=%d count=%zu offset=%zu pattern=%d: written outside destination %d", dtype_names[dtype], src_count, count, offset,
-                         (int)p, i);
+            if (((unsigned char *)dst[i])[k - 32] != 0xa5
+                || ((unsigned char *)dst[i])[bytes + (size_t)k] != 0x5a)
+                fail_msg("%s W=%d count=%zu offset=%zu pattern=%d: written outside destination %d",
+                         dtype_names[dtype], src_count, count, offset, (int)p, i);
     }
     for (int i = 0; i < src_count; i++) {
         int written = 0;
@@ -255,7 +354,8 @@ static void check_operation(int src_count, ddp_dtype dtype, ddp_op op, uint64_t 
     for (size_t c = 0; c < LENGTH(counts); c++)
         for (int p = 0; p < PATTERNS; p++)
             for (size_t o = 0; o < LENGTH(offsets); o++)
-                check_case((pattern)p, src_count, counts[c], dtype, op, divisor, offsets[o], (int)(c + o + (size_t)p) % 3, expected);
+                check_case((pattern)p, src_count, counts[c], dtype, op, divisor, offsets[o],
+                           (int)(c + o + (size_t)p) % 3, expected);
 }
 
 /* Other compilers and sanitizers repeat only some of the cases. */
@@ -346,13 +446,19 @@ static void minimum_and_maximum_order_zeros_and_pass_nan_on(void **state) {
                 const void *src[2];
                 src[0] = x;
                 src[1] = y;
-                for (int i = 0; i < 17; i++) { x[i] = values[a]; y[i] = values[b]; }
+                for (int i = 0; i < 17; i++) {
+                    x[i] = values[a];
+                    y[i] = values[b];
+                }
                 dst[0] = low;
                 inner.reduce_tree(dst, 1, src, 2, count, DDP_F32, DDP_OP_MIN, 0, 0);
                 dst[0] = high;
                 inner.reduce_tree(dst, 1, src, 2, count, DDP_F32, DDP_OP_MAX, 0, 0);
                 for (size_t i = 0; i < count; i++) {
-                    if (isnan(values[a]) || isnan(values[b])) { assert_true(isnan(low[i]) && isnan(high[i])); continue; }
+                    if (isnan(values[a]) || isnan(values[b])) {
+                        assert_true(isnan(low[i]) && isnan(high[i]));
+                        continue;
+                    }
                     assert_int_equal(bits_of(low[i]), bits_of((float)pick(values[a], values[b], 0)));
                     assert_int_equal(bits_of(high[i]), bits_of((float)pick(values[a], values[b], 1)));
                 }
@@ -434,7 +540,10 @@ static void all_halves_survive_a_round_trip(void **state) {
         inner.cast(f64, DDP_F64, in, dtype, 65536);
         for (int i = 0; i < 65536; i++) {
             double value = half_value((uint16_t)i, half_mantissa[format]);
-            if (isnan(value)) { assert_true(isnan(f32[i]) && isnan(f64[i])); continue; }
+            if (isnan(value)) {
+                assert_true(isnan(f32[i]) && isnan(f64[i]));
+                continue;
+            }
             assert_int_equal(bits_of(f32[i]), bits_of((float)value));
             assert_true(bits_of_double(f64[i]) == bits_of_double(value));
         }
@@ -457,12 +566,13 @@ static void check_rounding(const double *values, size_t count) {
         for (size_t i = 0; i < count; i++) {
             uint16_t a = half_nearest(f32[i], format), b = half_nearest(values[i], format);
             if (isnan(values[i])) {
-                assert_true((from_f32[i] & 0x7fff) > half_infinity[format] && (from_f64[i] & 0x7fff) > half_infinity[format]);
+                assert_true((from_f32[i] & 0x7fff) > half_infinity[format]
+                            && (from_f64[i] & 0x7fff) > half_infinity[format]);
                 continue;
             }
             if (a != from_f32[i] || b != from_f64[i])
-                fail_msg("format %d value %a: from f32 %04x, expected %04x; from f64 %04x, expected %04x", format, values[i], from_f32[i], a,
-                         from_f64[i], b);
+                fail_msg("format %d value %a: from f32 %04x, expected %04x; from f64 %04x, expected %04x",
+                         format, values[i], from_f32[i], a, from_f64[i], b);
         }
     }
 }
@@ -474,9 +584,12 @@ static void casts_round_once_to_nearest_even(void **state) {
     for (int round = 0; round < 200; round++) {
         for (n = 0; n < 4096; n++) {
             uint64_t r = random_u64();
-            if (r % 4 == 0) values[n] = float_of((uint32_t)(r >> 32));
-            else if (r % 4 == 1) values[n] = double_of(random_u64());
-            else values[n] = ldexp((double)(int64_t)r, (int)(random_u64() % 50) - 90);
+            if (r % 4 == 0)
+                values[n] = float_of((uint32_t)(r >> 32));
+            else if (r % 4 == 1)
+                values[n] = double_of(random_u64());
+            else
+                values[n] = ldexp((double)(int64_t)r, (int)(random_u64() % 50) - 90);
         }
         check_rounding(values, 4096);
     }
@@ -542,8 +655,10 @@ static void one_value_sums_to_itself(void **state) {
 static void huge_and_tiny_cancel_exactly(void **state) {
     const double cancel[] = {1e308, 1.0, 1e-308, -1e308, 5e-324, -1.0, -1e-308};
     const double overflow[] = {DBL_MAX, DBL_MAX, -DBL_MAX}, infinite[] = {-DBL_MAX, -DBL_MAX};
-    const double limit[] = {DBL_MAX, 9.9792015476735990582818635651842e291}, beyond[] = {DBL_MAX, 9.9792015476736e291};
-    const double even[] = {9007199254740992.0, 1.0}, up[] = {9007199254740992.0, 1.0, 5e-324}, odd[] = {9007199254740994.0, 1.0};
+    const double limit[] = {DBL_MAX, 9.9792015476735990582818635651842e291},
+                 beyond[] = {DBL_MAX, 9.9792015476736e291};
+    const double even[] = {9007199254740992.0, 1.0}, up[] = {9007199254740992.0, 1.0, 5e-324},
+                 odd[] = {9007199254740994.0, 1.0};
     const double zeros[] = {-0.0, 1.0, -1.0};
     (void)state;
     assert_double(exact_of(cancel, LENGTH(cancel)), 5e-324);
@@ -559,7 +674,8 @@ static void huge_and_tiny_cancel_exactly(void **state) {
 }
 
 static void infinities_and_nan_propagate(void **state) {
-    const double plus[] = {1.0, INFINITY, -DBL_MAX}, minus[] = {-INFINITY, DBL_MAX, -INFINITY}, both[] = {INFINITY, -INFINITY, 1.0};
+    const double plus[] = {1.0, INFINITY, -DBL_MAX}, minus[] = {-INFINITY, DBL_MAX, -INFINITY},
+                 both[] = {INFINITY, -INFINITY, 1.0};
     const double nan_first[] = {NAN, 1.0, INFINITY};
     (void)state;
     assert_double(exact_of(plus, 3), (double)INFINITY);
@@ -593,7 +709,8 @@ static void order_and_sharing_do_not_matter(void **state) {
     double expected;
     (void)state;
     for (int i = 0; i < N; i++) {
-        do values[i] = double_of(random_u64()); while (!(fabs(values[i]) < 1e300));
+        do values[i] = double_of(random_u64());
+        while (!(fabs(values[i]) < 1e300));
     }
     expected = exact_of(values, N);
     for (int parts = 1; parts <= 64; parts *= 2) {
@@ -622,7 +739,8 @@ static void many_additions_carry_in_time(void **state) {
     for (int i = 0; i < 3000000; i++) ddp_exact_sum_add(&sum, -value);
     /* A carry takes as long as 70 additions. It resets the bound, or every later addition would carry too. */
     assert_true(sum.cell[DDP_EXACT_CELLS - 1] > 0 && sum.cell[DDP_EXACT_CELLS - 1] < INT64_C(1) << 16);
-    for (int k = 0; k < 67; k++) assert_true(sum.cell[k] < INT64_C(1) << 49 && sum.cell[k] > -(INT64_C(1) << 49));
+    for (int k = 0; k < 67; k++)
+        assert_true(sum.cell[k] < INT64_C(1) << 49 && sum.cell[k] > -(INT64_C(1) << 49));
     assert_double(ddp_exact_sum_value(&sum), (double)(-(long double)value * 3000000.0L));
 }
 
@@ -648,7 +766,8 @@ static double squares_reference(const void *data, size_t count, ddp_dtype dtype)
 }
 
 static void squares_add_per_row_in_a_fixed_order(void **state) {
-    static const size_t row_counts[] = {1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 200, 1000, 4095, 4096, 4097, 9000};
+    static const size_t row_counts[] = {1,   2,   15,  16,   17,   63,   64,   65,
+                                        127, 128, 200, 1000, 4095, 4096, 4097, 9000};
     static const ddp_dtype floats[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16};
     static unsigned char data[9 * 8 * 9000 + 16];
     (void)state;
@@ -660,20 +779,25 @@ static void squares_add_per_row_in_a_fixed_order(void **state) {
                 for (size_t i = 0; i < rows * n; i++) {
                     element e;
                     double value = ldexp((double)(int64_t)random_u64(), (int)(random_u64() % 20) - 70);
-                    if (floats[t] == DDP_F64) e.f64 = value;
-                    else e.f32 = (float)value;
+                    if (floats[t] == DDP_F64)
+                        e.f64 = value;
+                    else
+                        e.f32 = (float)value;
                     element_store(data + offset, i, floats[t], e);
                 }
                 ddp_exact_sum_clear(&expected);
                 for (size_t r = 0; r < rows; r++)
                     for (size_t at = 0; at < n; at += 4096) /* pieces of long rows add exactly */
-                        ddp_exact_sum_add(&expected, squares_reference(data + offset + (r * n + at) * size, n - at < 4096 ? n - at : 4096, floats[t]));
+                        ddp_exact_sum_add(&expected,
+                                          squares_reference(data + offset + (r * n + at) * size,
+                                                            n - at < 4096 ? n - at : 4096, floats[t]));
                 ddp_exact_sum_clear(&whole);
                 inner.exact_add_squares(&whole, data + offset, rows, n, floats[t]);
                 ddp_exact_sum_clear(&parts);
                 for (size_t r = 0; r < rows; r += 4) {
                     ddp_exact_sum_clear(&part);
-                    inner.exact_add_squares(&part, data + offset + r * n * size, rows - r < 4 ? rows - r : 4, n, floats[t]);
+                    inner.exact_add_squares(&part, data + offset + r * n * size, rows - r < 4 ? rows - r : 4,
+                                            n, floats[t]);
                     for (int k = 0; k < DDP_EXACT_CELLS; k++) parts.cell[k] += part.cell[k];
                 }
                 assert_memory_equal(&whole, &expected, sizeof whole);

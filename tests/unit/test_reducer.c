@@ -72,7 +72,9 @@ static size_t param_count(const ddp_param *param) { return (size_t)ddp_tensor_co
 static float *param_grad(const ddp_param *param) { return (float *)param->grad.data; }
 
 static uint32_t random_next(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
-static float random_float(uint32_t *state) { return ldexpf((float)((int32_t)random_next(state) >> 8), -20 + (int)(random_next(state) >> 29)); }
+static float random_float(uint32_t *state) {
+    return ldexpf((float)((int32_t)random_next(state) >> 8), -20 + (int)(random_next(state) >> 29));
+}
 
 static void expect_text(const char *part) {
     if (!strstr(ddp_last_error(), part)) print_error("have: %s\nwant: %s\n", ddp_last_error(), part);
@@ -93,7 +95,8 @@ static void null_gradients_are_placed_in_reverse_order_per_dtype(void **state) {
     unsigned char *previous = NULL;
     (void)state;
     model_open(&m);
-    for (int i = 0; i < 12; i++) model_add(&m, i % 3 == 0 ? DDP_F64 : i % 3 == 1 ? DDP_F32 : DDP_BF16, 3, 5 + i);
+    for (int i = 0; i < 12; i++)
+        model_add(&m, i % 3 == 0 ? DDP_F64 : i % 3 == 1 ? DDP_F32 : DDP_BF16, 3, 5 + i);
     desc = model_desc(&m);
     reducer = model_reducer(&m, &desc);
     for (int i = 0; i < 12; i++) {
@@ -106,7 +109,9 @@ static void null_gradients_are_placed_in_reverse_order_per_dtype(void **state) {
     }
     for (int i = 11; i >= 0; i--) {
         if (i % 3 != 1) continue;
-        if (previous) assert_ptr_equal(m.params[i].grad.data, previous + (param_count(&m.params[i + 3]) * 4 + 63) / 64 * 64);
+        if (previous)
+            assert_ptr_equal(m.params[i].grad.data,
+                             previous + (param_count(&m.params[i + 3]) * 4 + 63) / 64 * 64);
         previous = (unsigned char *)m.params[i].grad.data;
     }
     ddp_reducer_destroy(reducer);
@@ -154,39 +159,64 @@ static void every_bad_desc_is_refused_in_words(void **state) {
     assert_int_equal(ddp_reducer_create(&reducer, NULL, &good), DDP_ERR_INVALID);
     expect_text("group is NULL");
     bad_create(&m, NULL, "desc is NULL");
-    desc = good; desc.params = NULL;            bad_create(&m, &desc, "set both, to the array of trained parameters");
-    desc = good; desc.param_count = 0;          bad_create(&m, &desc, "param_count=0");
-    desc = good; desc.param_count = -1;         bad_create(&m, &desc, "param_count=-1");
-    desc = good; desc.micro_batch_count = -2;   bad_create(&m, &desc, "micro_batch_count=-2");
-    desc = good; desc.comm_dtype = DDP_F64;     bad_create(&m, &desc, "comm_dtype=f64");
-    desc = good; desc.buffer_count = 1;         bad_create(&m, &desc, "buffer_count=1");
-    desc.buffers = &buffer;                     bad_create(&m, &desc, "buffer 0");
-    m.params[1].value.data = NULL;              bad_create(&m, &good, "parameter 1 'p1': value.data is NULL");
+    desc = good;
+    desc.params = NULL;
+    bad_create(&m, &desc, "set both, to the array of trained parameters");
+    desc = good;
+    desc.param_count = 0;
+    bad_create(&m, &desc, "param_count=0");
+    desc = good;
+    desc.param_count = -1;
+    bad_create(&m, &desc, "param_count=-1");
+    desc = good;
+    desc.micro_batch_count = -2;
+    bad_create(&m, &desc, "micro_batch_count=-2");
+    desc = good;
+    desc.comm_dtype = DDP_F64;
+    bad_create(&m, &desc, "comm_dtype=f64");
+    desc = good;
+    desc.buffer_count = 1;
+    bad_create(&m, &desc, "buffer_count=1");
+    desc.buffers = &buffer;
+    bad_create(&m, &desc, "buffer 0");
+    m.params[1].value.data = NULL;
+    bad_create(&m, &good, "parameter 1 'p1': value.data is NULL");
     m.params[1] = saved;
-    m.params[1].value.dtype = DDP_DTYPE_DEFAULT; bad_create(&m, &good, "parameter 1 'p1': value.dtype=0 is invalid");
+    m.params[1].value.dtype = DDP_DTYPE_DEFAULT;
+    bad_create(&m, &good, "parameter 1 'p1': value.dtype=0 is invalid");
     m.params[1] = saved;
-    m.params[1].value.shape[1] = -1;            bad_create(&m, &good, "parameter 1 'p1': value.ndim=2 or value.shape is invalid");
+    m.params[1].value.shape[1] = -1;
+    bad_create(&m, &good, "parameter 1 'p1': value.ndim=2 or value.shape is invalid");
     m.params[1] = saved;
-    m.params[1].value.ndim = DDP_MAX_NDIM + 1;  bad_create(&m, &good, "use ndim 0 to 8");
+    m.params[1].value.ndim = DDP_MAX_NDIM + 1;
+    bad_create(&m, &good, "use ndim 0 to 8");
     m.params[1] = saved;
-    m.params[1].grad.dtype = DDP_I32;           bad_create(&m, &good, "a gradient of dtype i32 cannot be averaged");
+    m.params[1].grad.dtype = DDP_I32;
+    bad_create(&m, &good, "a gradient of dtype i32 cannot be averaged");
     m.params[1] = saved;
-    m.params[1].value.dtype = DDP_I64;          bad_create(&m, &good, "a gradient of dtype i64 cannot be averaged");
+    m.params[1].value.dtype = DDP_I64;
+    bad_create(&m, &good, "a gradient of dtype i64 cannot be averaged");
     m.params[1] = saved;
     m.params[1].grad.ndim = 1;
-    m.params[1].grad.shape[0] = 7;              bad_create(&m, &good, "has 7 elements, but the value has 6");
+    m.params[1].grad.shape[0] = 7;
+    bad_create(&m, &good, "has 7 elements, but the value has 6");
     m.params[1] = saved;
-    m.params[1].grad.data = m.memory + 1;       bad_create(&m, &good, "not aligned");
+    m.params[1].grad.data = m.memory + 1;
+    bad_create(&m, &good, "not aligned");
     m.params[1].grad.data = m.memory + 4096;
-    m.params[2].grad.data = m.memory + 4096;    bad_create(&m, &good, "the gradients of parameter 1 'p1' and parameter 2 'p2' overlap");
-    m.params[2].grad.data = m.memory + 4096 + 20; bad_create(&m, &good, "overlap");
+    m.params[2].grad.data = m.memory + 4096;
+    bad_create(&m, &good, "the gradients of parameter 1 'p1' and parameter 2 'p2' overlap");
+    m.params[2].grad.data = m.memory + 4096 + 20;
+    bad_create(&m, &good, "overlap");
     m.params[1] = saved;
     m.params[2].grad.data = NULL;
     m.params[2].value.data = m.params[0].value.data;
-    m.params[2].value.shape[0] = 1;             bad_create(&m, &good, "parameter 0 'p0' and parameter 2 'p2' share value.data");
+    m.params[2].value.shape[0] = 1;
+    bad_create(&m, &good, "parameter 0 'p0' and parameter 2 'p2' share value.data");
     m.params[2].value.shape[0] = 2;
     m.params[1].name = NULL;
-    m.params[1].value.data = NULL;              bad_create(&m, &good, "parameter 1: value.data");
+    m.params[1].value.data = NULL;
+    bad_create(&m, &good, "parameter 1: value.data");
     m.params[1] = saved;
     reducer = model_reducer(&m, &good); /* the failed calls have no lasting effect */
     ddp_reducer_destroy(reducer);
@@ -196,7 +226,13 @@ static void every_bad_desc_is_refused_in_words(void **state) {
 
 //== buckets ================================================================================
 
-typedef struct seen { int count; size_t elements[PARAMS_MAX]; ddp_dtype dtype[PARAMS_MAX]; int bucket_count; uint64_t divisor, step; } seen;
+typedef struct seen {
+    int count;
+    size_t elements[PARAMS_MAX];
+    ddp_dtype dtype[PARAMS_MAX];
+    int bucket_count;
+    uint64_t divisor, step;
+} seen;
 
 static ddp_result record_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     seen *s = (seen *)user;
@@ -228,16 +264,25 @@ static void reference_buckets(const model *m, const int *order, size_t first_lim
             bytes += param_count(param) * ddp_dtype_size(dtypes[d]);
             at = k;
             if (bytes < bound) continue;
-            elements[count] = n; last[count] = at; dtype[count++] = dtypes[d];
+            elements[count] = n;
+            last[count] = at;
+            dtype[count++] = dtypes[d];
             bytes = n = 0;
             bound = limit;
         }
-        if (n) { elements[count] = n; last[count] = at; dtype[count++] = dtypes[d]; }
+        if (n) {
+            elements[count] = n;
+            last[count] = at;
+            dtype[count++] = dtypes[d];
+        }
     }
     out->count = 0;
     for (int k = 0; k < m->count; k++)
         for (int b = 0; b < count; b++)
-            if (last[b] == k) { out->elements[out->count] = elements[b]; out->dtype[out->count++] = dtype[b]; }
+            if (last[b] == k) {
+                out->elements[out->count] = elements[b];
+                out->dtype[out->count++] = dtype[b];
+            }
 }
 
 static void expect_buckets(const seen *have, const seen *want) {
@@ -262,7 +307,11 @@ static void buckets_follow_the_rule_and_then_the_ready_order(void **state) {
         model_open(&m);
         for (int i = 0, n = 1 + (int)(random_next(&seed) >> 27); i < n; i++) {
             uint32_t kind = random_next(&seed) >> 24;
-            model_add(&m, kind < 160 ? DDP_F32 : kind < 220 ? DDP_F64 : DDP_BF16, 1 + (random_next(&seed) >> 28), 1 + (random_next(&seed) >> 23));
+            model_add(&m,
+                      kind < 160   ? DDP_F32
+                      : kind < 220 ? DDP_F64
+                                   : DDP_BF16,
+                      1 + (random_next(&seed) >> 28), 1 + (random_next(&seed) >> 23));
         }
         desc = model_desc(&m);
         desc.first_bucket_bytes = 1 + (random_next(&seed) >> 19);
@@ -322,11 +371,13 @@ static void hooks_see_every_gradient_once_and_nothing_else(void **state) {
         desc.hook_user = &total;
         reducer = model_reducer(&m, &desc);
         for (int i = 0; i < 9; i++)
-            for (size_t k = 0; k < param_count(&m.params[i]); k++) param_grad(&m.params[i])[k] = (float)(i * 1000 + (int)k);
+            for (size_t k = 0; k < param_count(&m.params[i]); k++)
+                param_grad(&m.params[i])[k] = (float)(i * 1000 + (int)k);
         step_all(&m, reducer);
         assert_int_equal(total, elements);
         for (int i = 0; i < 9; i++)
-            for (size_t k = 0; k < param_count(&m.params[i]); k++) assert_true(param_grad(&m.params[i])[k] == -(float)(i * 1000 + (int)k));
+            for (size_t k = 0; k < param_count(&m.params[i]); k++)
+                assert_true(param_grad(&m.params[i])[k] == -(float)(i * 1000 + (int)k));
         ddp_reducer_destroy(reducer);
         model_close(&m);
     }
@@ -385,7 +436,8 @@ static void one_rank_only_divides_once(void **state) {
     assert_int_equal(stats.bytes_reduced, 0);
     assert_int_equal(stats.bytes_copied, 0);
     assert_int_equal(stats.largest_bucket_bytes, 24000);
-    assert_true(stats.wait_seconds >= 0 && stats.comm_seconds > 0 && stats.total_comm_seconds >= stats.comm_seconds);
+    assert_true(stats.wait_seconds >= 0 && stats.comm_seconds > 0
+                && stats.total_comm_seconds >= stats.comm_seconds);
     ddp_reducer_destroy(reducer);
     model_close(&m);
     free(want);
@@ -526,7 +578,8 @@ static void uses_of_a_tied_parameter_add_up_in_the_first(void **state) {
     assert_true(param_grad(&m.params[0])[0] == (0.125f + 8388608.0f) - 8388608.0f);
     assert_true(param_grad(&m.params[2])[0] == 3.0f);
     assert_int_equal(ddp_reducer_clip_grad_norm(reducer, 1e9f, &norm), DDP_OK);
-    assert_true(norm == (float)sqrt(9.0 + (double)param_grad(&m.params[0])[0] * (double)param_grad(&m.params[0])[0]));
+    assert_true(
+        norm == (float)sqrt(9.0 + (double)param_grad(&m.params[0])[0] * (double)param_grad(&m.params[0])[0]));
     ddp_reducer_destroy(reducer);
     model_close(&m);
 }
@@ -541,7 +594,8 @@ static void clipping_matches_long_double(void **state) {
         long double sum = 0;
         float norm = 0, max_norm, before[5][600];
         model_open(&m);
-        for (int i = 0; i < 5; i++) model_add(&m, DDP_F32, 1 + (random_next(&seed) >> 29), 1 + (random_next(&seed) >> 26));
+        for (int i = 0; i < 5; i++)
+            model_add(&m, DDP_F32, 1 + (random_next(&seed) >> 29), 1 + (random_next(&seed) >> 26));
         desc = model_desc(&m);
         reducer = model_reducer(&m, &desc);
         for (int i = 0; i < 5; i++)
@@ -555,7 +609,8 @@ static void clipping_matches_long_double(void **state) {
         assert_true(fabsl((long double)norm - sqrtl(sum)) <= 1.3e-7L * sqrtl(sum));
         for (int i = 0; i < 5; i++)
             for (size_t k = 0; k < param_count(&m.params[i]); k++)
-                assert_true(param_grad(&m.params[i])[k] == (round % 2 ? before[i][k] * (max_norm / norm) : before[i][k]));
+                assert_true(param_grad(&m.params[i])[k]
+                            == (round % 2 ? before[i][k] * (max_norm / norm) : before[i][k]));
         ddp_reducer_destroy(reducer);
         model_close(&m);
     }
@@ -633,7 +688,8 @@ static void accumulation_is_the_tree_for_any_count(void **state) {
             for (int b = 0; b < count; b++) {
                 assert_int_equal(last && b > 0, 0);
                 for (int i = 1; i >= 0; i--) {
-                    for (size_t k = 0; k < param_count(&m.params[i]); k++) param_grad(&m.params[i])[k] = micro_gradient(b, i, k);
+                    for (size_t k = 0; k < param_count(&m.params[i]); k++)
+                        param_grad(&m.params[i])[k] = micro_gradient(b, i, k);
                     assert_int_equal(ddp_accumulator_ready(accumulator, i), DDP_OK);
                 }
                 assert_int_equal(ddp_accumulator_next(accumulator, &last), DDP_OK);
@@ -666,7 +722,10 @@ static void misuse_of_an_accumulator_is_named(void **state) {
     (void)state;
     model_open(&m);
     model_open(&other);
-    for (int i = 0; i < 2; i++) { model_add(&m, DDP_F32, 2, 3); model_add(&other, DDP_F32, 2, 3); }
+    for (int i = 0; i < 2; i++) {
+        model_add(&m, DDP_F32, 2, 3);
+        model_add(&other, DDP_F32, 2, 3);
+    }
     good = accumulator_desc(&m, NULL, 4);
     bad_accumulator(&m, &good, "parameter 0 'p0': grad.data is NULL");
     desc = model_desc(&m);
@@ -674,10 +733,18 @@ static void misuse_of_an_accumulator_is_named(void **state) {
     reducer = model_reducer(&m, &desc);
     good.reducer = reducer;
     bad_accumulator(&m, NULL, "desc is NULL");
-    bad = good; bad.params = NULL;             bad_accumulator(&m, &bad, "set both, to the array");
-    bad = good; bad.micro_batch_count = 0;     bad_accumulator(&m, &bad, "micro_batch_count=0");
-    bad = good; bad.micro_batch_count = 8;     bad_accumulator(&m, &bad, "the reducer has micro_batch_count=4");
-    bad = good; bad.params = other.params;     bad_accumulator(&m, &bad, "differ from those of the reducer");
+    bad = good;
+    bad.params = NULL;
+    bad_accumulator(&m, &bad, "set both, to the array");
+    bad = good;
+    bad.micro_batch_count = 0;
+    bad_accumulator(&m, &bad, "micro_batch_count=0");
+    bad = good;
+    bad.micro_batch_count = 8;
+    bad_accumulator(&m, &bad, "the reducer has micro_batch_count=4");
+    bad = good;
+    bad.params = other.params;
+    bad_accumulator(&m, &bad, "differ from those of the reducer");
     assert_int_equal(ddp_accumulator_create(NULL, m.group, &good), DDP_ERR_INVALID);
     assert_int_equal(ddp_accumulator_create(&accumulator, NULL, &good), DDP_ERR_INVALID);
     assert_int_equal(ddp_accumulator_create(&accumulator, m.group, &good), DDP_OK);
@@ -742,11 +809,16 @@ static void join_on_one_rank_ends_when_the_batches_do(void **state) {
     }
 }
 
-typedef struct counter { int live, total, fail_at; } counter;
+typedef struct counter {
+    int live, total, fail_at;
+} counter;
 
 static void *counting_alloc(size_t size_bytes, void *user) {
     counter *c = (counter *)user;
-    if (c->fail_at > 0 && c->total + 1 == c->fail_at) { c->total++; return NULL; }
+    if (c->fail_at > 0 && c->total + 1 == c->fail_at) {
+        c->total++;
+        return NULL;
+    }
     c->total++;
     c->live++;
     return malloc(size_bytes);

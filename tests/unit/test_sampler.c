@@ -9,11 +9,15 @@
 
 /* -- The reference -- */
 
-typedef struct reference { uint32_t mt[624]; int at; } reference;
+typedef struct reference {
+    uint32_t mt[624];
+    int at;
+} reference;
 
 static void reference_seed(reference *r, uint64_t seed) {
     r->mt[0] = (uint32_t)seed;
-    for (int i = 1; i < 624; i++) r->mt[i] = 1812433253u * (r->mt[i - 1] ^ (r->mt[i - 1] >> 30)) + (uint32_t)i;
+    for (int i = 1; i < 624; i++)
+        r->mt[i] = 1812433253u * (r->mt[i - 1] ^ (r->mt[i - 1] >> 30)) + (uint32_t)i;
     r->at = 624;
 }
 
@@ -60,7 +64,8 @@ static int64_t *reference_randperm(int64_t n, uint64_t seed, int inside_out) {
 static int64_t *order_of(const ddp_sampler_desc *like, uint64_t epoch) {
     int64_t n = like->dataset_size, *list;
     if (!like->no_shuffle && like->shuffle != DDP_SHUFFLE_HASHED)
-        return reference_randperm(n, like->seed + epoch, like->shuffle == DDP_SHUFFLE_TORCH && n >= inner.inside_out_from);
+        return reference_randperm(n, like->seed + epoch,
+                                  like->shuffle == DDP_SHUFFLE_TORCH && n >= inner.inside_out_from);
     list = (int64_t *)malloc((size_t)n * sizeof *list);
     if (like->no_shuffle) {
         for (int64_t i = 0; i < n; i++) list[i] = i;
@@ -78,12 +83,17 @@ static int64_t *order_of(const ddp_sampler_desc *like, uint64_t epoch) {
     return list;
 }
 
-typedef struct expected { int64_t *sample; int *padding; int64_t count; } expected;
+typedef struct expected {
+    int64_t *sample;
+    int *padding;
+    int64_t count;
+} expected;
 
 /* The samples of one rank, from entry origin of the order on: pad or cut the list, then slice it. */
 static expected expect(const ddp_sampler_desc *d, const int64_t *order, int64_t origin) {
     expected e;
-    int64_t n = d->dataset_size, w = d->num_replicas, unit = d->global_batch ? d->global_batch : w, left = n - origin;
+    int64_t n = d->dataset_size, w = d->num_replicas, unit = d->global_batch ? d->global_batch : w,
+            left = n - origin;
     int64_t total = d->drop_last ? left / unit * unit : d->no_pad ? left : (left + unit - 1) / unit * unit;
     e.sample = (int64_t *)malloc((size_t)(total + 1) * sizeof *e.sample);
     e.padding = (int *)malloc((size_t)(total + 1) * sizeof *e.padding);
@@ -97,17 +107,23 @@ static expected expect(const ddp_sampler_desc *d, const int64_t *order, int64_t 
     return e;
 }
 
-static void expected_free(expected *e) { free(e->sample); free(e->padding); }
+static void expected_free(expected *e) {
+    free(e->sample);
+    free(e->padding);
+}
 
 static void check_rest(ddp_sampler *s, const expected *e, int64_t from) {
     int padding = -1;
     for (int64_t k = from; k < e->count; k++) {
         int64_t sample = ddp_sampler_next(s, &padding);
         if (sample != e->sample[k] || padding != e->padding[k])
-            fail_msg("N=%lld W=%d rank=%d batch=%lld drop_last=%d no_pad=%d shuffle=%d window=%lld seed=%llu epoch=%llu: sample %lld is %lld (padding %d), not %lld (%d)",
-                     (long long)s->desc.dataset_size, s->desc.num_replicas, s->desc.rank, (long long)s->desc.global_batch, s->desc.drop_last,
-                     s->desc.no_pad, (int)s->desc.shuffle, (long long)s->desc.window, (unsigned long long)s->desc.seed,
-                     (unsigned long long)s->epoch, (long long)k, (long long)sample, padding, (long long)e->sample[k], e->padding[k]);
+            fail_msg("N=%lld W=%d rank=%d batch=%lld drop_last=%d no_pad=%d shuffle=%d window=%lld seed=%llu "
+                     "epoch=%llu: sample %lld is %lld (padding %d), not %lld (%d)",
+                     (long long)s->desc.dataset_size, s->desc.num_replicas, s->desc.rank,
+                     (long long)s->desc.global_batch, s->desc.drop_last, s->desc.no_pad, (int)s->desc.shuffle,
+                     (long long)s->desc.window, (unsigned long long)s->desc.seed,
+                     (unsigned long long)s->epoch, (long long)k, (long long)sample, padding,
+                     (long long)e->sample[k], e->padding[k]);
     }
     assert_int_equal(ddp_sampler_next(s, &padding), -1);
     assert_int_equal(padding, 0);
@@ -121,7 +137,8 @@ static void start(ddp_sampler *s, const ddp_sampler_desc *d) {
 /* -- Known values -- */
 
 static void test_known_vectors(void **state) {
-    static const int64_t seed0[10] = {4, 1, 7, 5, 3, 9, 0, 8, 6, 2}, seed42[10] = {2, 6, 1, 8, 4, 5, 0, 9, 3, 7};
+    static const int64_t seed0[10] = {4, 1, 7, 5, 3, 9, 0, 8, 6, 2},
+                         seed42[10] = {2, 6, 1, 8, 4, 5, 0, 9, 3, 7};
     static const int64_t four_ranks[4][3] = {{4, 3, 6}, {1, 9, 2}, {7, 0, 4}, {5, 8, 1}};
     static const int64_t batches[2][6] = {{4, 1, 3, 9, 6, 2}, {7, 5, 0, 8, 4, 1}};
     ddp_sampler s;
@@ -133,10 +150,10 @@ static void test_known_vectors(void **state) {
     assert_int_equal(ddp_sampler_length(&s), 10);
     for (int i = 0; i < 10; i++) assert_int_equal(ddp_sampler_next(&s, NULL), seed0[i]);
     assert_int_equal(ddp_sampler_next(&s, NULL), -1);
-    ddp_sampler_set_epoch(&s, 42);                  /* seed 0, epoch 42 is seed 42, epoch 0 */
+    ddp_sampler_set_epoch(&s, 42); /* seed 0, epoch 42 is seed 42, epoch 0 */
     for (int i = 0; i < 10; i++) assert_int_equal(ddp_sampler_next(&s, NULL), seed42[i]);
     ddp_sampler_free(&s);
-    d.seed = (UINT64_C(7) << 32) + 42;              /* only the low 32 bits count */
+    d.seed = (UINT64_C(7) << 32) + 42; /* only the low 32 bits count */
     start(&s, &d);
     for (int i = 0; i < 10; i++) assert_int_equal(ddp_sampler_next(&s, NULL), seed42[i]);
     ddp_sampler_free(&s);
@@ -185,38 +202,52 @@ static void sweep(ddp_shuffle shuffle, int no_shuffle, int part) {
     static const int64_t sizes[] = {1, 2, 3, 5, 7, 10, 16, 31, 100, 623, 624, 625, 1000, 1872, 1873};
     static const int replicas[] = {1, 2, 3, 4, 7, 8, 17};
     static const uint64_t seeds[] = {0, 42, UINT64_C(0xffffffff), UINT64_C(0x8000000000000001)};
-    for (int a = 0; a < COUNT(sizes); a++) for (int c = 0; c < COUNT(seeds); c++) {
-        ddp_sampler_desc d = DDP_ZERO;
-        uint64_t epoch = (uint64_t)((a + c) % 3 * 5);
-        int64_t *order;
-        if ((a + c) % part) continue;
-        d.dataset_size = sizes[a];
-        d.seed = seeds[c];
-        d.shuffle = shuffle;
-        d.no_shuffle = no_shuffle;
-        order = order_of(&d, epoch);
-        for (int b = 0; b < COUNT(replicas); b++) for (int rules = 0; rules < 16; rules++) {
-            d.num_replicas = replicas[b];
-            d.drop_last = rules & 1;
-            d.no_pad = rules >> 1 & 1;
-            /* None, 1, 4 or 9 a rank. */
-            d.global_batch = (int64_t)d.num_replicas * (rules >> 2) * (rules >> 2);
-            sweep_ranks(d, order, epoch);
+    for (int a = 0; a < COUNT(sizes); a++)
+        for (int c = 0; c < COUNT(seeds); c++) {
+            ddp_sampler_desc d = DDP_ZERO;
+            uint64_t epoch = (uint64_t)((a + c) % 3 * 5);
+            int64_t *order;
+            if ((a + c) % part) continue;
+            d.dataset_size = sizes[a];
+            d.seed = seeds[c];
+            d.shuffle = shuffle;
+            d.no_shuffle = no_shuffle;
+            order = order_of(&d, epoch);
+            for (int b = 0; b < COUNT(replicas); b++)
+                for (int rules = 0; rules < 16; rules++) {
+                    d.num_replicas = replicas[b];
+                    d.drop_last = rules & 1;
+                    d.no_pad = rules >> 1 & 1;
+                    /* None, 1, 4 or 9 a rank. */
+                    d.global_batch = (int64_t)d.num_replicas * (rules >> 2) * (rules >> 2);
+                    sweep_ranks(d, order, epoch);
+                }
+            free(order);
         }
-        free(order);
-    }
 }
 
-static void test_torch_matches_reference(void **state) { (void)state; sweep(DDP_SHUFFLE_TORCH, 0, PART); }
-static void test_legacy_matches_reference(void **state) { (void)state; sweep(DDP_SHUFFLE_TORCH_LEGACY, 0, PART); }
-static void test_no_shuffle_matches_reference(void **state) { (void)state; sweep(DDP_SHUFFLE_TORCH, 1, PART); }
-static void test_hashed_is_dealt_by_the_same_rules(void **state) { (void)state; sweep(DDP_SHUFFLE_HASHED, 0, PART); }
+static void test_torch_matches_reference(void **state) {
+    (void)state;
+    sweep(DDP_SHUFFLE_TORCH, 0, PART);
+}
+static void test_legacy_matches_reference(void **state) {
+    (void)state;
+    sweep(DDP_SHUFFLE_TORCH_LEGACY, 0, PART);
+}
+static void test_no_shuffle_matches_reference(void **state) {
+    (void)state;
+    sweep(DDP_SHUFFLE_TORCH, 1, PART);
+}
+static void test_hashed_is_dealt_by_the_same_rules(void **state) {
+    (void)state;
+    sweep(DDP_SHUFFLE_HASHED, 0, PART);
+}
 
 static void test_inside_out_matches_reference(void **state) {
     (void)state;
     inner.inside_out_from = 1;
     sweep(DDP_SHUFFLE_TORCH, 0, PART);
-    sweep(DDP_SHUFFLE_TORCH_LEGACY, 0, 7);           /* not touched by the bound */
+    sweep(DDP_SHUFFLE_TORCH_LEGACY, 0, 7); /* not touched by the bound */
     inner.inside_out_from = INT64_C(214748364);
 }
 
@@ -238,22 +269,23 @@ static void test_the_bound_itself(void **state) {
 static void test_every_window_size(void **state) {
     static const int64_t sizes[] = {1, 2, 9, 64, 150};
     (void)state;
-    for (int rule = 0; rule < 2; rule++) for (int a = 0; a < COUNT(sizes); a++) {
-        ddp_sampler_desc d = DDP_ZERO;
-        int64_t *order;
-        inner.inside_out_from = rule ? 1 : INT64_C(214748364);
-        d.dataset_size = sizes[a];
-        d.seed = 9;
-        order = order_of(&d, 1);
-        for (d.num_replicas = 1; d.num_replicas <= 5; d.num_replicas += 2)
-            for (d.window = 1; d.window <= d.dataset_size; d.window++) {
-                d.global_batch = 0;
-                sweep_ranks(d, order, 1);
-                d.global_batch = 4 * d.num_replicas;
-                sweep_ranks(d, order, 1);
-            }
-        free(order);
-    }
+    for (int rule = 0; rule < 2; rule++)
+        for (int a = 0; a < COUNT(sizes); a++) {
+            ddp_sampler_desc d = DDP_ZERO;
+            int64_t *order;
+            inner.inside_out_from = rule ? 1 : INT64_C(214748364);
+            d.dataset_size = sizes[a];
+            d.seed = 9;
+            order = order_of(&d, 1);
+            for (d.num_replicas = 1; d.num_replicas <= 5; d.num_replicas += 2)
+                for (d.window = 1; d.window <= d.dataset_size; d.window++) {
+                    d.global_batch = 0;
+                    sweep_ranks(d, order, 1);
+                    d.global_batch = 4 * d.num_replicas;
+                    sweep_ranks(d, order, 1);
+                }
+            free(order);
+        }
     inner.inside_out_from = INT64_C(214748364);
 }
 
@@ -261,20 +293,21 @@ static void test_every_window_size(void **state) {
 static void test_long_orders(void **state) {
     static const int64_t windows[] = {0, 9999, 100000, 60000};
     (void)state;
-    for (int rule = 0; rule < 2; rule++) for (int a = 0; a < COUNT(windows) / (PART > 1 ? 2 : 1); a++) {
-        ddp_sampler_desc d = DDP_ZERO;
-        int64_t *order;
-        inner.inside_out_from = rule ? 1 : INT64_C(214748364);
-        d.dataset_size = 300007;
-        d.seed = 77;
-        d.window = windows[a];
-        d.num_replicas = 3;
-        order = order_of(&d, 2);
-        sweep_ranks(d, order, 2);
-        d.global_batch = 3 * 128;
-        sweep_ranks(d, order, 2);
-        free(order);
-    }
+    for (int rule = 0; rule < 2; rule++)
+        for (int a = 0; a < COUNT(windows) / (PART > 1 ? 2 : 1); a++) {
+            ddp_sampler_desc d = DDP_ZERO;
+            int64_t *order;
+            inner.inside_out_from = rule ? 1 : INT64_C(214748364);
+            d.dataset_size = 300007;
+            d.seed = 77;
+            d.window = windows[a];
+            d.num_replicas = 3;
+            order = order_of(&d, 2);
+            sweep_ranks(d, order, 2);
+            d.global_batch = 3 * 128;
+            sweep_ranks(d, order, 2);
+            free(order);
+        }
     inner.inside_out_from = INT64_C(214748364);
 }
 
@@ -292,7 +325,7 @@ static void test_epochs_do_not_leak_into_each_other(void **state) {
         expected e = expect(&s.desc, order, 0);
         ddp_sampler_set_epoch(&s, epoch / 2);
         for (uint64_t k = 0; k < epoch * 300; k++) assert_int_equal(ddp_sampler_next(&s, NULL), e.sample[k]);
-        ddp_sampler_set_epoch(&s, epoch / 2);       /* from the start again */
+        ddp_sampler_set_epoch(&s, epoch / 2); /* from the start again */
         check_rest(&s, &e, 0);
         expected_free(&e);
         free(order);
@@ -304,49 +337,55 @@ static void test_epochs_do_not_leak_into_each_other(void **state) {
 
 static void test_seek_everywhere(void **state) {
     (void)state;
-    for (int kind = 0; kind < 4; kind++) for (int batch = 0; batch <= 12; batch += 12) {
-        ddp_sampler_desc d = DDP_ZERO;
-        ddp_sampler s;
-        int64_t *order;
-        expected e;
-        inner.inside_out_from = kind == 1 ? 1 : INT64_C(214748364);
-        d.dataset_size = 1400;
-        d.num_replicas = 3;
-        d.rank = 2;
-        d.seed = 5;
-        d.window = 100;
-        d.global_batch = batch;
-        d.shuffle = kind == 2 ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
-        d.no_shuffle = kind == 3;
-        order = order_of(&d, 4);
-        e = expect(&d, order, 0);
-        start(&s, &d);
-        ddp_sampler_set_epoch(&s, 4);
-        for (int64_t k = 0; k <= e.count / DDP_TEST_SLOWDOWN; k++) {
-            int64_t to = k * 181 % (e.count + 1), stop = to + k % 3;
-            assert_int_equal(ddp_sampler_seek(&s, to), DDP_OK);
-            for (int64_t i = to; i <= stop; i++) assert_int_equal(ddp_sampler_next(&s, NULL), i < e.count ? e.sample[i] : -1);
+    for (int kind = 0; kind < 4; kind++)
+        for (int batch = 0; batch <= 12; batch += 12) {
+            ddp_sampler_desc d = DDP_ZERO;
+            ddp_sampler s;
+            int64_t *order;
+            expected e;
+            inner.inside_out_from = kind == 1 ? 1 : INT64_C(214748364);
+            d.dataset_size = 1400;
+            d.num_replicas = 3;
+            d.rank = 2;
+            d.seed = 5;
+            d.window = 100;
+            d.global_batch = batch;
+            d.shuffle = kind == 2 ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
+            d.no_shuffle = kind == 3;
+            order = order_of(&d, 4);
+            e = expect(&d, order, 0);
+            start(&s, &d);
+            ddp_sampler_set_epoch(&s, 4);
+            for (int64_t k = 0; k <= e.count / DDP_TEST_SLOWDOWN; k++) {
+                int64_t to = k * 181 % (e.count + 1), stop = to + k % 3;
+                assert_int_equal(ddp_sampler_seek(&s, to), DDP_OK);
+                for (int64_t i = to; i <= stop; i++)
+                    assert_int_equal(ddp_sampler_next(&s, NULL), i < e.count ? e.sample[i] : -1);
+            }
+            assert_int_equal(ddp_sampler_seek(&s, e.count - 40), DDP_OK);
+            check_rest(&s, &e, e.count - 40);
+            assert_int_equal(ddp_sampler_seek(&s, 0), DDP_OK);
+            check_rest(&s, &e, 0);
+            expected_free(&e);
+            ddp_sampler_free(&s);
+            free(order);
         }
-        assert_int_equal(ddp_sampler_seek(&s, e.count - 40), DDP_OK);
-        check_rest(&s, &e, e.count - 40);
-        assert_int_equal(ddp_sampler_seek(&s, 0), DDP_OK);
-        check_rest(&s, &e, 0);
-        expected_free(&e);
-        ddp_sampler_free(&s);
-        free(order);
-    }
     inner.inside_out_from = INT64_C(214748364);
 }
 
 /* -- Save and load -- */
 
-typedef struct tally { int64_t n; int *times; } tally;
+typedef struct tally {
+    int64_t n;
+    int *times;
+} tally;
 
 /* Takes steps samples on each rank (or all, -1) after loading from (or at the start of the epoch, NULL).
    Counts all except padding, and checks that all ranks save the same state. */
-static void run_ranks(ddp_sampler_desc d, uint64_t epoch, const ddp_sampler_state *from, int64_t steps, tally *seen, ddp_sampler_state *out) {
+static void run_ranks(ddp_sampler_desc d, uint64_t epoch, const ddp_sampler_state *from, int64_t steps,
+                      tally *seen, ddp_sampler_state *out) {
     ddp_sampler_state begin;
-    if (from) begin = *from;                        /* from and out can be the same */
+    if (from) begin = *from; /* from and out can be the same */
     for (d.rank = 0; d.rank < d.num_replicas; d.rank++) {
         ddp_sampler s;
         ddp_sampler_state saved;
@@ -361,7 +400,8 @@ static void run_ranks(ddp_sampler_desc d, uint64_t epoch, const ddp_sampler_stat
             if (!padding) seen->times[sample]++;
         }
         if (ddp_sampler_save(&s, &saved) != DDP_OK) fail_msg("%s", ddp_last_error());
-        if (d.rank && memcmp(&saved, out, sizeof saved)) fail_msg("rank %d of %d saves another state", d.rank, d.num_replicas);
+        if (d.rank && memcmp(&saved, out, sizeof saved))
+            fail_msg("rank %d of %d saves another state", d.rank, d.num_replicas);
         *out = saved;
         ddp_sampler_free(&s);
     }
@@ -380,111 +420,134 @@ static void check_cover(const tally *seen, int64_t may_lack, const char *what) {
 static void test_load_onto_another_world(void **state) {
     static const int worlds[] = {1, 2, 3, 4, 6};
     (void)state;
-    for (int kind = 0; kind < 3; kind++) for (int a = 0; a < COUNT(worlds); a++) for (int b = 0; b < COUNT(worlds); b++)
-    for (int rule = 0; rule < 3; rule++) for (int batch = 0; batch <= 36; batch += 12) {
-        ddp_sampler_desc d = DDP_ZERO, other;
-        d.dataset_size = 101;
-        d.seed = 11;
-        d.num_replicas = worlds[a];
-        d.shuffle = kind == 1 ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
-        d.no_shuffle = kind == 2;
-        d.drop_last = rule == 1;
-        d.no_pad = rule == 2;
-        d.global_batch = batch;
-        other = d;
-        other.num_replicas = worlds[b];
-        /* Each rank has taken this many samples, except at the end. */
-        for (int64_t steps = 0; steps <= 101 / worlds[a]; steps += DDP_TEST_SLOWDOWN) {
-            tally seen = {101, (int *)calloc(101, sizeof(int))};
-            ddp_sampler_state at, end;
-            char what[160];
-            if (d.no_pad && batch && steps > 101 / batch * batch / worlds[a]) { free(seen.times); break; }
-            if (d.drop_last && steps * worlds[a] > 101 / (batch ? batch : worlds[a]) * (batch ? batch : worlds[a])) { free(seen.times); break; }
-            snprintf(what, sizeof what, "kind %d, %d to %d ranks, rule %d, batch %d, after %d", kind, worlds[a], worlds[b], rule, batch, (int)steps);
-            run_ranks(d, 3, NULL, steps, &seen, &at);
-            run_ranks(other, 3, &at, -1, &seen, &end);
-            check_cover(&seen, d.drop_last ? (batch ? batch : worlds[b]) - 1 : 0, what);
-            if (!d.drop_last) assert_int_equal(end.position, 101);
-            free(seen.times);
-        }
-    }
+    for (int kind = 0; kind < 3; kind++)
+        for (int a = 0; a < COUNT(worlds); a++)
+            for (int b = 0; b < COUNT(worlds); b++)
+                for (int rule = 0; rule < 3; rule++)
+                    for (int batch = 0; batch <= 36; batch += 12) {
+                        ddp_sampler_desc d = DDP_ZERO, other;
+                        d.dataset_size = 101;
+                        d.seed = 11;
+                        d.num_replicas = worlds[a];
+                        d.shuffle = kind == 1 ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
+                        d.no_shuffle = kind == 2;
+                        d.drop_last = rule == 1;
+                        d.no_pad = rule == 2;
+                        d.global_batch = batch;
+                        other = d;
+                        other.num_replicas = worlds[b];
+                        /* Each rank has taken this many samples, except at the end. */
+                        for (int64_t steps = 0; steps <= 101 / worlds[a]; steps += DDP_TEST_SLOWDOWN) {
+                            tally seen = {101, (int *)calloc(101, sizeof(int))};
+                            ddp_sampler_state at, end;
+                            char what[160];
+                            if (d.no_pad && batch && steps > 101 / batch * batch / worlds[a]) {
+                                free(seen.times);
+                                break;
+                            }
+                            if (d.drop_last
+                                && steps * worlds[a]
+                                       > 101 / (batch ? batch : worlds[a]) * (batch ? batch : worlds[a])) {
+                                free(seen.times);
+                                break;
+                            }
+                            snprintf(what, sizeof what,
+                                     "kind %d, %d to %d ranks, rule %d, batch %d, after %d", kind, worlds[a],
+                                     worlds[b], rule, batch, (int)steps);
+                            run_ranks(d, 3, NULL, steps, &seen, &at);
+                            run_ranks(other, 3, &at, -1, &seen, &end);
+                            check_cover(&seen, d.drop_last ? (batch ? batch : worlds[b]) - 1 : 0, what);
+                            if (!d.drop_last) assert_int_equal(end.position, 101);
+                            free(seen.times);
+                        }
+                    }
 }
 
 static void test_load_again_and_again(void **state) {
     static const int worlds[] = {4, 2, 3, 1, 6, 4};
     static const int64_t batches[] = {0, 12, 24};
     (void)state;
-    for (int kind = 0; kind < 2; kind++) for (int b = 0; b < 3; b++) for (int64_t steps = 0; steps < 30; steps++) {
-        tally seen = {997, (int *)calloc(997, sizeof(int))};
-        ddp_sampler_state at;
-        ddp_sampler_desc d = DDP_ZERO;
-        d.dataset_size = 997;
-        d.window = kind ? 0 : 10;
-        d.no_pad = 1;
-        d.shuffle = kind ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
-        for (int i = 0; i < COUNT(worlds); i++) {
-            int64_t block;
-            d.num_replicas = worlds[i];
-            d.global_batch = batches[b];
-            block = batches[b] ? batches[b] / worlds[i] : 1;
-            /* The first stop is anywhere. Later stops are whole batches after the interrupted one. */
-            run_ranks(d, 8, i ? &at : NULL, i + 1 == COUNT(worlds) ? -1 : i ? 2 * block : steps, &seen, &at);
-        }
-        check_cover(&seen, 0, "six worlds");
-        free(seen.times);
-    }
+    for (int kind = 0; kind < 2; kind++)
+        for (int b = 0; b < 3; b++)
+            for (int64_t steps = 0; steps < 30; steps++) {
+                tally seen = {997, (int *)calloc(997, sizeof(int))};
+                ddp_sampler_state at;
+                ddp_sampler_desc d = DDP_ZERO;
+                d.dataset_size = 997;
+                d.window = kind ? 0 : 10;
+                d.no_pad = 1;
+                d.shuffle = kind ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
+                for (int i = 0; i < COUNT(worlds); i++) {
+                    int64_t block;
+                    d.num_replicas = worlds[i];
+                    d.global_batch = batches[b];
+                    block = batches[b] ? batches[b] / worlds[i] : 1;
+                    /* The first stop is anywhere. Later stops are whole batches after the interrupted one. */
+                    run_ranks(d, 8, i ? &at : NULL,
+                              i + 1 == COUNT(worlds) ? -1
+                              : i                    ? 2 * block
+                                                     : steps,
+                              &seen, &at);
+                }
+                check_cover(&seen, 0, "six worlds");
+                free(seen.times);
+            }
 }
 
 static void test_load_on_the_same_world_changes_nothing(void **state) {
     (void)state;
-    for (int rules = 0; rules < 4; rules++) for (int batch = 0; batch <= 24; batch += 12) for (int64_t steps = 0; steps <= 52; steps++) {
-        ddp_sampler_desc d = DDP_ZERO;
-        d.dataset_size = 155;
-        d.num_replicas = 3;
-        d.drop_last = rules & 1;
-        d.no_pad = rules >> 1;
-        d.global_batch = batch;
-        d.window = 17;
-        for (d.rank = 0; d.rank < 3; d.rank++) {
-            ddp_sampler whole, resumed;
-            ddp_sampler_state at;
-            int padding[2];
-            start(&whole, &d);
-            start(&resumed, &d);
-            ddp_sampler_set_epoch(&whole, 6);
-            for (int64_t k = 0; k < steps; k++) ddp_sampler_next(&whole, NULL);
-            assert_int_equal(ddp_sampler_save(&whole, &at), DDP_OK);
-            assert_int_equal(ddp_sampler_load(&resumed, &at), DDP_OK);
-            if (steps < ddp_sampler_length(&whole)) assert_int_equal(ddp_sampler_length(&resumed), ddp_sampler_length(&whole) - steps);
-            for (;;) {
-                int64_t sample = ddp_sampler_next(&whole, &padding[0]);
-                /* Saved after its -1: the tail may be distributed already. */
-                if (steps > ddp_sampler_length(&whole)) break;
-                if (sample < 0 && d.drop_last) break;
-                assert_int_equal(ddp_sampler_next(&resumed, &padding[1]), sample);
-                assert_int_equal(padding[1], padding[0]);
-                if (sample < 0) break;
+    for (int rules = 0; rules < 4; rules++)
+        for (int batch = 0; batch <= 24; batch += 12)
+            for (int64_t steps = 0; steps <= 52; steps++) {
+                ddp_sampler_desc d = DDP_ZERO;
+                d.dataset_size = 155;
+                d.num_replicas = 3;
+                d.drop_last = rules & 1;
+                d.no_pad = rules >> 1;
+                d.global_batch = batch;
+                d.window = 17;
+                for (d.rank = 0; d.rank < 3; d.rank++) {
+                    ddp_sampler whole, resumed;
+                    ddp_sampler_state at;
+                    int padding[2];
+                    start(&whole, &d);
+                    start(&resumed, &d);
+                    ddp_sampler_set_epoch(&whole, 6);
+                    for (int64_t k = 0; k < steps; k++) ddp_sampler_next(&whole, NULL);
+                    assert_int_equal(ddp_sampler_save(&whole, &at), DDP_OK);
+                    assert_int_equal(ddp_sampler_load(&resumed, &at), DDP_OK);
+                    if (steps < ddp_sampler_length(&whole))
+                        assert_int_equal(ddp_sampler_length(&resumed), ddp_sampler_length(&whole) - steps);
+                    for (;;) {
+                        int64_t sample = ddp_sampler_next(&whole, &padding[0]);
+                        /* Saved after its -1: the tail may be distributed already. */
+                        if (steps > ddp_sampler_length(&whole)) break;
+                        if (sample < 0 && d.drop_last) break;
+                        assert_int_equal(ddp_sampler_next(&resumed, &padding[1]), sample);
+                        assert_int_equal(padding[1], padding[0]);
+                        if (sample < 0) break;
+                    }
+                    ddp_sampler_free(&whole);
+                    ddp_sampler_free(&resumed);
+                }
             }
-            ddp_sampler_free(&whole);
-            ddp_sampler_free(&resumed);
-        }
-    }
 }
 
 static void test_ranks_of_uneven_length_agree_at_the_end(void **state) {
     ddp_sampler_desc d = DDP_ZERO;
     (void)state;
     d.no_pad = 1;
-    for (d.dataset_size = 1; d.dataset_size < 30; d.dataset_size++) for (d.num_replicas = 1; d.num_replicas < 6; d.num_replicas++)
-    for (int batch = 0; batch < 4; batch++) {
-        tally seen = {d.dataset_size, (int *)calloc((size_t)d.dataset_size, sizeof(int))};
-        ddp_sampler_state end;
-        d.global_batch = batch * d.num_replicas;
-        run_ranks(d, 0, NULL, -1, &seen, &end);
-        check_cover(&seen, 0, "no_pad");
-        assert_int_equal(end.position, d.dataset_size);
-        free(seen.times);
-    }
+    for (d.dataset_size = 1; d.dataset_size < 30; d.dataset_size++)
+        for (d.num_replicas = 1; d.num_replicas < 6; d.num_replicas++)
+            for (int batch = 0; batch < 4; batch++) {
+                tally seen = {d.dataset_size, (int *)calloc((size_t)d.dataset_size, sizeof(int))};
+                ddp_sampler_state end;
+                d.global_batch = batch * d.num_replicas;
+                run_ranks(d, 0, NULL, -1, &seen, &end);
+                check_cover(&seen, 0, "no_pad");
+                assert_int_equal(end.position, d.dataset_size);
+                free(seen.times);
+            }
 }
 
 static void test_save_inside_a_batch_that_a_load_cut(void **state) {
@@ -496,7 +559,7 @@ static void test_save_inside_a_batch_that_a_load_cut(void **state) {
     d.num_replicas = 2;
     d.global_batch = 16;
     start(&s, &d);
-    for (int k = 0; k < 11; k++) ddp_sampler_next(&s, NULL);               /* 3 into the second block of 8 */
+    for (int k = 0; k < 11; k++) ddp_sampler_next(&s, NULL); /* 3 into the second block of 8 */
     assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
     assert_int_equal(at.position, 16);
     assert_int_equal(at.block_offset, 3);
@@ -504,11 +567,12 @@ static void test_save_inside_a_batch_that_a_load_cut(void **state) {
     d.global_batch = 4;
     start(&s, &d);
     assert_int_equal(ddp_sampler_load(&s, &at), DDP_OK);
-    assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);                /* nothing taken: the same state */
+    assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK); /* nothing taken: the same state */
     assert_memory_equal(&at, &again, sizeof at);
     ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_save: the sampler was loaded inside a global batch with 10 samples left; save after those samples");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: the sampler was loaded inside a global batch "
+                                          "with 10 samples left; save after those samples");
     /* Three batches of 4: the 10 that were left, and 2. */
     for (int k = 1; k < 6; k++) ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);
@@ -552,7 +616,8 @@ static void test_save_after_a_seek_from_the_end(void **state) {
     (void)state;
     d.dataset_size = 10;
     start(&s, &d);
-    while (ddp_sampler_next(&s, NULL) >= 0) {}
+    while (ddp_sampler_next(&s, NULL) >= 0) {
+    }
     assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
     assert_int_equal(at.position, 10);
     assert_int_equal(ddp_sampler_seek(&s, 4), DDP_OK);
@@ -613,7 +678,8 @@ static double unevenness(const int *counts, int cells, double total) {
 }
 
 static void test_hashed_mixes(void **state) {
-    static const int64_t sizes[] = {INT64_C(1) << 12, 40960, INT64_C(1) << 20, INT64_C(100000000), INT64_C(1) << 45};
+    static const int64_t sizes[] = {INT64_C(1) << 12, 40960, INT64_C(1) << 20, INT64_C(100000000),
+                                    INT64_C(1) << 45};
     static int pairs[1024], steps[256], epochs[1024];
     (void)state;
     for (int a = 0; a < COUNT(sizes); a++) {
@@ -669,7 +735,11 @@ static void test_hashed_reaches_every_small_order(void **state) {
         for (int k = 0; k < 4; k++) code = code * 4 + (int)ddp_sampler_next(&s, NULL);
         orders[code]++;
     }
-    for (int i = 0; i < 256; i++) if (orders[i]) { assert_true(used < 24); counts[used++] = orders[i]; }
+    for (int i = 0; i < 256; i++)
+        if (orders[i]) {
+            assert_true(used < 24);
+            counts[used++] = orders[i];
+        }
     assert_int_equal(used, 24);
     assert_true(unevenness(counts, 24, 48000) < 5);
     ddp_sampler_free(&s);
@@ -677,7 +747,10 @@ static void test_hashed_reaches_every_small_order(void **state) {
 
 /* -- Memory -- */
 
-typedef struct heap { int allocs, frees, refuse; size_t size_bytes; } heap;
+typedef struct heap {
+    int allocs, frees, refuse;
+    size_t size_bytes;
+} heap;
 static void *heap_alloc(size_t size_bytes, void *user) {
     heap *h = (heap *)user;
     if (h->refuse) return NULL;
@@ -685,7 +758,10 @@ static void *heap_alloc(size_t size_bytes, void *user) {
     h->size_bytes += size_bytes;
     return malloc(size_bytes);
 }
-static void heap_free(void *memory, void *user) { ((heap *)user)->frees++; free(memory); }
+static void heap_free(void *memory, void *user) {
+    ((heap *)user)->frees++;
+    free(memory);
+}
 
 static void test_memory_is_one_window(void **state) {
     heap h = {0, 0, 0, 0};
@@ -708,12 +784,12 @@ static void test_memory_is_one_window(void **state) {
     ddp_sampler_free(&s);
     assert_int_equal(h.allocs, 1);
     assert_int_equal(h.frees, 1);
-    ddp_sampler_free(&s);                           /* once more does nothing */
+    ddp_sampler_free(&s); /* once more does nothing */
     assert_int_equal(h.frees, 1);
 
     h.refuse = 1;
     d.shuffle = DDP_SHUFFLE_HASHED;
-    start(&s, &d);                                  /* takes no sample */
+    start(&s, &d); /* takes no sample */
     ddp_sampler_next(&s, NULL);
     ddp_sampler_free(&s);
     d.shuffle = DDP_SHUFFLE_TORCH;
@@ -757,36 +833,54 @@ static void test_bad_desc(void **state) {
     assert_string_equal(ddp_last_error(), "ddp_sampler_init: sampler is NULL");
     assert_int_equal(ddp_sampler_init(&s, NULL), DDP_ERR_INVALID);
     assert_string_equal(ddp_last_error(), "ddp_sampler_init: desc is NULL");
-    d = good; d.dataset_size = 0;
+    d = good;
+    d.dataset_size = 0;
     refuse(d, "ddp_sampler_init: dataset_size=0; use 1 or more");
-    d = good; d.dataset_size = -5;
+    d = good;
+    d.dataset_size = -5;
     refuse(d, "ddp_sampler_init: dataset_size=-5; use 1 or more");
-    d = good; d.num_replicas = -1;
+    d = good;
+    d.num_replicas = -1;
     refuse(d, "ddp_sampler_init: num_replicas=-1; use 1 or more, or 0 for 1");
-    d = good; d.rank = 4;
+    d = good;
+    d.rank = 4;
     refuse(d, "ddp_sampler_init: rank=4; use 0 to 3 with num_replicas=4");
-    d = good; d.rank = -1;
+    d = good;
+    d.rank = -1;
     refuse(d, "ddp_sampler_init: rank=-1; use 0 to 3 with num_replicas=4");
-    d = good; d.num_replicas = 0; d.rank = 1;
+    d = good;
+    d.num_replicas = 0;
+    d.rank = 1;
     refuse(d, "ddp_sampler_init: rank=1; use 0 to 0 with num_replicas=1");
-    d = good; d.shuffle = (ddp_shuffle)3;
+    d = good;
+    d.shuffle = (ddp_shuffle)3;
     refuse(d, "ddp_sampler_init: shuffle=3 is not a ddp_shuffle");
-    d = good; d.global_batch = -4;
+    d = good;
+    d.global_batch = -4;
     refuse(d, "ddp_sampler_init: global_batch=-4 is negative; use 0 or more");
-    d = good; d.global_batch = 10;
+    d = good;
+    d.global_batch = 10;
     refuse(d, "ddp_sampler_init: global_batch=10 is not a multiple of num_replicas=4");
-    d = good; d.window = -1;
+    d = good;
+    d.window = -1;
     refuse(d, "ddp_sampler_init: window=-1 is negative; use 0 or more");
-    d = good; d.alloc_fn = heap_alloc;
+    d = good;
+    d.alloc_fn = heap_alloc;
     refuse(d, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
-    d = good; d.free_fn = heap_free;
+    d = good;
+    d.free_fn = heap_free;
     refuse(d, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
-    d = good; d.dataset_size = INT64_MAX; d.shuffle = DDP_SHUFFLE_HASHED;
+    d = good;
+    d.dataset_size = INT64_MAX;
+    d.shuffle = DDP_SHUFFLE_HASHED;
     refuse(d, "ddp_sampler_init: dataset_size=9223372036854775807 is too large to pad to a multiple of 4");
     d.dataset_size = INT64_MAX - 3;
     assert_int_equal(ddp_sampler_init(&s, &d), DDP_OK);
-    d = good; d.dataset_size = INT64_C(1) << 50; d.window = 1 << 14;
-    refuse(d, "ddp_sampler_init: window=16384 of dataset_size=1125899906842624 is too large for the TORCH orders; use a smaller window or DDP_SHUFFLE_HASHED");
+    d = good;
+    d.dataset_size = INT64_C(1) << 50;
+    d.window = 1 << 14;
+    refuse(d, "ddp_sampler_init: window=16384 of dataset_size=1125899906842624 is too large for the TORCH "
+              "orders; use a smaller window or DDP_SHUFFLE_HASHED");
 }
 
 static void test_bad_calls(void **state) {
@@ -803,18 +897,21 @@ static void test_bad_calls(void **state) {
     assert_int_equal(ddp_sampler_length(NULL), 0);
     assert_int_equal(ddp_sampler_next(NULL, NULL), -1);
     assert_int_equal(ddp_sampler_seek(NULL, 0), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: sampler is NULL or not initialized; call ddp_sampler_init first");
+    assert_string_equal(ddp_last_error(),
+                        "ddp_sampler_seek: sampler is NULL or not initialized; call ddp_sampler_init first");
     assert_int_equal(ddp_sampler_seek(&empty, 0), DDP_ERR_INVALID);
     assert_int_equal(ddp_sampler_seek(&s, 26), DDP_ERR_INVALID);
     assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=26; use 0 to 25 on rank 0");
     assert_int_equal(ddp_sampler_seek(&s, -1), DDP_ERR_INVALID);
     assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=-1; use 0 to 25 on rank 0");
     assert_int_equal(ddp_sampler_save(&s, NULL), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_save: sampler or state is NULL, or sampler is not initialized; call ddp_sampler_init first");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: sampler or state is NULL, or sampler is not "
+                                          "initialized; call ddp_sampler_init first");
     assert_int_equal(ddp_sampler_save(NULL, &at), DDP_ERR_INVALID);
     assert_int_equal(ddp_sampler_save(&empty, &at), DDP_ERR_INVALID);
     assert_int_equal(ddp_sampler_load(&s, NULL), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_load: sampler or state is NULL, or sampler is not initialized; call ddp_sampler_init first");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_load: sampler or state is NULL, or sampler is not "
+                                          "initialized; call ddp_sampler_init first");
     ddp_sampler_free(&s);
 }
 
@@ -837,28 +934,59 @@ static void test_bad_states(void **state) {
     start(&s, &d);
     for (int k = 0; k < 10; k++) ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &good), DDP_OK);
-    at = good; at.dataset_size = 99;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has dataset_size=99, but sampler has 100; use a sampler with the same desc");
-    at = good; at.seed = 6;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has seed=6, but sampler has 5; use a sampler with the same desc");
-    at = good; at.shuffle = DDP_SHUFFLE_HASHED;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has shuffle=2, but sampler has 0; use a sampler with the same desc");
-    at = good; at.no_shuffle = 1;
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has no_shuffle=1, but sampler has 0; use a sampler with the same desc");
-    at = good; at.position = 101;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=101 block_offset=2 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
-    at = good; at.position = -1;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=-1 block_offset=2 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
-    at = good; at.position = 100;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=100 block_offset=2 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
-    at = good; at.block_offset = 8;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=8 num_replicas=2 global_batch=16 is invalid in an epoch of 100 samples");
-    at = good; at.num_replicas = 0;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=0 global_batch=16 is invalid in an epoch of 100 samples");
-    at = good; at.global_batch = 0;
-    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=2 global_batch=0 is invalid in an epoch of 100 samples");
-    memset(&at, 0, sizeof at);                      /* never saved */
-    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: state has dataset_size=0, but sampler has 100; use a sampler with the same desc");
+    at = good;
+    at.dataset_size = 99;
+    refuse_state(
+        &s, at, DDP_ERR_INVALID,
+        "ddp_sampler_load: state has dataset_size=99, but sampler has 100; use a sampler with the same desc");
+    at = good;
+    at.seed = 6;
+    refuse_state(&s, at, DDP_ERR_INVALID,
+                 "ddp_sampler_load: state has seed=6, but sampler has 5; use a sampler with the same desc");
+    at = good;
+    at.shuffle = DDP_SHUFFLE_HASHED;
+    refuse_state(
+        &s, at, DDP_ERR_INVALID,
+        "ddp_sampler_load: state has shuffle=2, but sampler has 0; use a sampler with the same desc");
+    at = good;
+    at.no_shuffle = 1;
+    refuse_state(
+        &s, at, DDP_ERR_INVALID,
+        "ddp_sampler_load: state has no_shuffle=1, but sampler has 0; use a sampler with the same desc");
+    at = good;
+    at.position = 101;
+    refuse_state(&s, at, DDP_ERR_CORRUPT,
+                 "ddp_sampler_load: position=101 block_offset=2 num_replicas=2 global_batch=16 is invalid in "
+                 "an epoch of 100 samples");
+    at = good;
+    at.position = -1;
+    refuse_state(&s, at, DDP_ERR_CORRUPT,
+                 "ddp_sampler_load: position=-1 block_offset=2 num_replicas=2 global_batch=16 is invalid in "
+                 "an epoch of 100 samples");
+    at = good;
+    at.position = 100;
+    refuse_state(&s, at, DDP_ERR_CORRUPT,
+                 "ddp_sampler_load: position=100 block_offset=2 num_replicas=2 global_batch=16 is invalid in "
+                 "an epoch of 100 samples");
+    at = good;
+    at.block_offset = 8;
+    refuse_state(&s, at, DDP_ERR_CORRUPT,
+                 "ddp_sampler_load: position=16 block_offset=8 num_replicas=2 global_batch=16 is invalid in "
+                 "an epoch of 100 samples");
+    at = good;
+    at.num_replicas = 0;
+    refuse_state(&s, at, DDP_ERR_CORRUPT,
+                 "ddp_sampler_load: position=16 block_offset=2 num_replicas=0 global_batch=16 is invalid in "
+                 "an epoch of 100 samples");
+    at = good;
+    at.global_batch = 0;
+    refuse_state(&s, at, DDP_ERR_CORRUPT,
+                 "ddp_sampler_load: position=16 block_offset=2 num_replicas=2 global_batch=0 is invalid in "
+                 "an epoch of 100 samples");
+    memset(&at, 0, sizeof at); /* never saved */
+    refuse_state(
+        &s, at, DDP_ERR_INVALID,
+        "ddp_sampler_load: state has dataset_size=0, but sampler has 100; use a sampler with the same desc");
     assert_int_equal(ddp_sampler_load(&s, &good), DDP_OK);
     ddp_sampler_free(&s);
 }

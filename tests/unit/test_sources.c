@@ -26,7 +26,8 @@ static size_t gzipped(const char *name, unsigned char *out, size_t room) {
 /* The call failed with this code, the source is empty, and the line contains the file and the words. */
 static void says(const source *s, ddp_result result, ddp_result wanted, const char *name, const char *words) {
     if (result != wanted || !strstr(ddp_last_error(), name) || !strstr(ddp_last_error(), words))
-        fail_msg("%s: %s `%s`, wanted %s with `%s`", name, ddp_result_name(result), result ? ddp_last_error() : "", ddp_result_name(wanted), words);
+        fail_msg("%s: %s `%s`, wanted %s with `%s`", name, ddp_result_name(result),
+                 result ? ddp_last_error() : "", ddp_result_name(wanted), words);
     assert_null(s->file);
     assert_int_equal(s->count, 0);
 }
@@ -40,8 +41,14 @@ static ddp_result get(source *s, int64_t index, void *to) {
 
 /* Two samples of three elements, of each type; big-endian. */
 static void test_idx_of_each_type(void **state) {
-    static const struct { unsigned char code; int size; ddp_dtype dtype; } types[] = {
-        {8, 1, DDP_U8}, {9, 1, DDP_I8}, {11, 2, DDP_I32}, {12, 4, DDP_I32}, {13, 4, DDP_F32}, {14, 8, DDP_F64}};
+    static const struct {
+        unsigned char code;
+        int size;
+        ddp_dtype dtype;
+    } types[] = {
+        {8, 1, DDP_U8},   {9, 1, DDP_I8},   {11, 2, DDP_I32},
+        {12, 4, DDP_I32}, {13, 4, DDP_F32}, {14, 8, DDP_F64},
+    };
     static const double values[6] = {1, 2, 3, 100, 101, 102};
     (void)state;
     for (int k = 0; k < COUNT(types); k++) {
@@ -54,9 +61,12 @@ static void test_idx_of_each_type(void **state) {
             float f = (float)(sign * values[i]);
             double d = sign * values[i];
             int64_t n = (int64_t)d;
-            if (types[k].code == 13) memcpy(bytes, &f, 4);
-            else if (types[k].code == 14) memcpy(bytes, &d, 8);
-            else memcpy(bytes, &n, 8);
+            if (types[k].code == 13)
+                memcpy(bytes, &f, 4);
+            else if (types[k].code == 14)
+                memcpy(bytes, &d, 8);
+            else
+                memcpy(bytes, &n, 8);
             for (int b = 0; b < size; b++) to[b] = bytes[size - 1 - b];
         }
         assert_int_equal(source_open_idx(&s, put("a.idx", file, (size_t)(12 + 6 * size))), DDP_OK);
@@ -71,8 +81,16 @@ static void test_idx_of_each_type(void **state) {
                 double want = (types[k].code == 8 ? 1 : -1) * values[3 * sample + i], is = 0;
                 if (s.sample.dtype == DDP_U8) is = out[i];
                 if (s.sample.dtype == DDP_I8) is = (signed char)out[i];
-                if (s.sample.dtype == DDP_I32) { int32_t v; memcpy(&v, out + 4 * i, 4); is = v; }
-                if (s.sample.dtype == DDP_F32) { float v; memcpy(&v, out + 4 * i, 4); is = v; }
+                if (s.sample.dtype == DDP_I32) {
+                    int32_t v;
+                    memcpy(&v, out + 4 * i, 4);
+                    is = v;
+                }
+                if (s.sample.dtype == DDP_F32) {
+                    float v;
+                    memcpy(&v, out + 4 * i, 4);
+                    is = v;
+                }
                 if (s.sample.dtype == DDP_F64) memcpy(&is, out + 8 * i, 8);
                 assert_true(is == want);
             }
@@ -88,7 +106,8 @@ static void test_idx_of_each_type(void **state) {
 /* Labels are single elements. Images and labels are two fields of one sample. A gzipped file gives the same
    samples. */
 static void test_idx_gzipped_pair(void **state) {
-    unsigned char images[16 + 5 * 4] = {0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 2, 0, 0, 0, 2}, labels[8 + 5] = {0, 0, 8, 1, 0, 0, 0, 5}, packed[256];
+    unsigned char images[16 + 5 * 4] = {0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 2, 0, 0, 0, 2},
+                                  labels[8 + 5] = {0, 0, 8, 1, 0, 0, 0, 5}, packed[256];
     unsigned char image[4], label;
     void *fields[2] = {image, &label};
     source a, b, *both[] = {&a, &b, NULL};
@@ -96,7 +115,8 @@ static void test_idx_gzipped_pair(void **state) {
     for (int i = 0; i < 20; i++) images[16 + i] = (unsigned char)(10 * i);
     for (int i = 0; i < 5; i++) labels[8 + i] = (unsigned char)(i + 1);
     put("images", images, sizeof images);
-    assert_int_equal(source_open_idx(&a, put("images.gz", packed, gzipped("images", packed, sizeof packed))), DDP_OK);
+    assert_int_equal(source_open_idx(&a, put("images.gz", packed, gzipped("images", packed, sizeof packed))),
+                     DDP_OK);
     assert_int_equal(source_open_idx(&b, put("labels", labels, sizeof labels)), DDP_OK);
     assert_int_equal(a.sample.ndim, 2);
     assert_int_equal(b.sample.ndim, 0);
@@ -113,7 +133,12 @@ static void test_idx_gzipped_pair(void **state) {
 }
 
 static void test_idx_refused(void **state) {
-    static const struct { const char *bytes; int size; ddp_result result; const char *words; } cases[] = {
+    static const struct {
+        const char *bytes;
+        int size;
+        ddp_result result;
+        const char *words;
+    } cases[] = {
         {"", 0, DDP_ERR_CORRUPT, "is empty"},
         {"\0\0\10", 3, DDP_ERR_CORRUPT, "is no IDX file"},
         {"\1\0\10\1\0\0\0\1x", 9, DDP_ERR_CORRUPT, "is no IDX file"},
@@ -123,14 +148,19 @@ static void test_idx_refused(void **state) {
         {"\0\0\10\2\0\0\0\1\0\0", 10, DDP_ERR_CORRUPT, "ends inside its header, at byte 10"},
         {"\0\0\10\1\0\0\0\0", 8, DDP_ERR_INVALID, "holds no samples"},
         {"\0\0\10\2\0\0\0\1\0\0\0\0", 12, DDP_ERR_INVALID, "holds no samples"},
-        {"\0\0\10\1\0\0\0\3xx", 10, DDP_ERR_CORRUPT, "3 samples of 1 elements of 1 bytes do not fill the 2 bytes"},
+        {"\0\0\10\1\0\0\0\3xx", 10, DDP_ERR_CORRUPT,
+         "3 samples of 1 elements of 1 bytes do not fill the 2 bytes"},
         {"\0\0\10\1\0\0\0\3xxxx", 12, DDP_ERR_CORRUPT, "do not fill the 4 bytes"},
-        {"\0\0\16\3\377\377\377\377\377\377\377\377\377\377\377\377xxxx", 20, DDP_ERR_CORRUPT, "do not fill the 4 bytes"}};
+        {"\0\0\16\3\377\377\377\377\377\377\377\377\377\377\377\377xxxx", 20, DDP_ERR_CORRUPT,
+         "do not fill the 4 bytes"},
+    };
     source s;
     (void)state;
     for (int i = 0; i < COUNT(cases); i++)
-        says(&s, source_open_idx(&s, put("bad.idx", cases[i].bytes, (size_t)cases[i].size)), cases[i].result, "bad.idx", cases[i].words);
-    says(&s, source_open_idx(&s, path_of("missing.idx")), DDP_ERR_INVALID, "missing.idx", "give a file that can be read");
+        says(&s, source_open_idx(&s, put("bad.idx", cases[i].bytes, (size_t)cases[i].size)), cases[i].result,
+             "bad.idx", cases[i].words);
+    says(&s, source_open_idx(&s, path_of("missing.idx")), DDP_ERR_INVALID, "missing.idx",
+         "give a file that can be read");
     says(&s, source_open_idx(&s, folder), DDP_ERR_INVALID, folder, "is no file");
 }
 
@@ -144,7 +174,8 @@ static void test_gzip_refused(void **state) {
     source s;
     size_t size;
     (void)state;
-    for (int i = 0; i < 200000; i++) idx[8 + i] = (unsigned char)((random = random * 1664525 + 1013904223) >> 24);
+    for (int i = 0; i < 200000; i++)
+        idx[8 + i] = (unsigned char)((random = random * 1664525 + 1013904223) >> 24);
     put("n.idx", idx, sizeof idx);
     size = gzipped("n.idx", packed, sizeof packed);
     assert_int_equal(source_open_idx(&s, put("n.gz", packed, size)), DDP_OK);
@@ -171,10 +202,12 @@ static void test_gzip_refused(void **state) {
 
 //== .npy ===================================================================================================
 
-static size_t npy_file(unsigned char *file, int version, const char *header, const void *data, size_t data_bytes) {
+static size_t npy_file(unsigned char *file, int version, const char *header, const void *data,
+                       size_t data_bytes) {
     size_t at = version == 1 ? 10 : 12, length = strlen(header);
     memcpy(file, "\x93NUMPY", 6);
-    file[6] = (unsigned char)version, file[7] = 0, file[8] = (unsigned char)length, file[9] = (unsigned char)(length >> 8);
+    file[6] = (unsigned char)version, file[7] = 0, file[8] = (unsigned char)length,
+    file[9] = (unsigned char)(length >> 8);
     if (version > 1) file[10] = file[11] = 0;
     memcpy(file + at, header, length);
     if (data_bytes) memcpy(file + at + length, data, data_bytes);
@@ -190,7 +223,9 @@ static void test_npy(void **state) {
     source s;
     (void)state;
     for (int version = 1; version <= 3; version++) {
-        size_t size = npy_file(file, version, "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }   \n", numbers, sizeof numbers);
+        size_t size = npy_file(file, version,
+                               "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }   \n", numbers,
+                               sizeof numbers);
         assert_int_equal(source_open_npy(&s, put("a.npy", file, size)), DDP_OK);
         assert_int_equal(s.count, 2);
         assert_int_equal(s.sample.dtype, DDP_F32);
@@ -200,7 +235,11 @@ static void test_npy(void **state) {
         assert_memory_equal(f, numbers + 3, sizeof f);
         source_close(&s);
     }
-    assert_int_equal(source_open_npy(&s, put("a.npy", file, npy_file(file, 1, "{'shape': (2,), 'fortran_order': False, 'descr': '>i2'}\n", big, 4))), DDP_OK);
+    assert_int_equal(
+        source_open_npy(
+            &s, put("a.npy", file,
+                    npy_file(file, 1, "{'shape': (2,), 'fortran_order': False, 'descr': '>i2'}\n", big, 4))),
+        DDP_OK);
     assert_int_equal(s.sample.dtype, DDP_I32);
     assert_int_equal(s.sample.ndim, 0);
     assert_int_equal(get(&s, 0, w), DDP_OK);
@@ -209,30 +248,52 @@ static void test_npy(void **state) {
     assert_int_equal(w[0], -2);
     source_close(&s);
     /* One column has the same bytes in both orders. */
-    assert_int_equal(source_open_npy(&s, put("a.npy", file, npy_file(file, 1, "{'descr': '<f4', 'fortran_order': True, 'shape': (2, 1)}", numbers, 8))), DDP_OK);
+    assert_int_equal(
+        source_open_npy(&s, put("a.npy", file,
+                                npy_file(file, 1, "{'descr': '<f4', 'fortran_order': True, 'shape': (2, 1)}",
+                                         numbers, 8))),
+        DDP_OK);
     assert_int_equal(s.count, 2);
     source_close(&s);
 }
 
 static void test_npy_refused(void **state) {
-    static const struct { const char *header; int data_bytes; ddp_result result; const char *words; } cases[] = {
-        {"{'descr': '<f4', 'fortran_order': True, 'shape': (2, 2), }", 16, DDP_ERR_UNSUPPORTED, "Fortran order"},
-        {"{'descr': '<c8', 'fortran_order': False, 'shape': (1, 1), }", 8, DDP_ERR_UNSUPPORTED, "its elements are '<c8'"},
-        {"{'descr': '<u4', 'fortran_order': False, 'shape': (2,), }", 8, DDP_ERR_UNSUPPORTED, "its elements are '<u4'"},
-        {"{'descr': '<f16', 'fortran_order': False, 'shape': (2,), }", 32, DDP_ERR_UNSUPPORTED, "its elements are '<f16'"},
-        {"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,), }", 8, DDP_ERR_UNSUPPORTED, "its elements are records"},
+    static const struct {
+        const char *header;
+        int data_bytes;
+        ddp_result result;
+        const char *words;
+    } cases[] = {
+        {"{'descr': '<f4', 'fortran_order': True, 'shape': (2, 2), }", 16, DDP_ERR_UNSUPPORTED,
+         "Fortran order"},
+        {"{'descr': '<c8', 'fortran_order': False, 'shape': (1, 1), }", 8, DDP_ERR_UNSUPPORTED,
+         "its elements are '<c8'"},
+        {"{'descr': '<u4', 'fortran_order': False, 'shape': (2,), }", 8, DDP_ERR_UNSUPPORTED,
+         "its elements are '<u4'"},
+        {"{'descr': '<f16', 'fortran_order': False, 'shape': (2,), }", 32, DDP_ERR_UNSUPPORTED,
+         "its elements are '<f16'"},
+        {"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,), }", 8, DDP_ERR_UNSUPPORTED,
+         "its elements are records"},
         {"{'fortran_order': False, 'shape': (2,), 'descr': '<", 8, DDP_ERR_CORRUPT, "a dtype in quotes"},
         {"{'fortran_order': False, 'shape': (2,), 'descr': '", 8, DDP_ERR_CORRUPT, "a dtype in quotes"},
         {"{'descr': '<f4', 'fortran_order': False, }", 8, DDP_ERR_CORRUPT, "its header has no 'shape'"},
         {"{'descr': '<f4', 'shape': (2,), }", 8, DDP_ERR_CORRUPT, "its header has no 'fortran_order'"},
         {"", 0, DDP_ERR_CORRUPT, "the { of a header"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (2, x), }", 8, DDP_ERR_CORRUPT, "at byte 64 there should be an entry of a shape, which is a number"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,), }", 8, DDP_ERR_CORRUPT, "at byte 61 there should be an entry of a shape, which is a number"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (), }", 4, DDP_ERR_INVALID, "holds a single value"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (0, 2), }", 0, DDP_ERR_INVALID, "holds no samples"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1,1), }", 4, DDP_ERR_UNSUPPORTED, "more than 9 dimensions"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }", 15, DDP_ERR_CORRUPT, "do not fill the 15 bytes"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (4611686018427387904, 4), }", 4, DDP_ERR_CORRUPT, "do not fill the 4 bytes"}};
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (2, x), }", 8, DDP_ERR_CORRUPT,
+         "at byte 64 there should be an entry of a shape, which is a number"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,), }", 8, DDP_ERR_CORRUPT,
+         "at byte 61 there should be an entry of a shape, which is a number"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (), }", 4, DDP_ERR_INVALID,
+         "holds a single value"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (0, 2), }", 0, DDP_ERR_INVALID,
+         "holds no samples"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1,1), }", 4, DDP_ERR_UNSUPPORTED,
+         "more than 9 dimensions"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }", 15, DDP_ERR_CORRUPT,
+         "do not fill the 15 bytes"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (4611686018427387904, 4), }", 4, DDP_ERR_CORRUPT,
+         "do not fill the 4 bytes"},
+    };
     unsigned char file[256], zeros[64] = {0};
     size_t size;
     source s;
@@ -243,13 +304,16 @@ static void test_npy_refused(void **state) {
         says(&s, source_open_npy(&s, put("bad.npy", file, size)), cases[i].result, "bad.npy", cases[i].words);
     }
     size = npy_file(file, 1, cases[0].header, zeros, 8);
-    says(&s, source_open_npy(&s, put("bad.npy", file, 40)), DDP_ERR_CORRUPT, "bad.npy", "ends at byte 40, inside its header");
-    says(&s, source_open_npy(&s, put("bad.npy", file, 8)), DDP_ERR_CORRUPT, "bad.npy", "ends at byte 8, inside its header");
+    says(&s, source_open_npy(&s, put("bad.npy", file, 40)), DDP_ERR_CORRUPT, "bad.npy",
+         "ends at byte 40, inside its header");
+    says(&s, source_open_npy(&s, put("bad.npy", file, 8)), DDP_ERR_CORRUPT, "bad.npy",
+         "ends at byte 8, inside its header");
     says(&s, source_open_npy(&s, put("bad.npy", "", 0)), DDP_ERR_CORRUPT, "bad.npy", "is empty");
     file[6] = 4;
     says(&s, source_open_npy(&s, put("bad.npy", file, size)), DDP_ERR_UNSUPPORTED, "bad.npy", "version 4.0");
     file[0] = 'x';
-    says(&s, source_open_npy(&s, put("bad.npy", file, size)), DDP_ERR_CORRUPT, "bad.npy", "is not a .npy file");
+    says(&s, source_open_npy(&s, put("bad.npy", file, size)), DDP_ERR_CORRUPT, "bad.npy",
+         "is not a .npy file");
 }
 
 //== tokens =================================================================================================
@@ -292,16 +356,25 @@ static void test_tokens(void **state) {
 static void test_tokens_refused(void **state) {
     source s;
     (void)state;
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240521, 1, 9, 0, 0), 4), DDP_ERR_CORRUPT, "b.bin", "it begins with 20240521, not 20240520");
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 7, 9, 0, 0), 4), DDP_ERR_UNSUPPORTED, "b.bin", "version 7");
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, 2), 4), DDP_ERR_CORRUPT, "b.bin", "has 20 bytes after its header, which says 9");
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, -1), 4), DDP_ERR_CORRUPT, "b.bin", "has 17 bytes");
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, -9, 0, 0), 4), DDP_ERR_CORRUPT, "b.bin", "says -9");
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 0, 0, -1), 4), DDP_ERR_CORRUPT, "b.bin", "ends inside its header");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240521, 1, 9, 0, 0), 4), DDP_ERR_CORRUPT, "b.bin",
+         "it begins with 20240521, not 20240520");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 7, 9, 0, 0), 4), DDP_ERR_UNSUPPORTED,
+         "b.bin", "version 7");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, 2), 4), DDP_ERR_CORRUPT, "b.bin",
+         "has 20 bytes after its header, which says 9");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, -1), 4), DDP_ERR_CORRUPT, "b.bin",
+         "has 17 bytes");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, -9, 0, 0), 4), DDP_ERR_CORRUPT, "b.bin",
+         "says -9");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 0, 0, -1), 4), DDP_ERR_CORRUPT, "b.bin",
+         "ends inside its header");
     says(&s, source_open_tokens(&s, put("b.bin", "", 0), 4), DDP_ERR_CORRUPT, "b.bin", "is empty");
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 4, 0, 0), 4), DDP_ERR_INVALID, "b.bin", "has 4 tokens, and a sample takes 5");
-    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, 0), 0), DDP_ERR_INVALID, "b.bin", "context=0");
-    says(&s, source_open_tokens(&s, path_of("none_*.bin"), 4), DDP_ERR_INVALID, "none_*.bin", "no file has such a name");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 4, 0, 0), 4), DDP_ERR_INVALID, "b.bin",
+         "has 4 tokens, and a sample takes 5");
+    says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, 0), 0), DDP_ERR_INVALID, "b.bin",
+         "context=0");
+    says(&s, source_open_tokens(&s, path_of("none_*.bin"), 4), DDP_ERR_INVALID, "none_*.bin",
+         "no file has such a name");
     put_shard("m_1.bin", 20240520, 1, 9, 0, 0);
     put_shard("m_2.bin", 20240520, 1, 9, 0, 1); /* the second of two: the first is closed again */
     says(&s, source_open_tokens(&s, path_of("m_*.bin"), 4), DDP_ERR_CORRUPT, "m_2.bin", "has 19 bytes");
@@ -323,16 +396,23 @@ static void test_text(void **state) {
     assert_int_equal(get(&s, 2, window), DDP_OK);
     assert_memory_equal(window, "89abc", 5);
     source_close(&s);
-    says(&s, source_open_text(&s, paths, 1, 7), DDP_ERR_INVALID, "the text", "has 7 tokens, and a sample takes 8");
+    says(&s, source_open_text(&s, paths, 1, 7), DDP_ERR_INVALID, "the text",
+         "has 7 tokens, and a sample takes 8");
     says(&s, source_open_text(&s, paths, 1, 0), DDP_ERR_INVALID, "a text", "context=0");
-    says(&s, source_open_text(&s, &missing, 1, 4), DDP_ERR_INVALID, "sources.nowhere", "give files or folders that exist");
+    says(&s, source_open_text(&s, &missing, 1, 4), DDP_ERR_INVALID, "sources.nowhere",
+         "give files or folders that exist");
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_idx_of_each_type), cmocka_unit_test(test_idx_gzipped_pair), cmocka_unit_test(test_idx_refused),
-        cmocka_unit_test(test_gzip_refused), cmocka_unit_test(test_npy), cmocka_unit_test(test_npy_refused),
-        cmocka_unit_test(test_tokens), cmocka_unit_test(test_tokens_refused), cmocka_unit_test(test_text)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_idx_of_each_type),
+                                       cmocka_unit_test(test_idx_gzipped_pair),
+                                       cmocka_unit_test(test_idx_refused),
+                                       cmocka_unit_test(test_gzip_refused),
+                                       cmocka_unit_test(test_npy),
+                                       cmocka_unit_test(test_npy_refused),
+                                       cmocka_unit_test(test_tokens),
+                                       cmocka_unit_test(test_tokens_refused),
+                                       cmocka_unit_test(test_text)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

@@ -46,11 +46,13 @@ static void ok(ddp_result result) {
 
 static void says(ddp_result result, ddp_result wanted, const char *text) {
     if (result != wanted || !strstr(ddp_last_error(), text))
-        fail_msg("wanted %s \"%s\", have %s \"%s\"", ddp_result_name(wanted), text, ddp_result_name(result), ddp_last_error());
+        fail_msg("wanted %s \"%s\", have %s \"%s\"", ddp_result_name(wanted), text, ddp_result_name(result),
+                 ddp_last_error());
 }
 #define REFUSED(call, text) says(call, DDP_ERR_INVALID, text)
 
-static ddp_tensor tensor_of(void *data, ddp_dtype dtype, int ndim, int64_t a, int64_t b, int64_t c, int64_t d) {
+static ddp_tensor tensor_of(void *data, ddp_dtype dtype, int ndim, int64_t a, int64_t b, int64_t c,
+                            int64_t d) {
     ddp_tensor t = DDP_ZERO;
     t.data = data, t.dtype = dtype, t.ndim = ndim;
     t.shape[0] = a, t.shape[1] = b, t.shape[2] = c, t.shape[3] = d;
@@ -81,7 +83,10 @@ static ddp_result far_alloc(ddp_group *group, size_t size, void **out) {
     arena_live++;
     return DDP_OK;
 }
-static void far_free(ddp_group *group, void *memory) { (void)group; if (memory) arena_live--; }
+static void far_free(ddp_group *group, void *memory) {
+    (void)group;
+    if (memory) arena_live--;
+}
 static void far_copy(void *dst, const void *src, size_t size) { memcpy(real_of(dst), real_of(src), size); }
 static void far_fill_zero(void *dst, size_t size) { memset(real_of(dst), 0, size); }
 static void far_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count) {
@@ -99,7 +104,11 @@ static void *poor_alloc(size_t size, void *user) {
     poor_live++;
     return malloc(size);
 }
-static void poor_free(void *memory, void *user) { (void)user; poor_live--; free(memory); }
+static void poor_free(void *memory, void *user) {
+    (void)user;
+    poor_live--;
+    free(memory);
+}
 
 static ddp_group *group_of_one(const char *name, const ddp_device *device, int poor) {
     ddp_group_desc desc = DDP_ZERO;
@@ -124,7 +133,8 @@ static int setup(void **state) {
     if (arena_real == MAP_FAILED || arena_seen == MAP_FAILED) return -1;
     far_device = *ddp_device_cpu();
     far_device.name = "far";
-    far_device.alloc = far_alloc, far_device.free = far_free, far_device.copy = far_copy, far_device.fill_zero = far_fill_zero, far_device.cast = far_cast;
+    far_device.alloc = far_alloc, far_device.free = far_free, far_device.copy = far_copy,
+    far_device.fill_zero = far_fill_zero, far_device.cast = far_cast;
     near_group = group_of_one("near", NULL, 0);
     far_group = group_of_one("far", &far_device, 0);
     poor_group = group_of_one("poor", NULL, 1);
@@ -140,12 +150,15 @@ static int teardown(void **state) {
 }
 
 /* A tensor of the group with these bytes; random ones where data is NULL. */
-static ddp_tensor with_data(ddp_group *group, ddp_dtype dtype, int ndim, const int64_t *shape, const void *data) {
+static ddp_tensor with_data(ddp_group *group, ddp_dtype dtype, int ndim, const int64_t *shape,
+                            const void *data) {
     ddp_tensor t = DDP_ZERO;
     ok(ddp_tensor_create(group, &t, dtype, ndim, shape));
     size_t bytes = (size_t)ddp_tensor_count(&t) * ddp_dtype_size(dtype);
-    if (data) memcpy(real_of(t.data), data, bytes);
-    else for (size_t i = 0; i < bytes; i++) real_of(t.data)[i] = (unsigned char)random_u64();
+    if (data)
+        memcpy(real_of(t.data), data, bytes);
+    else
+        for (size_t i = 0; i < bytes; i++) real_of(t.data)[i] = (unsigned char)random_u64();
     return t;
 }
 
@@ -180,7 +193,8 @@ static void create(void **state) {
     ok(ddp_tensor_create(near_group, &t, DDP_U8, 8, big));
     ddp_tensor_free(near_group, &t);
     REFUSED(ddp_tensor_create(NULL, NULL, DDP_F32, 0, NULL), "ddp_tensor_create: out is NULL");
-    REFUSED(ddp_tensor_create(near_group, &t, DDP_DTYPE_DEFAULT, 1, big), "rank 0/1 ddp_tensor_create group=near: out: dtype=0 is invalid");
+    REFUSED(ddp_tensor_create(near_group, &t, DDP_DTYPE_DEFAULT, 1, big),
+            "rank 0/1 ddp_tensor_create group=near: out: dtype=0 is invalid");
     REFUSED(ddp_tensor_create(NULL, &t, (ddp_dtype)77, 1, big), "dtype=77");
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, -1, big), "ndim=-1; use 0 to 8");
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, 9, big), "ndim=9");
@@ -188,7 +202,8 @@ static void create(void **state) {
     big[3] = -2;
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F32, 4, big), "shape[3]=-2; use 0 or more");
     big[3] = INT64_MAX, big[4] = 3;
-    REFUSED(ddp_tensor_create(NULL, &t, DDP_U8, 5, big), "(1, 1, 1, 9223372036854775807, 3) of u8 does not fit in memory");
+    REFUSED(ddp_tensor_create(NULL, &t, DDP_U8, 5, big),
+            "(1, 1, 1, 9223372036854775807, 3) of u8 does not fit in memory");
     big[4] = 1;
     /* The elements are countable, the bytes are not. */
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F64, 5, big), "does not fit in memory");
@@ -199,8 +214,10 @@ static void create(void **state) {
 
 static void views(void **state) {
     float data[24];
-    ddp_tensor t = tensor_of(data, DDP_F32, 3, 2, 3, 4, 0), v = DDP_ZERO, empty = tensor_of(data, DDP_F32, 2, 0, 4, 0, 0);
-    static const int64_t flat[] = {-1}, two[] = {4, -1}, uneven[] = {5, -1}, both[] = {-1, -1}, negative[] = {-2, 12}, none[] = {-1, 0}, six[] = {6, 4};
+    ddp_tensor t = tensor_of(data, DDP_F32, 3, 2, 3, 4, 0), v = DDP_ZERO,
+               empty = tensor_of(data, DDP_F32, 2, 0, 4, 0, 0);
+    static const int64_t flat[] = {-1}, two[] = {4, -1}, uneven[] = {5, -1}, both[] = {-1, -1},
+                         negative[] = {-2, 12}, none[] = {-1, 0}, six[] = {6, 4};
     (void)state;
     ok(ddp_tensor_view(&t, 1, flat, &v));
     assert_true(v.data == data && v.ndim == 1 && v.shape[0] == 24 && v.dtype == DDP_F32);
@@ -227,10 +244,12 @@ static void views(void **state) {
     assert_true(v.data == data + 16 && v.shape[1] == 2 && v.shape[2] == 4);
     ok(ddp_tensor_slice(&t, 0, 2, 2, &v));
     assert_int_equal(ddp_tensor_count(&v), 0);
-    REFUSED(ddp_tensor_slice(&t, 1, 0, 1, &v), "in is (2, 3, 4): a slice of dimension 1 is not contiguous, since shape[0] is not 1; use ddp_tensor_copy_box");
+    REFUSED(ddp_tensor_slice(&t, 1, 0, 1, &v), "in is (2, 3, 4): a slice of dimension 1 is not contiguous, "
+                                               "since shape[0] is not 1; use ddp_tensor_copy_box");
     REFUSED(ddp_tensor_slice(&t, 3, 0, 1, &v), "dim=3 is not a dimension of in, which is (2, 3, 4)");
     REFUSED(ddp_tensor_slice(&t, -1, 0, 1, &v), "dim=-1");
-    REFUSED(ddp_tensor_slice(&t, 0, 1, 3, &v), "entries [1, 3) are outside dimension 0 of in, which is (2, 3, 4)");
+    REFUSED(ddp_tensor_slice(&t, 0, 1, 3, &v),
+            "entries [1, 3) are outside dimension 0 of in, which is (2, 3, 4)");
     REFUSED(ddp_tensor_slice(&t, 0, 2, 1, &v), "entries [2, 1)");
     REFUSED(ddp_tensor_slice(&t, 0, -1, 1, &v), "entries [-1, 1)");
     REFUSED(ddp_tensor_slice(NULL, 0, 0, 1, &v), "in is NULL");
@@ -248,8 +267,10 @@ static void copies(void **state) {
                 unsigned char start[64], want[64];
                 ddp_tensor in, out = DDP_ZERO;
                 ddp_dtype type = to ? (ddp_dtype)to : (ddp_dtype)from;
-                if (from < DDP_I8) ddp_device_cpu()->cast(start, (ddp_dtype)from, values, DDP_F64, 8);
-                else for (int i = 0; i < 64; i++) start[i] = (unsigned char)random_u64();
+                if (from < DDP_I8)
+                    ddp_device_cpu()->cast(start, (ddp_dtype)from, values, DDP_F64, 8);
+                else
+                    for (int i = 0; i < 64; i++) start[i] = (unsigned char)random_u64();
                 in = with_data(groups[g], (ddp_dtype)from, 2, eight, start);
                 out.dtype = (ddp_dtype)to;
                 if (type != (ddp_dtype)from && (from >= DDP_I8 || type >= DDP_I8)) {
@@ -258,7 +279,8 @@ static void copies(void **state) {
                 } else {
                     ddp_device_cpu()->cast(want, type, start, (ddp_dtype)from, 8);
                     ok(ddp_tensor_copy(groups[g], &in, &out));
-                    assert_true(out.dtype == type && out.ndim == 2 && out.shape[1] == 4 && out.data != in.data);
+                    assert_true(out.dtype == type && out.ndim == 2 && out.shape[1] == 4
+                                && out.data != in.data);
                     assert_memory_equal(real_of(out.data), want, 8 * ddp_dtype_size(type));
                     far_fill_zero(out.data, 8 * ddp_dtype_size(type));
                     ok(ddp_tensor_copy(groups[g], &in, &out)); /* into an existing tensor */
@@ -270,7 +292,8 @@ static void copies(void **state) {
     { /* nearest even, and in place */
         double d[4] = {1.00390625, 1.01171875, 1 + 1.0 / 512, 1e300};
         uint16_t half[4], want[4] = {0x3f80, 0x3f82, 0x3f80, 0x7f80};
-        ddp_tensor in = tensor_of(d, DDP_F64, 1, 4, 0, 0, 0), out = tensor_of(half, DDP_BF16, 1, 4, 0, 0, 0), same = in, shifted = in, shorter = out;
+        ddp_tensor in = tensor_of(d, DDP_F64, 1, 4, 0, 0, 0), out = tensor_of(half, DDP_BF16, 1, 4, 0, 0, 0),
+                   same = in, shifted = in, shorter = out;
         ok(ddp_tensor_copy(NULL, &in, &out));
         assert_memory_equal(half, want, sizeof want);
         ok(ddp_tensor_copy(NULL, &in, &same));
@@ -292,14 +315,16 @@ static void copies(void **state) {
 //== boxes ====================================================================================================
 
 /* Element by element. */
-static void box_by_hand(const ddp_tensor *in, const int64_t *from, ddp_tensor *out, const int64_t *to, const int64_t *extent) {
+static void box_by_hand(const ddp_tensor *in, const int64_t *from, ddp_tensor *out, const int64_t *to,
+                        const int64_t *extent) {
     size_t size = ddp_dtype_size(in->dtype);
     int64_t total = 1;
     for (int i = 0; i < in->ndim; i++) total *= extent[i];
     for (int64_t n = 0; n < total; n++) {
         int64_t left = n, index[8], a = 0, b = 0;
         for (int i = in->ndim - 1; i >= 0; i--) index[i] = left % extent[i], left /= extent[i];
-        for (int i = 0; i < in->ndim; i++) a = a * in->shape[i] + from[i] + index[i], b = b * out->shape[i] + to[i] + index[i];
+        for (int i = 0; i < in->ndim; i++)
+            a = a * in->shape[i] + from[i] + index[i], b = b * out->shape[i] + to[i] + index[i];
         memcpy(real_of(out->data) + (size_t)b * size, real_of(in->data) + (size_t)a * size, size);
     }
 }
@@ -318,33 +343,43 @@ static void boxes(void **state) {
             a[i] = from[i] + extent[i] + (below(2) ? 0 : below(3));
             b[i] = to[i] + extent[i] + (below(2) ? 0 : below(3));
         }
-        ddp_tensor in = with_data(group, dtype, ndim, a, NULL), out = with_data(group, dtype, ndim, b, NULL), want = DDP_ZERO;
+        ddp_tensor in = with_data(group, dtype, ndim, a, NULL), out = with_data(group, dtype, ndim, b, NULL),
+                   want = DDP_ZERO;
         ok(ddp_tensor_copy(group, &out, &want));
         box_by_hand(&in, from, &want, to, extent);
         ok(ddp_tensor_copy_box(group, &in, from, &out, to, extent));
-        assert_memory_equal(real_of(out.data), real_of(want.data), (size_t)ddp_tensor_count(&out) * ddp_dtype_size(dtype));
+        assert_memory_equal(real_of(out.data), real_of(want.data),
+                            (size_t)ddp_tensor_count(&out) * ddp_dtype_size(dtype));
         ddp_tensor_free(group, &in);
         ddp_tensor_free(group, &out);
         ddp_tensor_free(group, &want);
     }
     {
         float data[12] = {0}, other[12] = {0};
-        ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0), out = tensor_of(other, DDP_F32, 2, 4, 3, 0, 0);
-        ddp_tensor flat = tensor_of(other, DDP_F32, 1, 12, 0, 0, 0), f64 = tensor_of(other, DDP_F64, 2, 2, 3, 0, 0);
+        ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0),
+                   out = tensor_of(other, DDP_F32, 2, 4, 3, 0, 0);
+        ddp_tensor flat = tensor_of(other, DDP_F32, 1, 12, 0, 0, 0),
+                   f64 = tensor_of(other, DDP_F64, 2, 2, 3, 0, 0);
         int64_t extent[2] = {2, 3}, at[2] = {2, 0}, negative[2] = {-1, 0}, huge[2] = {INT64_MAX, 0};
         ok(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent));
-        REFUSED(ddp_tensor_copy_box(NULL, &in, at, &out, NULL, extent), "the box of (2, 3) at offset (2, 0) is outside in, which is (3, 4)");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, at + 0, huge), "the box of (9223372036854775807, 0) at offset (0, 0) is outside in");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, at, &out, NULL, extent),
+                "the box of (2, 3) at offset (2, 0) is outside in, which is (3, 4)");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, at + 0, huge),
+                "the box of (9223372036854775807, 0) at offset (0, 0) is outside in");
         extent[1] = 4;
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent), "the box of (2, 4) at offset (0, 0) is outside out, which is (4, 3)");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent),
+                "the box of (2, 4) at offset (0, 0) is outside out, which is (4, 3)");
         extent[1] = -1;
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent), "the box of (2, -1)");
         extent[1] = 3;
         REFUSED(ddp_tensor_copy_box(NULL, &in, negative, &out, NULL, extent), "at offset (-1, 0)");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, huge, &out, NULL, extent), "at offset (9223372036854775807, 0)");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, huge, &out, NULL, extent),
+                "at offset (9223372036854775807, 0)");
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, NULL), "extent is NULL");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &flat, NULL, extent), "in is (3, 4), but out is (12); give both the same number of dimensions");
-        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &f64, NULL, extent), "in is f32, but out is f64; give both the same dtype");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &flat, NULL, extent),
+                "in is (3, 4), but out is (12); give both the same number of dimensions");
+        REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &f64, NULL, extent),
+                "in is f32, but out is f64; give both the same dtype");
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, &in, NULL, extent), "in and out overlap");
         REFUSED(ddp_tensor_copy_box(NULL, &in, NULL, NULL, NULL, extent), "out is NULL");
         out.data = NULL;
@@ -362,8 +397,12 @@ static void transposes(void **state) {
         int ndim = (int)below(6), order[8];
         int64_t shape[8];
         ddp_tensor out = DDP_ZERO;
-        for (int i = 0; i < ndim; i++) shape[i] = below(40) == 0 ? 0 : 1 + below(ndim < 3 ? 100 : 7), order[i] = i;
-        for (int i = ndim - 1; i > 0; i--) { int j = (int)below(i + 1), keep = order[i]; order[i] = order[j], order[j] = keep; }
+        for (int i = 0; i < ndim; i++)
+            shape[i] = below(40) == 0 ? 0 : 1 + below(ndim < 3 ? 100 : 7), order[i] = i;
+        for (int i = ndim - 1; i > 0; i--) {
+            int j = (int)below(i + 1), keep = order[i];
+            order[i] = order[j], order[j] = keep;
+        }
         ddp_tensor in = with_data(group, dtype, ndim, shape, NULL);
         ok(ddp_tensor_transpose(group, &in, order, &out));
         for (int i = 0; i < ndim; i++) assert_int_equal(out.shape[i], shape[order[i]]);
@@ -371,7 +410,8 @@ static void transposes(void **state) {
             int64_t left = n, index[8], at = 0;
             for (int i = ndim - 1; i >= 0; i--) index[order[i]] = left % out.shape[i], left /= out.shape[i];
             for (int i = 0; i < ndim; i++) at = at * shape[i] + index[i];
-            assert_memory_equal(real_of(out.data) + (size_t)n * size, real_of(in.data) + (size_t)at * size, size);
+            assert_memory_equal(real_of(out.data) + (size_t)n * size, real_of(in.data) + (size_t)at * size,
+                                size);
         }
         ddp_tensor_free(group, &in);
         ddp_tensor_free(group, &out);
@@ -380,7 +420,8 @@ static void transposes(void **state) {
         float data[12], other[12];
         ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0), out = in;
         int twice[2] = {1, 1}, beyond[2] = {0, 2}, swap[2] = {1, 0};
-        REFUSED(ddp_tensor_transpose(NULL, &in, twice, &out), "order[1]=1; use each dimension from 0 to 1 once");
+        REFUSED(ddp_tensor_transpose(NULL, &in, twice, &out),
+                "order[1]=1; use each dimension from 0 to 1 once");
         REFUSED(ddp_tensor_transpose(NULL, &in, beyond, &out), "order[1]=2");
         REFUSED(ddp_tensor_transpose(NULL, &in, NULL, &out), "order is NULL");
         REFUSED(ddp_tensor_transpose(NULL, &in, swap, NULL), "out is NULL");
@@ -407,8 +448,14 @@ static void vast_and_empty(void **state) {
 }
 
 static void fills(void **state) {
-    static const double some[] = {0, 1, -1.5, -0.0, 1e30}, bounds[5][2] = {{-128, 127}, {0, 255}, {-2147483648.0, 2147483647.0},
-        {-9223372036854775808.0, 9223372036854774784.0}, {0, 18446744073709549568.0}};
+    static const double some[] = {0, 1, -1.5, -0.0, 1e30},
+                        bounds[5][2] = {
+                            {-128, 127},
+                            {0, 255},
+                            {-2147483648.0, 2147483647.0},
+                            {-9223372036854775808.0, 9223372036854774784.0},
+                            {0, 18446744073709549568.0},
+                        };
     ddp_group *groups[] = {NULL, near_group, far_group};
     static const int64_t large[] = {300, 1001};
     char text[80];
@@ -420,20 +467,34 @@ static void fills(void **state) {
             for (int v = 0; v < (d < DDP_I8 ? 5 : 2); v++) {
                 double value = d < DDP_I8 ? some[v] : bounds[d - DDP_I8][v];
                 unsigned char one[8];
-                if (d < DDP_I8) ddp_device_cpu()->cast(one, (ddp_dtype)d, &value, DDP_F64, 1);
-                else if (d == DDP_U64) { uint64_t n = (uint64_t)value; memcpy(one, &n, 8); }
+                if (d < DDP_I8)
+                    ddp_device_cpu()->cast(one, (ddp_dtype)d, &value, DDP_F64, 1);
+                else if (d == DDP_U64) {
+                    uint64_t n = (uint64_t)value;
+                    memcpy(one, &n, 8);
+                }
                 /* little-endian: the low bytes come first. */
-                else { int64_t n = (int64_t)value; memcpy(one, &n, 8); }
+                else {
+                    int64_t n = (int64_t)value;
+                    memcpy(one, &n, 8);
+                }
                 ok(ddp_tensor_fill(groups[g], &t, value));
                 for (size_t i = 0; i < (size_t)ddp_tensor_count(&t); i++)
-                    if (memcmp(real_of(t.data) + i * size, one, size) != 0) fail_msg("element %zu of %s", i, ddp_dtype_name(t.dtype));
+                    if (memcmp(real_of(t.data) + i * size, one, size) != 0)
+                        fail_msg("element %zu of %s", i, ddp_dtype_name(t.dtype));
             }
             if (d >= DDP_I8) {
-                double wrong[] = {0.5, (double)NAN, bounds[d - DDP_I8][0] * 2 - 1, bounds[d - DDP_I8][1] * 2, (double)INFINITY, 0};
+                double wrong[] = {0.5,
+                                  (double)NAN,
+                                  bounds[d - DDP_I8][0] * 2 - 1,
+                                  bounds[d - DDP_I8][1] * 2,
+                                  (double)INFINITY,
+                                  0};
                 if (d == DDP_I64) wrong[2] = -1e19;
                 /* The first that is too large. */
                 wrong[5] = ldexp(1, (int)(8 * size) - (d != DDP_U8 && d != DDP_U64));
-                for (int i = 0; i < 6; i++) REFUSED(ddp_tensor_fill(groups[g], &t, wrong[i]), ddp_dtype_name(t.dtype));
+                for (int i = 0; i < 6; i++)
+                    REFUSED(ddp_tensor_fill(groups[g], &t, wrong[i]), ddp_dtype_name(t.dtype));
             }
             ddp_tensor_free(groups[g], &t);
         }
@@ -446,7 +507,11 @@ static void fills(void **state) {
     }
     REFUSED(ddp_tensor_fill(NULL, NULL, 0), "tensor is NULL");
     snprintf(text, sizeof text, "value=%.17g", 1e300);
-    { int8_t b; ddp_tensor t = tensor_of(&b, DDP_I8, 0, 0, 0, 0, 0); REFUSED(ddp_tensor_fill(NULL, &t, 1e300), text); }
+    {
+        int8_t b;
+        ddp_tensor t = tensor_of(&b, DDP_I8, 0, 0, 0, 0, 0);
+        REFUSED(ddp_tensor_fill(NULL, &t, 1e300), text);
+    }
 }
 
 //== text =====================================================================================================
@@ -474,13 +539,18 @@ static void text(void **state) {
     (void)state;
     for (int i = 0; i < 40; i++) small[i] = (int8_t)(i - 20);
     t = tensor_of(d, DDP_F64, 2, 2, 3, 0, 0);
-    printed(NULL, &t, DDP_REPLICATE, "f64 (2, 3) REPLICATE\n         1.5          -2     0.33333\n       1e+10         inf           0\n");
+    printed(
+        NULL, &t, DDP_REPLICATE,
+        "f64 (2, 3) REPLICATE\n         1.5          -2     0.33333\n       1e+10         inf           0\n");
     t = tensor_of(d, DDP_F64, 0, 0, 0, 0, 0);
     printed(near_group, &t, DDP_PARTIAL, "f64 () PARTIAL\n         1.5\n");
     t = tensor_of(small, DDP_I8, 1, 9, 0, 0, 0);
-    printed(NULL, &t, DDP_SHARD(0), "i8 (9) SHARD(0)\n         -20         -19         -18         -17         -16         -15         -14         -13 ...\n");
+    printed(NULL, &t, DDP_SHARD(0),
+            "i8 (9) SHARD(0)\n         -20         -19         -18         -17         -16         -15       "
+            "  -14         -13 ...\n");
     t = tensor_of(small, DDP_U8, 2, 5, 1, 0, 0);
-    printed(NULL, &t, DDP_SHARD(1), "u8 (5, 1) SHARD(1)\n         236\n         237\n         238\n         239\n         ...\n");
+    printed(NULL, &t, DDP_SHARD(1),
+            "u8 (5, 1) SHARD(1)\n         236\n         237\n         238\n         239\n         ...\n");
     t = tensor_of(large, DDP_U64, 1, 1, 0, 0, 0);
     printed(NULL, &t, DDP_REPLICATE, "u64 (1) REPLICATE\n 18446744073709551615\n");
     t = tensor_of(NULL, DDP_BF16, 3, 2, 0, 4, 0);
@@ -492,17 +562,23 @@ static void text(void **state) {
         far = with_data(far_group, DDP_I64, 4, cube, n);
         printed(far_group, &far, DDP_SHARD(3),
                 "i64 (2, 1, 5, 9) SHARD(3)\n  at [0, 0, :4, :8]\n"
-                "        1000         999         998         997         996         995         994         993 ...\n"
-                "         991         990         989         988         987         986         985         984 ...\n"
-                "         982         981         980         979         978         977         976         975 ...\n"
-                "         973         972         971         970         969         968         967         966 ...\n"
+                "        1000         999         998         997         996         995         994        "
+                " 993 ...\n"
+                "         991         990         989         988         987         986         985        "
+                " 984 ...\n"
+                "         982         981         980         979         978         977         976        "
+                " 975 ...\n"
+                "         973         972         971         970         969         968         967        "
+                " 966 ...\n"
                 "         ...\n");
         ddp_tensor_free(far_group, &far);
         free(n);
     }
     t = tensor_of(small, DDP_I8, 1, 4, 0, 0, 0);
-    REFUSED(ddp_tensor_print(NULL, &t, DDP_SHARD(1), NULL, &room), "SHARD(1) is invalid for a tensor of shape (4)");
-    REFUSED(ddp_tensor_print(NULL, &t, (ddp_placement)-2, NULL, &room), "unknown placement (-2) is invalid for a tensor of shape (4)");
+    REFUSED(ddp_tensor_print(NULL, &t, DDP_SHARD(1), NULL, &room),
+            "SHARD(1) is invalid for a tensor of shape (4)");
+    REFUSED(ddp_tensor_print(NULL, &t, (ddp_placement)-2, NULL, &room),
+            "unknown placement (-2) is invalid for a tensor of shape (4)");
     REFUSED(ddp_tensor_print(NULL, &t, 0, NULL, NULL), "size_bytes is NULL");
     REFUSED(ddp_tensor_print(NULL, NULL, 0, NULL, &room), "tensor is NULL");
 }
@@ -542,7 +618,8 @@ static void npy_there_and_back(void **state) {
                 ok(npy_save(groups[g], &t, path));
                 if (d == DDP_BF16) {
                     says(npy_load(groups[g], path, &back), DDP_ERR_UNSUPPORTED,
-                        "its elements are '<u2', which is not a ddp_dtype; to load bf16, set out->dtype to DDP_BF16");
+                         "its elements are '<u2', which is not a ddp_dtype; to load bf16, set out->dtype to "
+                         "DDP_BF16");
                     assert_null(back.data);
                     back.dtype = DDP_BF16;
                 }
@@ -560,7 +637,13 @@ static void npy_there_and_back(void **state) {
 }
 
 static void npy_as_others_write(void **state) {
-    static const struct { int version; const char *header; ddp_dtype dtype; int ndim; int64_t shape[2]; } good[] = {
+    static const struct {
+        int version;
+        const char *header;
+        ddp_dtype dtype;
+        int ndim;
+        int64_t shape[2];
+    } good[] = {
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", DDP_F32, 2, {3, 4}},
         {2, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", DDP_F32, 2, {3, 4}},
         {3, "  {\"shape\":(2L,),\"fortran_order\":False,\"descr\":\"<i4\"}", DDP_I32, 1, {2, 0}},
@@ -575,51 +658,75 @@ static void npy_as_others_write(void **state) {
         size_t size = npy_file(file, good[i].version, good[i].header, 60);
         write_file(file, size);
         ok(npy_load(NULL, path, &t));
-        assert_true(t.dtype == good[i].dtype && t.ndim == good[i].ndim && t.shape[0] == good[i].shape[0] && t.shape[1] == good[i].shape[1]);
-        for (int64_t n = 0; n < ddp_tensor_count(&t) * (int64_t)ddp_dtype_size(t.dtype); n++) assert_int_equal(((unsigned char *)t.data)[n], n);
+        assert_true(t.dtype == good[i].dtype && t.ndim == good[i].ndim && t.shape[0] == good[i].shape[0]
+                    && t.shape[1] == good[i].shape[1]);
+        for (int64_t n = 0; n < ddp_tensor_count(&t) * (int64_t)ddp_dtype_size(t.dtype); n++)
+            assert_int_equal(((unsigned char *)t.data)[n], n);
         ddp_tensor_free(NULL, &t);
     }
     unlink(path);
 }
 
 static void npy_damaged(void **state) {
-    static const struct { int version; const char *header; size_t values; ddp_result result; const char *says; } bad[] = {
+    static const struct {
+        int version;
+        const char *header;
+        size_t values;
+        ddp_result result;
+        const char *says;
+    } bad[] = {
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 47, DDP_ERR_CORRUPT,
          " ends at byte 116, but (3, 4) of f32 from byte 69 on needs 1 more"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 0, DDP_ERR_CORRUPT, "needs 48 more"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 0, DDP_ERR_CORRUPT,
+         "needs 48 more"},
         {1, "{'descr': '<f4', 'fortran_order': True, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED,
-            "(3, 4) in Fortran order; save numpy.ascontiguousarray of it"},
-        {1, "{'descr': '>f4', 'fortran_order': False, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '>f4', which is not a ddp_dtype"},
-        {1, "{'descr': '<c16', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '<c16'"},
-        {1, "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '|O'"},
-        {1, "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are records"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1), }", 48, DDP_ERR_UNSUPPORTED, "has 9 dimensions, more than 8"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }", 48, DDP_ERR_CORRUPT,
-         "a shape of (4294967296, 4294967296) does not fit in memory"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }", 48, DDP_ERR_CORRUPT, "needs 4398046511056 more"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }", 48, DDP_ERR_CORRUPT,
-            "at byte 61 there should be an entry of a shape below 2^63"},
+         "(3, 4) in Fortran order; save numpy.ascontiguousarray of it"},
+        {1, "{'descr': '>f4', 'fortran_order': False, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED,
+         "its elements are '>f4', which is not a ddp_dtype"},
+        {1, "{'descr': '<c16', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED,
+         "its elements are '<c16'"},
+        {1, "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED,
+         "its elements are '|O'"},
+        {1, "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED,
+         "its elements are records"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1), }", 48,
+         DDP_ERR_UNSUPPORTED, "has 9 dimensions, more than 8"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }", 48,
+         DDP_ERR_CORRUPT, "a shape of (4294967296, 4294967296) does not fit in memory"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }", 48, DDP_ERR_CORRUPT,
+         "needs 4398046511056 more"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }", 48,
+         DDP_ERR_CORRUPT, "at byte 61 there should be an entry of a shape below 2^63"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }", 48, DDP_ERR_CORRUPT,
-            "at byte 61 there should be an entry of a shape, which is a number"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3), }", 48, DDP_ERR_CORRUPT, "at byte 62 there should be a comma behind an entry of a shape"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3 4), }", 48, DDP_ERR_CORRUPT, "a comma behind an entry"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': 3, }", 48, DDP_ERR_CORRUPT, "at byte 60 there should be the ( of a shape"},
-        {1, "{'descr': '<f4', 'fortran_order': 0, 'shape': (3,), }", 48, DDP_ERR_CORRUPT, "there should be True or False"},
-        {1, "{'descr': 4, 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_CORRUPT, "there should be a dtype in quotes"},
-        {1, "{'descr': 'a dtype of too many letters', 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_CORRUPT, "there should be a dtype in quotes"},
+         "at byte 61 there should be an entry of a shape, which is a number"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3), }", 48, DDP_ERR_CORRUPT,
+         "at byte 62 there should be a comma behind an entry of a shape"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3 4), }", 48, DDP_ERR_CORRUPT,
+         "a comma behind an entry"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': 3, }", 48, DDP_ERR_CORRUPT,
+         "at byte 60 there should be the ( of a shape"},
+        {1, "{'descr': '<f4', 'fortran_order': 0, 'shape': (3,), }", 48, DDP_ERR_CORRUPT,
+         "there should be True or False"},
+        {1, "{'descr': 4, 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_CORRUPT,
+         "there should be a dtype in quotes"},
+        {1, "{'descr': 'a dtype of too many letters', 'fortran_order': False, 'shape': (3,), }", 48,
+         DDP_ERR_CORRUPT, "there should be a dtype in quotes"},
         {1, "{'descr': '<f4", 48, DDP_ERR_CORRUPT, "there should be a dtype in quotes"},
         {1, "{'descr': '<f4', 'fortran_order': False, }", 48, DDP_ERR_CORRUPT, "its header has no 'shape'"},
         {1, "{}", 48, DDP_ERR_CORRUPT, "its header has no 'descr'"},
         {1, "{'descr': '<f4', 'descr': '<f4', 'shape': (3,), }", 48, DDP_ERR_CORRUPT,
-            "at byte 27 there should be 'descr', 'fortran_order' or 'shape', each once"},
+         "at byte 27 there should be 'descr', 'fortran_order' or 'shape', each once"},
         {1, "{'order': '<f4' }", 48, DDP_ERR_CORRUPT, "each once"},
         {1, "{'descr' '<f4' }", 48, DDP_ERR_CORRUPT, "there should be a colon"},
         {1, "{'descr': '<f4' 'shape': (3,) }", 48, DDP_ERR_CORRUPT, "a comma or the } of the header"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), } x", 48, DDP_ERR_CORRUPT, "spaces up to the end of the header"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), } x", 48, DDP_ERR_CORRUPT,
+         "spaces up to the end of the header"},
         {1, "'descr'", 48, DDP_ERR_CORRUPT, "at byte 10 there should be the { of a header"},
         {1, "", 48, DDP_ERR_CORRUPT, "the { of a header"},
-        {4, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_UNSUPPORTED, "version 4.0 of the format"},
-        {0, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_UNSUPPORTED, "version 0.0 of the format"},
+        {4, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_UNSUPPORTED,
+         "version 4.0 of the format"},
+        {0, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_UNSUPPORTED,
+         "version 0.0 of the format"},
     };
     unsigned char file[4096];
     ddp_tensor t = DDP_ZERO, kept;
@@ -636,7 +743,8 @@ static void npy_damaged(void **state) {
     size = npy_file(file, 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", 48);
     for (size_t cut = 0; cut < size; cut++) { /* at every byte */
         write_file(file, cut);
-        says(npy_load(near_group, path, &t), DDP_ERR_CORRUPT, cut < 6 ? "at byte 0 there should be \\x93NUMPY" : "ends at byte");
+        says(npy_load(near_group, path, &t), DDP_ERR_CORRUPT,
+             cut < 6 ? "at byte 0 there should be \\x93NUMPY" : "ends at byte");
         assert_non_null(strstr(ddp_last_error(), "rank 0/1 npy_load group=near: "));
     }
     file[8] = 255, file[9] = 255;
@@ -659,7 +767,8 @@ static void npy_damaged(void **state) {
     kept = tensor_of(data, DDP_F32, 1, 12, 0, 0, 0);
     for (int i = 0; i < 1000; i++) { /* files that a process of the same number left when it was killed */
         char left[128];
-        int fd = (snprintf(left, sizeof left, "%s.%d.%d.tmp", path, (int)getpid(), i), open(left, O_WRONLY | O_CREAT, 0600));
+        int fd = (snprintf(left, sizeof left, "%s.%d.%d.tmp", path, (int)getpid(), i),
+                  open(left, O_WRONLY | O_CREAT, 0600));
         assert_true(fd >= 0);
         close(fd);
     }
@@ -671,9 +780,11 @@ static void npy_damaged(void **state) {
     }
     unlink(path);
     memset(data, 0, sizeof data);
-    says(npy_save(NULL, &kept, "/tmp/ddp_no_such_folder/x.npy"), DDP_ERR_SYSTEM, "creating /tmp/ddp_no_such_folder/x.npy");
+    says(npy_save(NULL, &kept, "/tmp/ddp_no_such_folder/x.npy"), DDP_ERR_SYSTEM,
+         "creating /tmp/ddp_no_such_folder/x.npy");
     says(npy_save(NULL, &kept, "/tmp"), DDP_ERR_SYSTEM, "renaming to /tmp: Is a directory");
-    if (access("/dev/full", W_OK) == 0) says(npy_load(NULL, "/dev/full", &t), DDP_ERR_INVALID, "/dev/full is not a regular file");
+    if (access("/dev/full", W_OK) == 0)
+        says(npy_load(NULL, "/dev/full", &t), DDP_ERR_INVALID, "/dev/full is not a regular file");
     REFUSED(npy_save(NULL, &kept, NULL), "path is NULL");
     REFUSED(npy_save(NULL, NULL, path), "tensor is NULL");
     kept.dtype = (ddp_dtype)77;
@@ -742,7 +853,8 @@ static void placements(void **state) {
                 ok(ddp_placement_shard_box(DDP_SHARD(0), 2, shape, r, w, &box));
                 assert_int_equal(box.offset[0], next);
                 assert_int_equal(box.shape[0], next + each <= n ? each : n - next);
-                assert_true(box.ndim == 2 && box.shape[1] == 3 && box.offset[1] == 0 && box.global_shape[0] == n && box.global_shape[1] == 3);
+                assert_true(box.ndim == 2 && box.shape[1] == 3 && box.offset[1] == 0
+                            && box.global_shape[0] == n && box.global_shape[1] == 3);
                 next += box.shape[0];
             }
             assert_int_equal(next, n);
@@ -750,8 +862,10 @@ static void placements(void **state) {
     ok(ddp_placement_shard_box(DDP_SHARD(0), 1, far_away, 2, 3, &box));
     assert_true(box.offset[0] + box.shape[0] == INT64_MAX / 4);
     REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 1, wrong, 0, 1, &box), "shape[0]=-1; use 0 or more");
-    REFUSED(ddp_placement_shard_box(DDP_SHARD(2), 2, shape, 0, 1, &box), "SHARD(2) is invalid for a tensor of shape (20, 3)");
-    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 0, NULL, 0, 1, &box), "SHARD(0) is invalid for a tensor of shape ()");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(2), 2, shape, 0, 1, &box),
+            "SHARD(2) is invalid for a tensor of shape (20, 3)");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 0, NULL, 0, 1, &box),
+            "SHARD(0) is invalid for a tensor of shape ()");
     REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 9, shape, 0, 1, &box), "ndim=9");
     REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, NULL, 0, 1, &box), "global_shape is NULL");
     REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 3, 3, &box), "rank=3 with world_size=3");
@@ -767,8 +881,8 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
     (void)state;
     for (int g = 0; g < 2; g++)
         for (int i = 0; i < 16; i++) {
-            ddp_tensor whole = with_data(groups[g], DDP_F32, 2, shape, NULL), part = DDP_ZERO, out = tensor_of(NULL, (ddp_dtype)0, 2, 3, 4, 0, 0),
-                back = DDP_ZERO;
+            ddp_tensor whole = with_data(groups[g], DDP_F32, 2, shape, NULL), part = DDP_ZERO,
+                       out = tensor_of(NULL, (ddp_dtype)0, 2, 3, 4, 0, 0), back = DDP_ZERO;
             ddp_tensor_plan plan;
             ok(ddp_tensor_shard(groups[g], &whole, all[i / 4], &part));
             ok(ddp_tensor_redistribute_plan(groups[g], &part, all[i / 4], all[i % 4], &out, &plan));
@@ -791,7 +905,8 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
         }
     {
         float data[12] = {0};
-        ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0), out = tensor_of(NULL, DDP_F32, 2, 3, 5, 0, 0), half = in;
+        ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0),
+                   out = tensor_of(NULL, DDP_F32, 2, 3, 5, 0, 0), half = in;
         ddp_tensor_plan plan;
         ok(ddp_tensor_shard(NULL, &in, DDP_SHARD(1), &none));
         ddp_tensor_free(NULL, &none);
@@ -801,24 +916,33 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
         out.ndim = -1;
         REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "out: ndim=-1");
         out.ndim = 2;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is (3, 4) and out is (3, 5), both with placement REPLICATE; give both the same shape");
-        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_PARTIAL, DDP_REPLICATE, &out), "out is (3, 5), but REPLICATE of (3, 4) on rank 0 of 1 is (3, 4)");
-        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(1), DDP_REPLICATE, &out), "in is (3, 4), but SHARD(1) of (3, 5) on rank 0 of 1 is (3, 5)");
-        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(2), 0, &out), "SHARD(2) is invalid for a tensor of shape (3, 4)");
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, (ddp_placement)-7, &out), "unknown placement (-7) is invalid for a tensor of shape (3, 4)");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out),
+                "in is (3, 4) and out is (3, 5), both with placement REPLICATE; give both the same shape");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_PARTIAL, DDP_REPLICATE, &out),
+                "out is (3, 5), but REPLICATE of (3, 4) on rank 0 of 1 is (3, 4)");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(1), DDP_REPLICATE, &out),
+                "in is (3, 4), but SHARD(1) of (3, 5) on rank 0 of 1 is (3, 5)");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(2), 0, &out),
+                "SHARD(2) is invalid for a tensor of shape (3, 4)");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, (ddp_placement)-7, &out),
+                "unknown placement (-7) is invalid for a tensor of shape (3, 4)");
         out.dtype = DDP_I32;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is f32, but out is i32; give both the same dtype");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out),
+                "in is f32, but out is i32; give both the same dtype");
         out.dtype = DDP_F32, out.ndim = 1;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is (3, 4), but out is (3); give both the same number of dimensions");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out),
+                "in is (3, 4), but out is (3); give both the same number of dimensions");
         half.data = data + 1;
-        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &half), "in and out overlap, but REPLICATE to REPLICATE has no in-place form; use separate memory");
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &half),
+                "in and out overlap, but REPLICATE to REPLICATE has no in-place form; use separate memory");
         in.data = NULL;
         REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &half), "in: data is NULL");
         REFUSED(ddp_tensor_redistribute_plan(near_group, &in, 0, 0, &half, NULL), "plan is NULL");
         ok(ddp_tensor_redistribute_plan(near_group, &in, 0, 0, &half, &plan));
         REFUSED(ddp_tensor_shard(near_group, &in, 0, &none), "whole: data is NULL");
         in.data = data;
-        REFUSED(ddp_tensor_shard(near_group, &in, DDP_SHARD(2), &none), "SHARD(2) is invalid for a tensor of shape (3, 4)");
+        REFUSED(ddp_tensor_shard(near_group, &in, DDP_SHARD(2), &none),
+                "SHARD(2) is invalid for a tensor of shape (3, 4)");
         REFUSED(ddp_tensor_shard(near_group, &in, 0, NULL), "out is NULL");
         REFUSED(ddp_tensor_shard(near_group, &in, 0, &half), "whole and out overlap");
         REFUSED(ddp_tensor_distribute(near_group, &in, 1, 0, &none), "root=1; use ranks 0 to 0");
@@ -833,7 +957,8 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
         REFUSED(ddp_tensor_gather(near_group, &in, DDP_SHARD(0), shape, 0, &in), "in and out overlap");
         REFUSED(ddp_tensor_distribute(near_group, &in, 0, DDP_SHARD(0), &half), "whole and out overlap");
         in.shape[0] = 2;
-        REFUSED(ddp_tensor_gather(near_group, &in, DDP_SHARD(1), shape, 0, &none), "in is (2, 4), but SHARD(1) of (3, 4) on rank 0 of 1 is (3, 4)");
+        REFUSED(ddp_tensor_gather(near_group, &in, DDP_SHARD(1), shape, 0, &none),
+                "in is (2, 4), but SHARD(1) of (3, 4) on rank 0 of 1 is (3, 4)");
         assert_null(none.data);
     }
 }
@@ -865,8 +990,10 @@ static void layouts(void **state) { /* layouts without axes, and invalid ones */
     REFUSED(ddp_tensor_redistribute_mesh(&in, NULL, &a, &out, NULL), "from is NULL");
     REFUSED(ddp_tensor_redistribute_mesh(&in, &a, NULL, &out, NULL), "to is NULL");
     b = a, b.shape[1] = 5;
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from->shape is (3, 4), but to->shape is (3, 5); give both the same");
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &b, &b, &out, NULL), "in is (3, 4), but the part of this rank of (3, 5) in layout from is (3, 5)");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL),
+            "from->shape is (3, 4), but to->shape is (3, 5); give both the same");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &b, &b, &out, NULL),
+            "in is (3, 4), but the part of this rank of (3, 5) in layout from is (3, 5)");
     b = a, b.axis_count = 9;
     REFUSED(ddp_tensor_layout_box(&b, &box), "axis_count=9; use 0 to 8");
     b.axis_count = 2, b.axes[0] = near_group;
@@ -876,9 +1003,11 @@ static void layouts(void **state) { /* layouts without axes, and invalid ones */
     b.axis_count = 1, b.placement[0] = DDP_SHARD(2);
     REFUSED(ddp_tensor_layout_box(&b, &box), "SHARD(2) is invalid for a tensor of shape (3, 4)");
     b.placement[0] = DDP_SHARD(1);
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from->axis_count=0, but to->axis_count=1; give both the same");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL),
+            "from->axis_count=0, but to->axis_count=1; give both the same");
     a = b, a.axes[0] = far_group;
-    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "axes[0] is group far in from, but group near in to; give both the same");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL),
+            "axes[0] is group far in from, but group near in to; give both the same");
     a.ndim = -1;
     REFUSED(ddp_tensor_layout_box(&a, &box), "ndim=-1");
 }
@@ -932,9 +1061,10 @@ static void without_memory(void **state) {
 /* A device without kernels for layers, whose memory the host cannot read, or with those of another
    version. */
 static void kernels_of_a_device_are_checked(void **state) {
-    static const char *const texts[2] = {
-        "ddp_tp_create group=odd: device odd has no kernels for ddp_tensor.h; put ddp_tensor.h into the folder of ddp_cuda.cuh",
-        "ddp_tp_create group=odd: device odd has kernels for version 1 of ddp_tensor.h, but that header has version"};
+    static const char *const texts[2] = {"ddp_tp_create group=odd: device odd has no kernels for "
+                                         "ddp_tensor.h; put ddp_tensor.h into the folder of ddp_cuda.cuh",
+                                         "ddp_tp_create group=odd: device odd has kernels for version 1 of "
+                                         "ddp_tensor.h, but that header has version"};
     static ddp_layer_kernels other[2];
     (void)state;
     other[0].version = 1;
@@ -954,13 +1084,23 @@ static void kernels_of_a_device_are_checked(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(kernels_of_a_device_are_checked),
-        cmocka_unit_test(create), cmocka_unit_test(views), cmocka_unit_test(copies), cmocka_unit_test(boxes), cmocka_unit_test(transposes),
-        cmocka_unit_test(vast_and_empty),
-        cmocka_unit_test(fills), cmocka_unit_test(text), cmocka_unit_test(npy_there_and_back), cmocka_unit_test(npy_as_others_write),
-        cmocka_unit_test(npy_damaged), cmocka_unit_test(npy_is_whole_or_not_there),
-        cmocka_unit_test(placements), cmocka_unit_test(one_rank), cmocka_unit_test(layouts), cmocka_unit_test(without_memory)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(kernels_of_a_device_are_checked),
+                                       cmocka_unit_test(create),
+                                       cmocka_unit_test(views),
+                                       cmocka_unit_test(copies),
+                                       cmocka_unit_test(boxes),
+                                       cmocka_unit_test(transposes),
+                                       cmocka_unit_test(vast_and_empty),
+                                       cmocka_unit_test(fills),
+                                       cmocka_unit_test(text),
+                                       cmocka_unit_test(npy_there_and_back),
+                                       cmocka_unit_test(npy_as_others_write),
+                                       cmocka_unit_test(npy_damaged),
+                                       cmocka_unit_test(npy_is_whole_or_not_there),
+                                       cmocka_unit_test(placements),
+                                       cmocka_unit_test(one_rank),
+                                       cmocka_unit_test(layouts),
+                                       cmocka_unit_test(without_memory)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -25,9 +25,14 @@ static double uniform(uint64_t key, uint64_t i) {
     return (double)((x ^ x >> 31) >> 40) / 16777216.0;
 }
 
-typedef struct shape { int64_t m, n, k; } shape;
-static const shape shapes[] = {{1, 1, 1}, {0, 3, 2}, {3, 0, 2}, {3, 2, 0}, {1, 33, 5}, {33, 1, 5}, {5, 7, 1}, {11, 31, 127}, {12, 32, 128}, {13, 33, 129},
-    {23, 64, 255}, {24, 65, 256}, {25, 113, 257}, {49, 223, 300}, {50, 225, 513}, {37, 449, 130}, {7, 500, 600}};
+typedef struct shape {
+    int64_t m, n, k;
+} shape;
+static const shape shapes[] = {
+    {1, 1, 1},      {0, 3, 2},      {3, 0, 2},      {3, 2, 0},      {1, 33, 5},    {33, 1, 5},
+    {5, 7, 1},      {11, 31, 127},  {12, 32, 128},  {13, 33, 129},  {23, 64, 255}, {24, 65, 256},
+    {25, 113, 257}, {49, 223, 300}, {50, 225, 513}, {37, 449, 130}, {7, 500, 600},
+};
 #define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
 
 static double at(const ddp_gemm *g, const void *data, size_t index) {
@@ -47,7 +52,8 @@ static void check(ddp_gemm g, ddp_gemm_fn multiply) {
         for (int64_t j = 0; j < g.n; j++) {
             const double *a = a64 + (g.trans_a ? i : i * g.lda), *b = b64 + (g.trans_b ? j * g.ldb : j);
             double sum = g.accumulate ? want[i * g.ldc + j] : 0;
-            for (int64_t k = 0; k < g.k; k++, a += g.trans_a ? g.lda : 1, b += g.trans_b ? 1 : g.ldb) sum += *a * *b;
+            for (int64_t k = 0; k < g.k; k++, a += g.trans_a ? g.lda : 1, b += g.trans_b ? 1 : g.ldb)
+                sum += *a * *b;
             want[i * g.ldc + j] = sum;
         }
     assert_int_equal(multiply(&g, NULL), DDP_OK);
@@ -55,8 +61,9 @@ static void check(ddp_gemm g, ddp_gemm_fn multiply) {
         double have = at(&g, g.c, (size_t)i);
         int inside = i < end && i % g.ldc < g.n;
         if (inside ? fabs(have - want[i]) <= eps * (1 + sqrt((double)g.k)) : have == want[i]) continue;
-        fail_msg("m=%lld n=%lld k=%lld trans %d %d accumulate %d %s: c[%lld] is %.9g, not %.9g", (long long)g.m, (long long)g.n, (long long)g.k, g.trans_a,
-                 g.trans_b, g.accumulate, ddp_dtype_name(g.dtype), (long long)i, have, want[i]);
+        fail_msg("m=%lld n=%lld k=%lld trans %d %d accumulate %d %s: c[%lld] is %.9g, not %.9g",
+                 (long long)g.m, (long long)g.n, (long long)g.k, g.trans_a, g.trans_b, g.accumulate,
+                 ddp_dtype_name(g.dtype), (long long)i, have, want[i]);
     }
 }
 
@@ -73,14 +80,18 @@ static void each(ddp_gemm_fn multiply) {
             g.m = shapes[s].m, g.n = shapes[s].n, g.k = shapes[s].k;
             g.trans_a = way & 1, g.trans_b = way >> 1 & 1, g.accumulate = way >> 2 & 1;
             g.dtype = way >> 4 ? DDP_F64 : DDP_F32;
-            g.lda = (g.trans_a ? g.m : g.k) + apart, g.ldb = (g.trans_b ? g.k : g.n) + 2 * apart, g.ldc = g.n + apart;
+            g.lda = (g.trans_a ? g.m : g.k) + apart, g.ldb = (g.trans_b ? g.k : g.n) + 2 * apart,
+            g.ldc = g.n + apart;
             g.a = way >> 4 ? (const void *)a64 : (const void *)a32;
             g.b = way >> 4 ? (const void *)b64 : (const void *)b32;
             check(g, multiply);
         }
 }
 
-static void test_against_a_plain_loop(void **state) { (void)state; each(ddp_gemm_builtin); }
+static void test_against_a_plain_loop(void **state) {
+    (void)state;
+    each(ddp_gemm_builtin);
+}
 
 #if defined(DDP_USE_CBLAS)
 static void test_cblas(void **state) {
@@ -88,7 +99,8 @@ static void test_cblas(void **state) {
     (void)state;
     each(ddp__gemm_default());
     memset(&g, 0, sizeof g);
-    g.dtype = DDP_F32, g.m = g.n = g.k = 1, g.lda = INT64_C(1) << 31, g.ldb = g.ldc = 1, g.a = a32, g.b = b32, g.c = c32;
+    g.dtype = DDP_F32, g.m = g.n = g.k = 1, g.lda = INT64_C(1) << 31, g.ldb = g.ldc = 1, g.a = a32, g.b = b32,
+    g.c = c32;
     assert_int_equal(ddp__gemm_default()(&g, NULL), DDP_ERR_INVALID);
     assert_non_null(strstr(ddp_last_error(), "lda=2147483648 exceeds the CBLAS limit of"));
 }
@@ -102,17 +114,21 @@ static void test_parts_have_the_bits_of_the_whole(void **state) {
     for (int f64 = 0; f64 < 2; f64++)
         for (int cut = 5; cut <= 600; cut = cut * 3 + 4) {
             size_t size = f64 ? sizeof(double) : sizeof(float);
-            unsigned char *part = f64 ? (unsigned char *)want : (unsigned char *)a64, *whole = f64 ? (unsigned char *)c64 : (unsigned char *)c32;
+            unsigned char *part = f64 ? (unsigned char *)want : (unsigned char *)a64,
+                          *whole = f64 ? (unsigned char *)c64 : (unsigned char *)c32;
             const unsigned char *a = f64 ? (const unsigned char *)b64 : (const unsigned char *)a32;
             const unsigned char *b = f64 ? (const unsigned char *)b64 : (const unsigned char *)b32;
             g.dtype = f64 ? DDP_F64 : DDP_F32;
-            g.m = 61, g.n = 239, g.k = 531, g.lda = 531, g.ldb = 239, g.ldc = 239, g.a = a, g.b = b, g.c = whole, g.accumulate = 0;
+            g.m = 61, g.n = 239, g.k = 531, g.lda = 531, g.ldb = 239, g.ldc = 239, g.a = a, g.b = b,
+            g.c = whole, g.accumulate = 0;
             assert_int_equal(ddp_gemm_builtin(&g, NULL), DDP_OK);
             for (int64_t i = 0; i < 61; i += cut)
                 for (int64_t j = 0; j < 239; j += cut + 5)
                     for (int64_t k = 0; k < 531; k += cut * 7) {
-                        g.m = 61 - i < cut ? 61 - i : cut, g.n = 239 - j < cut + 5 ? 239 - j : cut + 5, g.k = 531 - k < cut * 7 ? 531 - k : cut * 7;
-                        g.a = a + (size_t)(i * 531 + k) * size, g.b = b + (size_t)(k * 239 + j) * size, g.c = part + (size_t)(i * 239 + j) * size;
+                        g.m = 61 - i < cut ? 61 - i : cut, g.n = 239 - j < cut + 5 ? 239 - j : cut + 5,
+                        g.k = 531 - k < cut * 7 ? 531 - k : cut * 7;
+                        g.a = a + (size_t)(i * 531 + k) * size, g.b = b + (size_t)(k * 239 + j) * size,
+                        g.c = part + (size_t)(i * 239 + j) * size;
                         g.accumulate = k > 0;
                         assert_int_equal(ddp_gemm_builtin(&g, NULL), DDP_OK);
                     }
@@ -129,7 +145,8 @@ static void test_bad_input(void **state) {
     ddp_gemm good, g;
     (void)state;
     memset(&good, 0, sizeof good);
-    good.dtype = DDP_F32, good.m = 2, good.n = 3, good.k = 4, good.lda = 4, good.ldb = 3, good.ldc = 3, good.a = a32, good.b = b32, good.c = c32;
+    good.dtype = DDP_F32, good.m = 2, good.n = 3, good.k = 4, good.lda = 4, good.ldb = 3, good.ldc = 3,
+    good.a = a32, good.b = b32, good.c = c32;
     assert_int_equal(ddp_gemm_builtin(&good, NULL), DDP_OK);
     assert_int_equal(ddp_gemm_builtin(NULL, NULL), DDP_ERR_INVALID);
     g = good, g.m = -1, refused(g, "m=-1");

@@ -5,10 +5,15 @@
 
 #include <inttypes.h>
 
-typedef struct cmocka_test { const char *name; void (*test)(void **); int (*setup)(void **), (*teardown)(void **); } cmocka_test;
+typedef struct cmocka_test {
+    const char *name;
+    void (*test)(void **);
+    int (*setup)(void **), (*teardown)(void **);
+} cmocka_test;
 #define CMUnitTest cmocka_test /* struct CMUnitTest */
 
-#define fail_msg(...) (printf("%s:%d: ", __FILE__, __LINE__), printf(__VA_ARGS__), printf("\n"), fflush(stdout), exit(1))
+#define fail_msg(...) \
+    (printf("%s:%d: ", __FILE__, __LINE__), printf(__VA_ARGS__), printf("\n"), fflush(stdout), exit(1))
 #define print_error(...) fprintf(stderr, __VA_ARGS__)
 #define fail() fail_msg("fail()")
 #define cmocka_must(true_or, text) ((true_or) ? (void)0 : fail_msg("%s", text))
@@ -18,13 +23,17 @@ typedef struct cmocka_test { const char *name; void (*test)(void **); int (*setu
 #define assert_non_null(x) cmocka_must(x, #x " is not NULL")
 #define assert_ptr_equal(a, b) cmocka_must((const void *)(a) == (const void *)(b), #a " is " #b)
 #define assert_ptr_not_equal(a, b) cmocka_must((const void *)(a) != (const void *)(b), #a " is not " #b)
-#define assert_in_range(x, low, high) cmocka_must((uintmax_t)(x) >= (uintmax_t)(low) && (uintmax_t)(x) <= (uintmax_t)(high), #x " is from " #low " to " #high)
+#define assert_in_range(x, low, high)                                                      \
+    cmocka_must((uintmax_t)(x) >= (uintmax_t)(low) && (uintmax_t)(x) <= (uintmax_t)(high), \
+                #x " is from " #low " to " #high)
 #define assert_memory_equal(a, b, size) cmocka_must(memcmp(a, b, size) == 0, #a " has the bytes of " #b)
 #define assert_int_equal(a, b) cmocka_ints(__FILE__, __LINE__, #a " == " #b, (intmax_t)(a), (intmax_t)(b), 1)
-#define assert_int_not_equal(a, b) cmocka_ints(__FILE__, __LINE__, #a " != " #b, (intmax_t)(a), (intmax_t)(b), 0)
+#define assert_int_not_equal(a, b) \
+    cmocka_ints(__FILE__, __LINE__, #a " != " #b, (intmax_t)(a), (intmax_t)(b), 0)
 #define assert_string_equal(a, b) cmocka_strings(__FILE__, __LINE__, a, b)
 
-static inline void cmocka_ints(const char *file, int line, const char *text, intmax_t a, intmax_t b, int equal) {
+static inline void cmocka_ints(const char *file, int line, const char *text, intmax_t a, intmax_t b,
+                               int equal) {
     if ((a == b) == equal) return;
     printf("%s:%d: %s: %" PRIdMAX ", %" PRIdMAX "\n", file, line, text, a, b);
     exit(1);
@@ -36,12 +45,17 @@ static inline void cmocka_strings(const char *file, int line, const char *a, con
     exit(1);
 }
 
-#define cmocka_unit_test(f) {#f, f, NULL, NULL}
-#define cmocka_unit_test_setup_teardown(f, setup, teardown) {#f, f, setup, teardown}
-#define cmocka_run_group_tests(tests, setup, teardown) cmocka_run(tests, sizeof(tests) / sizeof *(tests), setup, teardown)
-#define cmocka_run_group_tests_name(name, tests, setup, teardown) cmocka_run(tests, sizeof(tests) / sizeof *(tests), setup, teardown)
+#define cmocka_unit_test(f) \
+    { #f, f, NULL, NULL }
+#define cmocka_unit_test_setup_teardown(f, setup, teardown) \
+    { #f, f, setup, teardown }
+#define cmocka_run_group_tests(tests, setup, teardown) \
+    cmocka_run(tests, sizeof(tests) / sizeof *(tests), setup, teardown)
+#define cmocka_run_group_tests_name(name, tests, setup, teardown) \
+    cmocka_run(tests, sizeof(tests) / sizeof *(tests), setup, teardown)
 
-static inline int cmocka_run(const cmocka_test *tests, size_t count, int (*setup)(void **), int (*teardown)(void **)) {
+static inline int cmocka_run(const cmocka_test *tests, size_t count, int (*setup)(void **),
+                             int (*teardown)(void **)) {
     void *group = NULL;
     if (setup && setup(&group) != 0) fail_msg("the setup of the tests failed");
     for (size_t i = 0; i < count; i++) {
