@@ -2087,7 +2087,8 @@ static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void 
 
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
     void *(*alloc_fn)(size_t, void *) = group ? group->desc.alloc_fn : ddp__malloc_default;
-    void *memory = ddp__aligned_alloc(alloc_fn, group ? group->desc.user : NULL, size_bytes ? size_bytes : 1);
+    void *user = group ? group->desc.user : NULL;
+    void *memory = ddp__aligned_alloc(alloc_fn, user, size_bytes ? size_bytes : 1);
     if (memory)
         memset(memory, 0, size_bytes);
     else if (group)
@@ -2099,8 +2100,8 @@ DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
 }
 
 DDPDEF void ddp_host_free(ddp_group *group, void *memory) {
-    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, group ? group->desc.user : NULL,
-                      memory);
+    void *user = group ? group->desc.user : NULL;
+    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, user, memory);
 }
 
 /* Indexed by ddp_dtype. The last entry is for any other value. */
@@ -2747,7 +2748,8 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
     const void *in[4];
     int depth = 0, t = 0, n;
     while ((n = r->src_count - t) > 0) {
-        n = n >= 4 ? 4 : n >= 2 ? 2 : 1;
+        if (n > 4) n = 4;
+        if (n == 3) n = 2;
         for (int i = 0; i < n; i++) {
             in[i] = (const unsigned char *)r->src[t + i] + first * r->size;
             if (!r->is_half) continue;
@@ -2877,7 +2879,8 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     int exponent = (int)(bits >> 52 & 0x7ff);
     int64_t negative = -(int64_t)(bits >> 63); /* 0 or -1: (x ^ negative) - negative is x or -x */
     if (exponent == 0x7ff) {
-        sum->cell[mantissa ? DDP__EXACT_NAN : negative ? DDP__EXACT_MINUS : DDP__EXACT_PLUS]++;
+        int infinity = negative ? DDP__EXACT_MINUS : DDP__EXACT_PLUS;
+        sum->cell[mantissa ? DDP__EXACT_NAN : infinity]++;
         return;
     }
     if (exponent)

@@ -5,7 +5,7 @@
         ./train_mlp_pipeline 2 data  2 ranks, and a folder with the files of MNIST: see train_mlp.c
 
     Each rank holds one stage: a part of the layers. A batch is cut into micro-batches, which move through the
-    stages one behind the other (1F1B schedule). 1, 2 and 4 ranks end with the bits of train_mlp.c: the last
+    stages one after the other (1F1B schedule). 1, 2 and 4 ranks end with the bits of train_mlp.c: the last
     line prints a hash of the weights. diff train_mlp.c train_mlp_pipeline.c shows what changes. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
