@@ -303,6 +303,6 @@ before=$(state)
     wrong "apart, and this run needs them in one tensor; use --tp 2 or more, or go on with train_gpt_3d" --resume cut --threads-as-ranks text
     wrong "apart, and this run needs them in one tensor" --resume made_cut --stages 2 --threads-as-ranks text
     wrong "token shard" --resume here.ckpt --threads-as-ranks tokens.bin
-    DDP_TEST_GPUS=0 wrong "device 0 does not exist" $short text
+    DDP_TEST_GPUS=0 wrong "device 0 (the local rank) does not exist" $short text
 }
 echo "train_gpt_cuda: every way has the losses of train_gpt and ends with the same weights: $(hash_of one)"
