@@ -464,6 +464,11 @@ static void costs_count(void **state) {
     assert_true(report.makespan == 7 && report.peak_memory == 12);
     ddp_schedule_destroy(s);
 
+    ok(ddp_schedule_parse(&s,
+                          "0F0,0I0,0F1,0I1,0W0,0W1\n")); /* I leaves weight_activation until W: 5 2 7 4 2 0 */
+    assert_true(simulated(s, costs, NULL).peak_memory == 7);
+    ddp_schedule_destroy(s);
+
     ok(ddp_schedule_parse(&s, "0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,1B1,0B0,0B1"));
     ok(ddp_schedule_check(s));
     assert_true(simulated(s, costs, ranks).makespan == 3 + 3 + 2 + 2 + 4 && ranks[0].busy == 14);
