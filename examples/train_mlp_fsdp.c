@@ -54,9 +54,10 @@ static ddp_result open_data(const char *folder, dataset *train, dataset *test) {
 /* Without files: noise, and a bright stripe at the height of the label. */
 static ddp_result make_data(dataset *train, dataset *test) {
     enum { TRAIN = 4096, TEST = 1024, COUNT = TRAIN + TEST };
-    uint8_t *images = (uint8_t *)malloc(COUNT * (PIXELS + 1)), *labels = images + COUNT * PIXELS;
+    void *memory = mmap(NULL, COUNT * (PIXELS + 1), PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    uint8_t *images = (uint8_t *)memory, *labels = images + COUNT * PIXELS;
     uint32_t random = 1;
-    if (!images) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the data set");
+    if (memory == MAP_FAILED) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the data set");
     for (int i = 0; i < COUNT * PIXELS; i++) {
         random = random * 1664525 + 1013904223;
         images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
