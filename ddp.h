@@ -2700,7 +2700,7 @@ DDP__FORCED_INLINE int ddp__fused_shape(const ddp__reduction *r, int W, int D, i
     return 1;
 }
 
-/* Picks the loop for a number of sources and destinations. Returns 0 if there is none. */
+/* Picks the loop for a number of sources and destinations. Returns 0 if no loop fits. */
 DDP__FORCED_INLINE int ddp__fused_dispatch(const ddp__reduction *r, int wide, size_t first, size_t count,
                                            size_t runs) {
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
@@ -4080,7 +4080,7 @@ typedef struct ddp__transfer {
     size_t rounds;        /* number of rounds */
     size_t round_bytes;   /* room for one range in a round */
     size_t chunk;         /* shared: bytes of a round in a slot */
-    size_t first_share;   /* shared: a rank's share in round 0, whose chunk may be shorter */
+    size_t first_share;   /* shared: a rank's share in round 0; that chunk may be shorter */
     int method;           /* DDP__METHOD_* */
     size_t rounds_packed; /* rounds that are in this rank's slots already */
     ddp_tuner *tuner;     /* learns the time of the proposed method; or NULL */
@@ -4217,8 +4217,8 @@ DDP__FORCED_INLINE void ddp__pack_round(const ddp__local *l, const ddp__transfer
 }
 
 /* Prepares the reduction of round k. sources[p]: this rank's share of the data of peer p; this rank becomes a
-   source, too. Sets *out_count and outs: this rank's part of recv if the call says that it receives the
-   result, and, in a shared call, results[p] of each other rank that receives it. Returns the number of
+   source, too. Sets *out_count and outs: this rank's part of recv if it receives the result in this call,
+   and, in a shared call, results[p] of each other rank that receives it. Returns the number of
    elements. */
 DDP__FORCED_INLINE size_t ddp__reduce_outputs(const ddp__local *l, const ddp__transfer *t, void **sources,
                                               void *const *results, size_t k, void **outs, int *out_count) {
@@ -5536,7 +5536,7 @@ static void ddp__op_free(ddp_group *group, ddp__op *op) {
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Returns NULL with the error line set if there is no memory. call NULL: a task of the user. task NULL: a
+/* Returns NULL with the error line set if memory is missing. call NULL: a task of the user. task NULL: a
    send or receive that the backend starts. */
 static ddp__op *ddp__op_alloc(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     size_t w = (size_t)group->world_size;
@@ -5680,8 +5680,10 @@ static void *ddp__run_queue(void *argument) {
             group->running = nested;
             group->on_comm_thread &= nested;
             ddp__op_complete(group, op, result);
-            if (group->head) pthread_cond_signal(&group->work_cond);
-            if (group->head) ddp__p2p_wake(group);
+            if (group->head) {
+                pthread_cond_signal(&group->work_cond);
+                ddp__p2p_wake(group);
+            }
         } else if (!is_comm_thread) {
             pthread_cond_wait(&group->done_cond, &group->lock);
         } else if (!group->pending_p2p || group->p2p_waiters) {
@@ -5730,8 +5732,8 @@ static ddp_result ddp__comm_thread_start(ddp_group *group) {
      without queue   A blocking call, while the group has never needed the queue. No lock, no handle.
      in place        Issued inside a task, by the runner. The place of the task in the order covers it.
      direct          It blocks, and the queue is empty: this thread becomes the runner. No handle.
-     by the caller   Through the queue, executed by this thread after the ops before it: it blocks behind
-                     queued ops, the backend only enqueues device work, or the group has one rank.
+     by the caller   Through the queue, executed by this thread after the ops before it: it blocks while
+                     ops are queued, the backend only enqueues device work, or the group has one rank.
      asynchronous    Through the queue, executed by the communication thread, or inside ddp_wait.
 
    Sends and receives do not use the queue, except for a backend that enqueues. They start at once and are

@@ -27,7 +27,7 @@ USAGE
 
 enum { ROUNDS_MAX = 256, VARIANTS = 7 };
 
-/* Alone = 1: rank 0 has the whole block, the other ranks wait. */
+/* If alone is 1, rank 0 has the whole block and the other ranks wait. */
 typedef struct variant {
     int alone, sequence_parallel, chunks;
 } variant;

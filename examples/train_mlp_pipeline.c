@@ -165,7 +165,7 @@ static void create_model(trainer *t) {
 static ddp_result forward(const ddp_pipeline_call *call, void *user) {
     trainer *t = (trainer *)user;
     const uint8_t *pixels = (const uint8_t *)t->batch.fields[0].data + call->microbatch * MICRO * PIXELS;
-    for (int i = 0; i < MICRO * PIXELS; i++) t->out[0][i] = (float)pixels[i] / 128 - 0.5f;
+    for (int i = 0; t->first == 0 && i < MICRO * PIXELS; i++) t->out[0][i] = (float)pixels[i] / 128 - 0.5f;
     if (t->first > 0) memcpy(t->out[t->first], call->inputs[0].data, BOUNDARY_BYTES);
     for (int l = t->first; l < t->end; l++) forward_layer(t, l, MICRO);
     memcpy(call->saved, t->out, sizeof t->out);

@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import sys
 
+from check_headers import HEADERS
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 VERSION = "1.9.4"
-HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cuh"]
 PUBLIC = re.compile(r"^(?:DDPDEF [^;(]*?\b(\w+)\(|(?:typedef )?struct (\w+) \{|    (DDP_\w+)(?: = \w+)?,? +/\*)", re.M)
 
 

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 
-HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cuh"]
+from check_headers import HEADERS
 
 # Functions that set the error text: the positions of format, result and call name. Macros are found from these.
 SETTERS = {"ddp_fail": (1, 0, None), "ddp_fail_in": (3, 0, 1)}
