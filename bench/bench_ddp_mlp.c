@@ -16,7 +16,7 @@ USAGE
 */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "../examples/gpt.h"
+#include "../examples/gpt/gpt.h"
 #include "median.h"
 
 enum { LAYERS = 3, BLOCK = 5, ROUNDS_MAX = 1000 };

@@ -17,7 +17,7 @@ USAGE
 */
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
-#include "../examples/gpt.h"
+#include "../examples/gpt/gpt.h"
 #include "median.h"
 
 #define TRY(call)                                    \

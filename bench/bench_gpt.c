@@ -8,7 +8,7 @@ USAGE
     The shape: 4 layers, 256 channels, 4 heads, context 256, batch 4, vocabulary 256. peer_gpt_torch.py runs
     the same model in PyTorch. The first lines of the output are the matrix product by itself.
 */
-#include "../examples/gpt.h"
+#include "../examples/gpt/gpt.h"
 #include "median.h"
 #include <time.h>
 

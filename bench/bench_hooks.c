@@ -1,4 +1,4 @@
-/*  bench_hooks.c - time and bytes of a bucket of 25 MiB under each hook of examples/comm_hooks.h.
+/*  bench_hooks.c - time and bytes of a bucket of 25 MiB under each hook of examples/extras/comm_hooks.h.
 
         sh bench/run.sh --hooks
         cc -O3 -march=native -std=gnu11 bench/bench_hooks.c -o bench_hooks -lm -lpthread
@@ -17,7 +17,7 @@
     which the saved transfer takes longer than the hook. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "../examples/comm_hooks.h"
+#include "../examples/extras/comm_hooks.h"
 #include "median.h"
 #include <stdio.h>
 #include <stdlib.h>

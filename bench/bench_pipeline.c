@@ -27,7 +27,7 @@ USAGE
     dat.
 */
 #define main train_gpt_pipeline_main /* its stages are measured here */
-#include "../examples/train_gpt_pipeline.c"
+#include "../examples/gpt/train_gpt_pipeline.c"
 #include "median.h"
 #undef main
 

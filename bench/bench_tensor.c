@@ -19,7 +19,7 @@ USAGE
     Lines for plot_tensor.gp are appended to the file dat.
 */
 #define main train_gpt_tensor_main /* its blocks are measured here */
-#include "../examples/train_gpt_tensor.c"
+#include "../examples/gpt/train_gpt_tensor.c"
 #include "median.h"
 #undef main
 

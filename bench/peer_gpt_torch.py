@@ -1,11 +1,11 @@
-"""peer_gpt_torch.py - the small GPT of examples/gpt.h in PyTorch.
+"""peer_gpt_torch.py - the small GPT of examples/gpt/gpt.h in PyTorch.
 
     pip install torch
     python bench/peer_gpt_torch.py [--vocab 256] [--context 256] [--batch 4] [--layers 4] [--heads 4]
     [--channels 256]
 
 Eager mode, f32, one thread: forward, backward and an AdamW step. Prints the median tokens per second.
-bench/bench_gpt.c runs the same shape with examples/gpt.h. Only this script needs PyTorch, no test does."""
+bench/bench_gpt.c runs the same shape with examples/gpt/gpt.h. Only this script needs PyTorch, no test does."""
 import argparse
 import statistics
 import time

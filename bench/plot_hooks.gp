@@ -2,7 +2,7 @@
 # relative to the plain all-reduce. Called by run.sh.
 set terminal svg noenhanced size 1000,460 font "Helvetica,13" background "white"
 set output "hooks.svg"
-set title "examples/comm_hooks.h: a bucket of 25 MiB, relative to the plain all-reduce" font ",15"
+set title "examples/extras/comm_hooks.h: a bucket of 25 MiB, relative to the plain all-reduce" font ",15"
 set style data histograms
 set boxwidth 0.8
 set style fill solid 0.9 border -1

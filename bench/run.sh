@@ -9,7 +9,7 @@
 #   sh bench/run.sh --optimizer  optimizer steps against bare loops over the same memory, under a minute
 #   sh bench/run.sh --loader   samples per second of ddp_loader and waits of steps, under 2 minutes; the same with
 #                              PyTorch's DataLoader if $PYTHON (python3) has PyTorch
-#   sh bench/run.sh --hooks    a bucket under each hook of examples/comm_hooks.h against the plain all-reduce, under
+#   sh bench/run.sh --hooks    a bucket under each hook of examples/extras/comm_hooks.h against the plain all-reduce, under
 #                              a minute
 #   sh bench/run.sh --out DIR  results go to DIR instead of bench/results/last
 #   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with 2 and with 4 ranks; 0 leaves the run out

@@ -6,7 +6,7 @@
     mpirun -n 2 ./all_reduce_cuda the ranks of a launcher, also under torchrun --no-python --nproc_per_node 2 */
 #define DDP_IMPLEMENTATION
 #include "../ddp_cuda.cuh"
-#include "launcher.h"
+#include "gpt/launcher.h"
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -17,9 +17,9 @@
     receives in a step; an all_reduce of n bytes sends and receives 2 n (W - 1) / W each. Memory is what the program holds on rank 0. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "launcher.h"
-#include "mlp.h"
-#include "options.h"
+#include "gpt/launcher.h"
+#include "gpt/mlp.h"
+#include "gpt/options.h"
 #include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>

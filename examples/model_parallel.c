@@ -14,9 +14,9 @@
     bit for bit. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "launcher.h"
-#include "mlp.h"
-#include "options.h"
+#include "gpt/launcher.h"
+#include "gpt/mlp.h"
+#include "gpt/options.h"
 
 enum { LAYERS = 4, CUT = 2, ROWS = 128, CLASSES = 3 };
 static const int WIDTHS[LAYERS + 1] = {2, 64, 64, 64, CLASSES};

@@ -12,9 +12,9 @@
     computes. At the end all ranks have the same weights, and every batch that was there to be used is counted once. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "launcher.h"
-#include "options.h"
-#include "training.h"
+#include "gpt/launcher.h"
+#include "gpt/options.h"
+#include "extras/training.h"
 #include <math.h>
 
 enum { ROWS = 4, COLUMNS = 6, BATCH = 8 };

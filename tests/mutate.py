@@ -206,7 +206,8 @@ class Tree:
         command = ["g++", "-x", "c++", "-std=c++17", "-ffp-contract=off"] if cuda else ["gcc", "-std=gnu11"]
         command += ["-O0", "-w", "-pthread", "-DDDP_TEST_FLAVOUR=\"%s\"" % flavour,
                     "-DDDP_TEST_SLOWDOWN=%d" % (3 if flavour == "asan" else 1)]
-        command += flags + ["-I.", "-Iexamples", "-Itests/support"] + (ASAN if flavour == "asan" else [])
+        command += flags + ["-I.", "-Iexamples/gpt", "-Iexamples/extras", "-Itests/support"]
+        command += ASAN if flavour == "asan" else []
         if flavour == "mpi":
             command += ["-DDDP_USE_MPI"] + mpi_flags("compile")
         if cuda:

@@ -1,4 +1,4 @@
-/*  bench_gpt.cu - a bare step of examples/gpt_cuda.cuh. The additional time of train_gpt_cuda is the cost of
+/*  bench_gpt.cu - a bare step of examples/gpt/gpt_cuda.cuh. The additional time of train_gpt_cuda is the cost of
     its reducer or shards.
 
     bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024]
@@ -14,8 +14,8 @@
     --notes prints the model's own count of FLOPs and bytes of one step, kernel by kernel, as lines of JSON,
     and ends. Status 77: no device. */
 #define DDP_IMPLEMENTATION
-#include "../../examples/gpt_cuda.cuh"
-#include "../../examples/options.h"
+#include "../../examples/gpt/gpt_cuda.cuh"
+#include "../../examples/gpt/options.h"
 
 #define NOTES 256
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""gpt.py - GPT-2 on one GPU: examples/train_gpt_cuda.cu and PyTorch in turns, and a profile of the step.
+"""gpt.py - GPT-2 on one GPU: examples/gpt/train_gpt_cuda.cu and PyTorch in turns, and a profile of the step.
 Started by bench/gpu/run.sh.
 
     gpt.py [--out DIR] [--minutes 5] [--rounds 3] [--programs DIR] [--dry-run] [--build DIR]

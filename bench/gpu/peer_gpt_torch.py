@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""peer_gpt_torch.py - GPT-2 in the fastest form of PyTorch, the peer of examples/train_gpt_cuda.cu.
+"""peer_gpt_torch.py - GPT-2 in the fastest form of PyTorch, the peer of examples/gpt/train_gpt_cuda.cu.
 
     peer_gpt_torch.py SHARD.bin [--size 124M|1.5B] [--batch 32] [--length 1024] [--precision autocast|bf16]
                       [--recompute] [--compile whole|blocks|none]
@@ -226,7 +226,7 @@ def main():
                           "flops": flops_of(vocab, layers, channels, args.length, args.batch * args.length)}))
         return
     if not args.shard:
-        parser.error("give a token shard, as examples/llmc.c writes them")
+        parser.error("give a token shard, as examples/gpt/llmc.c writes them")
     if args.device == "cuda" and not torch.cuda.is_available():
         print("PyTorch sees no GPU: left out", file=sys.stderr)
         sys.exit(77)

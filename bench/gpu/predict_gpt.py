@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""predict_gpt.py - the least work and traffic of a step of examples/train_gpt_cuda.cu, by groups of kernels.
+"""predict_gpt.py - the least work and traffic of a step of examples/gpt/train_gpt_cuda.cu, by groups of kernels.
 
     predict_gpt.py [--size 124M|1.5B] [--batch 32] [--length 1024] [--recompute] [--tflops 989] [--tbytes 4.8]
                    [--json]

@@ -113,11 +113,12 @@ implement() { # command...; the flavours of the tests have gcc, g++ and clang at
 case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O0; }
 case_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O0 -march=native; }
 case_extras() { # headers to copy: each by itself in a file, as C, C++ and CUDA
+    cp "$root"/examples/extras/*.h "$root/examples/gpt/gpt.h" .
     for header in "$root"/examples/extras/*.h; do
         name=$(basename "$header")
         echo "#include \"examples/extras/$name\"" >unit.c
-        { include ddp_tensor.h; echo "#include \"$name\""; } >copied.c # next to ddp.h in another tree, after it
-        cp "$header" "$name"
+        # next to ddp.h in another tree, after it; llmc.h also needs gpt.h
+        { include ddp_tensor.h; echo '#include "gpt.h"'; echo "#include \"$name\""; } >copied.c
         for compiler in "$CC -std=gnu11" "${CXX:+$CXX -x c++ -std=c++17}" "${CLANG:+$CLANG -std=gnu11}" "${CLANGXX:+$CLANGXX -x c++ -std=c++17}"; do
             for file in unit.c copied.c; do
                 [ -z "$compiler" ] || build $compiler $declared $warnings $strict -fsyntax-only -I"$root" -I. $file
@@ -132,7 +133,7 @@ case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC 
 case_optimizer_bits() { # the arithmetic of optimizers is the same however it is compiled
     need "$CLANG" clang
     for command in "$CC -O2" "$CC -O3 -march=native -ffp-contract=fast" "$CLANG -O3 -march=native -ffp-contract=fast"; do
-        build $command -std=gnu11 $warnings -I"$root" -I"$root/examples" "$root/tests/compile/optimizer_bits.c" -o bits -lm
+        build $command -std=gnu11 $warnings -I"$root" -I"$root/examples/gpt" "$root/tests/compile/optimizer_bits.c" -o bits -lm
         ./bits >bits.txt || fail "$command: $(cat bits.txt)"
         cat bits.txt >>all.txt
     done
@@ -175,16 +176,16 @@ case_arm64() {
         build $ARM64_CXX -x c++ -std=c++17 $flags $warnings -I"$root" -fsyntax-only unit.c
         if [ -n "$CLANG" ]; then build $CLANG --target=aarch64-linux-gnu -std=gnu11 $flags $warnings -I"$root" -fsyntax-only unit.c; fi
     done
-    for example in "$root"/examples/*.c; do
+    for example in "$root"/examples/*.c "$root"/examples/gpt/*.c; do
         build $ARM64_CC -std=gnu11 $declared $warnings -I"$root" -fsyntax-only "$example"
     done
-    for header in gpt.h gpt_tensor.h sources.h llmc.h training.h comm_hooks.h; do # trainers are C; these are C++ too
+    for header in gpt/gpt.h gpt/gpt_tensor.h extras/sources.h extras/llmc.h extras/training.h extras/comm_hooks.h; do # trainers are C; these are C++ too
         include "examples/$header" >unit.cc
         build $ARM64_CXX -std=c++17 $declared $warnings -I"$root" -fsyntax-only unit.cc
     done
     if [ -z "${QEMU_ARM64-}" ]; then return 0; fi # the arithmetic of optimizers is the same on both machines
-    build $CC -std=gnu11 -O2 -I"$root" -I"$root/examples" "$root/tests/compile/optimizer_bits.c" -o bits -lm
-    build $ARM64_CC -std=gnu11 -O3 -ffp-contract=fast -static -I"$root" -I"$root/examples" "$root/tests/compile/optimizer_bits.c" -o arm64_bits -lm
+    build $CC -std=gnu11 -O2 -I"$root" -I"$root/examples/gpt" "$root/tests/compile/optimizer_bits.c" -o bits -lm
+    build $ARM64_CC -std=gnu11 -O3 -ffp-contract=fast -static -I"$root" -I"$root/examples/gpt" "$root/tests/compile/optimizer_bits.c" -o arm64_bits -lm
     here=$(./bits) || fail "optimizer_bits: $here"
     there=$("$QEMU_ARM64" ./arm64_bits) || fail "optimizer_bits on arm64: $there"
     [ -n "$here" ] && [ "$here" = "$there" ] || fail "optimizers have other bits on arm64: $there, here $here"
@@ -295,7 +296,7 @@ case_cuda_examples() {
     echo '#include <nccl.h>' | "$NVCC" -x cu -E - >/dev/null 2>&1 || nccl=-DDDP_NO_NCCL
     printf '#include <cublasLt.h>\nint main(void) { return cublasLtGetVersion() == 0; }\n' >probe.cu
     "$NVCC" -Wno-deprecated-gpu-targets probe.cu -lcublasLt -o probe >probe.log 2>&1 || { echo "cuBLASLt is not installed: the trainer is left out"; return 0; }
-    { printf '%s\n' '#define DDP_STATIC' '#define DDP_USE_CUBLASLT' '#define main trainer_main' '#include "examples/train_gpt_cuda.cu"' '#undef main'; include
+    { printf '%s\n' '#define DDP_STATIC' '#define DDP_USE_CUBLASLT' '#define main trainer_main' '#include "examples/gpt/train_gpt_cuda.cu"' '#undef main'; include
         printf '%s\n' 'namespace example {' '#define main example_main' '#include "examples/all_reduce_cuda.cu"' '#undef main' '}'
         printf '%s\n' 'int main(int argc, char **argv) {' \
             '    ddp_gemm g = DDP_ZERO; if (ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user")) return 9;' \

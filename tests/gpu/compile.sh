@@ -14,7 +14,7 @@ set -u
 folder=$1 program=$2
 rm -f "$folder/$program" "$folder/$program.sources" "$folder/$program.built"
 case $program in
-train_gpt | train_gpt_cuda | llmc) source=examples/$program ;;
+train_gpt | train_gpt_cuda | llmc) source=examples/gpt/$program ;;
 bench_*) source=bench/gpu/$program ;;
 *) source=tests/gpu/${program%_small} ;;
 esac

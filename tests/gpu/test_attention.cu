@@ -1,4 +1,4 @@
-/*  test_attention.cu - examples/gpt_cuda_attention.cuh against the CPU's attention in gpt.h, on inputs that
+/*  test_attention.cu - examples/gpt/gpt_cuda_attention.cuh against the CPU's attention in gpt.h, on inputs that
     are exact in bf16.
 
     test_attention        on a device, or with DDP_TEST_ON_CPU on the fake GPU, whose seed chooses the order
@@ -16,8 +16,8 @@
 #elif !defined(DDP_IMPLEMENTATION)
 #define DDP_IMPLEMENTATION
 #endif
-#include "../../examples/gpt_cuda_attention.cuh"
-#include "../../examples/gpt.h"
+#include "../../examples/gpt/gpt_cuda_attention.cuh"
+#include "../../examples/gpt/gpt.h"
 #include "../support/random.h"
 #include "../support/watchdog.h"
 #include <vector>

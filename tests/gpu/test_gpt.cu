@@ -1,4 +1,4 @@
-/*  test_gpt.cu - examples/gpt_cuda.cuh: each kernel against a plain loop, each unit and ten steps of training
+/*  test_gpt.cu - examples/gpt/gpt_cuda.cuh: each kernel against a plain loop, each unit and ten steps of training
     against gpt.h on the CPU. Recomputation, graphs of units and of micro-batches, slots and tensor
     parallelism change only what they must.
 
@@ -11,7 +11,7 @@
 #include "../support/fake_cuda_names.h"
 #include "../support/fake_kernel.h"
 #endif
-#include "../../examples/gpt_cuda.cuh"
+#include "../../examples/gpt/gpt_cuda.cuh"
 #include <map>
 #include <string>
 #include <vector>

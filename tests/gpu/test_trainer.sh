@@ -1,5 +1,5 @@
 #!/bin/sh
-# examples/train_gpt_cuda.cu on a GPU, which all ranks share. Ten steps have the losses of train_gpt in f32,
+# examples/gpt/train_gpt_cuda.cu on a GPU, which all ranks share. Ten steps have the losses of train_gpt in f32,
 # and similar ones in bf16. The weights are the same with every strategy on 1, 2 and 4 ranks, with stages,
 # without graphs, with recomputation, and in a second run; --tp has similar losses. Checkpoints go to
 # train_gpt and back. With optimizer state in host memory a model steps under a memory limit that is too small

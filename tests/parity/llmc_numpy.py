@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A reader and writer of llm.c's files that shares no code with examples/llmc.h: each reads the files of the
+"""A reader and writer of llm.c's files that shares no code with examples/extras/llmc.h: each reads the files of the
 other.
 
     llmc_numpy.py path/of/llmc

@@ -1,4 +1,4 @@
-/*  test_comm_hooks.c - examples/comm_hooks.h over W ranks: the view of gradients in a bucket; 16-bit hooks
+/*  test_comm_hooks.c - examples/extras/comm_hooks.h over W ranks: the view of gradients in a bucket; 16-bit hooks
     equal to the reducer's comm_dtype; sums that lose nothing over steps and rebuilt buckets; PowerSGD exact
     if its rank allows; DELAY late by exactly one step; NaN; one rank; saved states; bytes; memory; bad input;
     local SGD and DiLoCo against plain loops; a small model that learns with each of them; and a rank that is

@@ -1,4 +1,4 @@
-/*  test_training.c - parts of a training loop around the step (examples/training.h): metrics count every
+/*  test_training.c - parts of a training loop around the step (examples/extras/training.h): metrics count every
     sample once, drift is detected and named, and rank 0 prepares for longer than a timeout.
 
     test_training BACKEND [W ...]     one of support/ranks.h */

@@ -1,4 +1,4 @@
-/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh and examples/gpt_cuda.cuh use, on the fake GPU of
+/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh and examples/gpt/gpt_cuda.cuh use, on the fake GPU of
     fake_gpu.h: the functions of <cublasLt.h> under their own names.
 
     A product is one piece of work on its stream. The result follows the layouts, transposes and leading

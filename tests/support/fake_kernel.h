@@ -1,4 +1,4 @@
-/*  fake_kernel.h - runs the kernels of examples/gpt_cuda_base.cuh on the fake GPU of fake_gpu.h, thread by
+/*  fake_kernel.h - runs the kernels of examples/gpt/gpt_cuda_base.cuh on the fake GPU of fake_gpu.h, thread by
     thread.
 
     Include after fake_gpu.h (or device.h), and before the header with kernels. A launch is one piece of work

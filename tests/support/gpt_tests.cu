@@ -10,7 +10,7 @@
 #include "fake_cuda_names.h"
 #include "fake_kernel.h"
 #include "random.h"
-#include "../../examples/gpt_cuda.cuh"
+#include "../../examples/gpt/gpt_cuda.cuh"
 
 #define main test_main
 namespace gpt_model_tests {

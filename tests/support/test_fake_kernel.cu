@@ -1,4 +1,4 @@
-/*  test_fake_kernel.cu - kernels of examples/gpt_cuda_base.cuh on the fake GPU: results of right kernels, and
+/*  test_fake_kernel.cu - kernels of examples/gpt/gpt_cuda_base.cuh on the fake GPU: results of right kernels, and
     detection of wrong ones. */
 #include "host_only.h"
 #pragma GCC diagnostic push
@@ -7,7 +7,7 @@
 #pragma GCC diagnostic pop
 #include "fake_kernel.h"
 #include "fake_cuda_names.h"
-#include "../../examples/gpt_cuda_base.cuh"
+#include "../../examples/gpt/gpt_cuda_base.cuh"
 #include "watchdog.h"
 #include <float.h>
 

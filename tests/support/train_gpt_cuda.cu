@@ -1,4 +1,4 @@
-/*  train_gpt_cuda.cu - the trainer of examples/train_gpt_cuda.cu on the fake GPU of fake_gpu.h, including
+/*  train_gpt_cuda.cu - the trainer of examples/gpt/train_gpt_cuda.cu on the fake GPU of fake_gpu.h, including
     kernels. A part of gpt_tests.cu, with which it shares the kernels.
 
     Its command line is that of the trainer; several ranks need --threads-as-ranks. Environment:
@@ -60,7 +60,7 @@ struct watcher {
     }())
 
 #define main trainer_main
-#include "../../examples/train_gpt_cuda.cu"
+#include "../../examples/gpt/train_gpt_cuda.cu"
 #undef main
 
 static int train_gpt_cuda(int argc, char **argv) {

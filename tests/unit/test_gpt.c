@@ -1,4 +1,4 @@
-/*  test_gpt.c - proves examples/gpt.h: its products, functions, gradients, announcements and determinism.
+/*  test_gpt.c - proves examples/gpt/gpt.h: its products, functions, gradients, announcements and determinism.
 
     The reference is a GPT in double precision, written as plainly as possible below. It checks the loss of
     gpt.h, and every kind of gradient against a central difference.
@@ -10,7 +10,7 @@ CONTENTS      (search for the tags)
 #include "../support/unit.h"
 #include <pthread.h>
 
-#include "../../examples/gpt.h"
+#include "../../examples/gpt/gpt.h"
 
 /* [-1, 1). */
 static double uniform(uint64_t i) { return (double)(gpt_random(99, i) >> 11) / 9007199254740992.0 * 2 - 1; }

@@ -1,10 +1,10 @@
-/* examples/llmc.h: checkpoints against a layout that is written out here, whole and in parts, in f32 and
+/* examples/extras/llmc.h: checkpoints against a layout that is written out here, whole and in parts, in f32 and
    bf16; shards; every possible error of a file, with its name. No large file is written: those of GPT-2's
    sizes are sparse. */
 #include "../support/folder.h"
 #include "../support/watchdog.h"
 
-#include "../../examples/llmc.h"
+#include "../../examples/extras/llmc.h"
 #include <sys/resource.h>
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))

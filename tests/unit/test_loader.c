@@ -4,7 +4,7 @@
 #include "../support/watchdog.h"
 
 #include "../../ddp.h"
-#include "../../examples/sources.h"
+#include "../../examples/extras/sources.h"
 #include <dirent.h>
 #include <malloc.h>
 #include <pthread.h>

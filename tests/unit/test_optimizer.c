@@ -694,7 +694,7 @@ static void bad_optimizers_are_told_what_is_wrong(void **state) {
 
 //== learning rates =========================================================================
 
-/* As examples/train_gpt.c has it. */
+/* As examples/gpt/train_gpt.c has it. */
 static float learning_rate(double lr, int64_t steps, int64_t step) {
     int64_t warm = steps / 10 < 100 ? steps / 10 : 100;
     if (step <= warm) return (float)(lr * (double)step / (double)warm);

@@ -1,9 +1,9 @@
-/* examples/sources.h: each kind of file opened and fetched from, and every possible error of a file, with its
+/* examples/extras/sources.h: each kind of file opened and fetched from, and every possible error of a file, with its
    name. */
 #include "../support/folder.h"
 #include "../support/watchdog.h"
 
-#include "../../examples/sources.h"
+#include "../../examples/extras/sources.h"
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 

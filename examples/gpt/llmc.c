@@ -1,6 +1,6 @@
 /*  llmc.c - makes, copies and shows the files of llm.c that the trainers read: GPT-2 checkpoints and token shards.
 
-    cc -O2 examples/llmc.c -o llmc -lm -lpthread
+    cc -O2 examples/gpt/llmc.c -o llmc -lm -lpthread
     ./llmc --model random.bin --dtype bf16             a GPT-2 124M with first values drawn from --seed; other shapes by flags
     ./llmc --model half.bin --dtype bf16 --from gpt2_124M.bin     the same weights in another dtype
     ./llmc --tokens text.bin book.txt                  files and folders as a shard of bytes (a vocabulary of 256)
@@ -9,7 +9,7 @@
 
     What is written is opened again, and its header compared. Memory stays below a few MiB, but for text. Wrong input is one sentence, and status 1. */
 #define DDP_IMPLEMENTATION
-#include "llmc.h"
+#include "../extras/llmc.h"
 #include "options.h"
 
 /* What the command line says. */

@@ -4,7 +4,7 @@
 #ifndef DDP_EXAMPLE_FOLDER_H
 #define DDP_EXAMPLE_FOLDER_H
 
-#include "../ddp_fsdp.h"
+#include "../../ddp_fsdp.h"
 #include "train.h"
 
 #define FOLDER_MAGIC UINT64_C(0x6770742d66736470)

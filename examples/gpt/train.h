@@ -14,11 +14,11 @@
 #ifndef DDP_EXAMPLE_TRAIN_H
 #define DDP_EXAMPLE_TRAIN_H
 
-#include "../ddp.h"
+#include "../../ddp.h"
 #include "curve.h"
 #include "gpt.h"
 #include "launcher.h"
-#include "text.h"
+#include "../extras/text.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -45,7 +45,9 @@ WHAT HOLDS
 #ifndef DDP_EXAMPLE_COMM_HOOKS_H
 #define DDP_EXAMPLE_COMM_HOOKS_H
 
-#include "../ddp.h"
+#ifndef DDP_H
+#include "../../ddp.h"
+#endif
 
 #include <math.h>
 #include <string.h>

@@ -40,7 +40,7 @@ DETERMINISM
 #ifndef GPT_CUDA_CUH
 #define GPT_CUDA_CUH
 
-#include "../ddp_cuda.cuh"
+#include "../../ddp_cuda.cuh"
 #if defined(__NVCC__)
 #pragma nv_diagnostic push
 #pragma nv_diag_suppress 1675 /* a pragma that only gcc knows */

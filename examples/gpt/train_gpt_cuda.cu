@@ -1,7 +1,7 @@
 /*  train_gpt_cuda.cu - train_gpt on GPUs: bf16 with f32 master values, under every strategy, in one file.
 
 USAGE
-    nvcc -std=c++17 -O3 -arch=native examples/train_gpt_cuda.cu -o train_gpt_cuda -lcublasLt -lnccl -lpthread -lm
+    nvcc -std=c++17 -O3 -arch=native examples/gpt/train_gpt_cuda.cu -o train_gpt_cuda -lcublasLt -lnccl -lpthread -lm
     ./train_gpt_cuda [flags] [files or folders]         one GPU; --help lists the flags
     ./train_gpt_cuda --gpus 0,1,2,3 --strategy full     a rank per GPU. Several may share one: --gpus 0,0, through host memory and slow
     ./train_gpt_cuda --layers 12 --heads 12 --channels 768 --context 1024 --micro-batch 32 --batch 32 --lr 6e-4 data/train_000.bin
@@ -47,14 +47,14 @@ CHECKPOINTS
     It has run on the fake machine of tests/support, on up to 6 ranks; what has run on a GPU is in bench/README.md. */
 #define DDP_IMPLEMENTATION
 #include "gpt_cuda.cuh"
-#include "../ddp_fsdp.h"
-#include "../ddp_pipeline.h"
+#include "../../ddp_fsdp.h"
+#include "../../ddp_pipeline.h"
 #define TRAIN_PROMISE \
     "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit."
 #define TRAIN_RANKS "one per entry of --gpus, or as many as --stages and --tp need"
 #include "checkpoint.h"
 #include "folder.h"
-#include "llmc.h"
+#include "../extras/llmc.h"
 #include "train.h"
 
 #include <float.h>

@@ -1,7 +1,7 @@
 /*  train_gpt_tensor.c - train_gpt with every matrix cut over the ranks of a tensor group, and the same losses.
 
 USAGE
-    cc -O3 -march=native examples/train_gpt_tensor.c -o train_gpt_tensor -lm -lpthread
+    cc -O3 -march=native examples/gpt/train_gpt_tensor.c -o train_gpt_tensor -lm -lpthread
     ./train_gpt_tensor [flags] [files or folders]    --tp N, --sequence-parallel, --chunks N; --help lists the flags
     mpirun -n 4 ./train_gpt_tensor --tp 2            the ranks of a launcher: two replicas of two ranks each
 
@@ -16,7 +16,7 @@ A BLOCK
     --tp, and the same for any number of replicas. A checkpoint holds the global model: it is train_gpt's own, and goes on there or here, under another --tp.
 */
 #define DDP_IMPLEMENTATION
-#include "../ddp_tensor.h"
+#include "../../ddp_tensor.h"
 #define TRAIN_PROMISE                                                                                      \
     "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any number of " \
     "ranks."

@@ -20,7 +20,9 @@
 #ifndef DDP_EXAMPLE_LLMC_H
 #define DDP_EXAMPLE_LLMC_H
 
-#include "gpt.h"
+#ifndef GPT_H
+#include "../gpt/gpt.h"
+#endif
 #include "sources.h"
 
 typedef struct llmc_header {

@@ -1,7 +1,7 @@
 /*  train_gpt_pipeline.c - train_gpt with the model cut into stages that lie on different ranks, and the same bits.
 
 USAGE
-    cc -O3 -march=native examples/train_gpt_pipeline.c -o train_gpt_pipeline -lm -lpthread
+    cc -O3 -march=native examples/gpt/train_gpt_pipeline.c -o train_gpt_pipeline -lm -lpthread
     ./train_gpt_pipeline [flags] [files or folders]    --schedule ZB-H1 and its like; --help lists the flags
     ./train_gpt_pipeline --ranks 2 --schedule my.csv   a list of your own: a row per rank, cells such as 1F0
     mpirun -n 2 ./train_gpt_pipeline                   the ranks of a launcher
@@ -18,7 +18,7 @@ A STEP
 
     schedule.svg is the last step as it really ran, trace.json the same for chrome://tracing or ui.perfetto.dev. */
 #define DDP_IMPLEMENTATION
-#include "../ddp_pipeline.h"
+#include "../../ddp_pipeline.h"
 #include "train.h"
 
 #define SCHEDULE_PATH "schedule.svg"

@@ -13,8 +13,10 @@
 #ifndef DDP_EXAMPLE_SOURCES_H
 #define DDP_EXAMPLE_SOURCES_H
 
-#include "../ddp.h"
-#include "extras/npy.h"
+#ifndef DDP_H
+#include "../../ddp.h"
+#endif
+#include "npy.h"
 #include "text.h"
 #include <fcntl.h>
 #include <glob.h>

@@ -1,7 +1,7 @@
 /*  train_gpt_3d.c - train_gpt on a mesh of pipeline stages x shards of data parallelism x tensor-parallel ranks, and the same losses.
 
 USAGE
-    cc -O3 -march=native examples/train_gpt_3d.c -o train_gpt_3d -lm -lpthread
+    cc -O3 -march=native examples/gpt/train_gpt_3d.c -o train_gpt_3d -lm -lpthread
     ./train_gpt_3d --pp 2 --dp 2 --tp 2 [flags] [files or folders]    eight ranks; --help lists the flags
     mpirun -n 8 ./train_gpt_3d --pp 2 --tp 2                          the ranks of a launcher
 
@@ -24,9 +24,9 @@ A STEP
     A checkpoint is a folder of whole tensors, queries, keys and values apart. It goes on under any other mesh. The hash in the last line is another one
     for another --tp, and the same for any --pp and --dp. */
 #define DDP_IMPLEMENTATION
-#include "../ddp_fsdp.h"
-#include "../ddp_pipeline.h"
-#include "../ddp_tensor.h"
+#include "../../ddp_fsdp.h"
+#include "../../ddp_pipeline.h"
+#include "../../ddp_tensor.h"
 #define TRAIN_PROMISE \
     "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any mesh."
 #include "folder.h"

@@ -15,7 +15,9 @@ USAGE
 #ifndef DDP_EXAMPLE_TRAINING_H
 #define DDP_EXAMPLE_TRAINING_H
 
-#include "../ddp.h"
+#ifndef DDP_H
+#include "../../ddp.h"
+#endif
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -16,7 +16,7 @@
 #ifndef DDP_EXAMPLE_GPT_TENSOR_H
 #define DDP_EXAMPLE_GPT_TENSOR_H
 
-#include "../ddp_tensor.h"
+#include "../../ddp_tensor.h"
 #include "train.h"
 
 /* A rank's part of a parameter: one box of the global one, or, of queries, keys and values, three. */

@@ -2,7 +2,7 @@
 #ifndef DDP_EXAMPLE_CURVE_H
 #define DDP_EXAMPLE_CURVE_H
 
-#include "../ddp.h"
+#include "../../ddp.h"
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>

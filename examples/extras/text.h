@@ -8,7 +8,9 @@
 #ifndef DDP_EXAMPLE_TEXT_H
 #define DDP_EXAMPLE_TEXT_H
 
-#include "../ddp.h"
+#ifndef DDP_H
+#include "../../ddp.h"
+#endif
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -145,7 +147,7 @@ static ddp_result text_add_folder(text_buffer *t, const char *folder, int header
 static int text__is_repository(const char *folder) {
     char path[4096 + 32];
     struct stat info;
-    snprintf(path, sizeof path, "%s/examples/train_gpt.c", folder);
+    snprintf(path, sizeof path, "%s/examples/gpt/train_gpt.c", folder);
     if (stat(path, &info) != 0) return 0;
     snprintf(path, sizeof path, "%s/ddp.h", folder);
     return stat(path, &info) == 0;
@@ -165,11 +167,11 @@ static int text__find_repository(char *folder, size_t size_bytes) {
     }
     snprintf(folder, size_bytes, "%s", __FILE__);
     slash = strrchr(folder, '/');
-    snprintf(slash ? slash : folder, 8, "%s", slash ? "/.." : "..");
+    snprintf(slash ? slash : folder, 8, "%s", slash ? "/../.." : "../..");
     return text__is_repository(folder);
 }
 
-static ddp_result text_load(text_buffer *t, const char **paths, int path_count) {
+static inline ddp_result text_load(text_buffer *t, const char **paths, int path_count) {
     char folder[4096];
     ddp_result result = DDP_OK;
     if (path_count == 0) {

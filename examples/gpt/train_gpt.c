@@ -1,7 +1,7 @@
 /*  train_gpt.c - trains a byte-level GPT on text, on every core, and gets the same bits on any number of ranks.
 
 USAGE
-    cc -O3 -march=native examples/train_gpt.c -o train_gpt -lm -lpthread
+    cc -O3 -march=native examples/gpt/train_gpt.c -o train_gpt -lm -lpthread
     ./train_gpt [flags] [files or folders]         without files: the text of this repository; --help lists the flags
     mpirun -n 2 ./train_gpt                        the ranks of a launcher
     torchrun --no-python --nproc_per_node 2 ./train_gpt
@@ -27,9 +27,9 @@ A STEP
     "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit, but for " \
     "--hook."
 #define DDP_IMPLEMENTATION
-#include "../ddp.h"
+#include "../../ddp.h"
 #include "checkpoint.h"
-#include "comm_hooks.h"
+#include "../extras/comm_hooks.h"
 #include "train.h"
 
 static const flag FLAGS[] = {

@@ -1,7 +1,7 @@
 /*  train_gpt_fsdp.c - train_gpt with parameters, gradients and optimizer state split over ranks, and the same bits.
 
 USAGE
-    cc -O3 -march=native examples/train_gpt_fsdp.c -o train_gpt_fsdp -lm -lpthread
+    cc -O3 -march=native examples/gpt/train_gpt_fsdp.c -o train_gpt_fsdp -lm -lpthread
     ./train_gpt_fsdp [flags] [files or folders]    --strategy full, grad, optim or none; --help lists the flags
     mpirun -n 2 ./train_gpt_fsdp                   the ranks of a launcher
 
@@ -23,7 +23,7 @@ A STEP
     ranks, and a checkpoint of one goes on under another. First values are made row by row where they lie, validation and
     the sample at the end gather unit by unit: under full no rank ever holds the whole model. */
 #define DDP_IMPLEMENTATION
-#include "../ddp_fsdp.h"
+#include "../../ddp_fsdp.h"
 #include "folder.h"
 #include "train.h"
 

@@ -27,7 +27,7 @@ RULES
 #ifndef GPT_CUDA_BASE_CUH
 #define GPT_CUDA_BASE_CUH
 
-#include "../ddp_cuda.cuh"
+#include "../../ddp_cuda.cuh"
 
 #include <math.h>
 #include <stdint.h>
