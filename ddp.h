@@ -6191,14 +6191,19 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     *out = *text ? (int)value : fallback;
     DDP__CREATE_CHECK(
         !*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
-        "%s=%.60s in the environment is not an integer; unset it, or use a launcher that sets it", name,
-        text);
+        "%s=%.60s in the environment is not a whole number from 0 to %d; unset it, or use a launcher that "
+        "sets it",
+        name, text, 1 << 30);
     return DDP_OK;
 }
 
 static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__launcher *from) {
     DDP_TRY(ddp__env_int(from->rank, -1, &id->rank));
     DDP_TRY(ddp__env_int(from->size, -1, &id->world_size));
+    DDP__CREATE_CHECK(id->world_size != 0,
+                      "%s=0 in the environment, but a world has at least 1 rank; unset it, or use a launcher "
+                      "that sets it",
+                      from->size);
     DDP__CREATE_CHECK(id->rank >= 0, "%s is set in the environment, but %s is not; set both, or neither",
                       from->size, from->rank);
     DDP__CREATE_CHECK(id->world_size >= 0,
