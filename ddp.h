@@ -6191,7 +6191,7 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     *out = *text ? (int)value : fallback;
     DDP__CREATE_CHECK(
         !*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
-        "%s=%.60s in the environment is not a whole number from 0 to %d; unset it, or use a launcher that "
+        "%s=%.60s in the environment is not an integer from 0 to %d; unset it, or use a launcher that "
         "sets it",
         name, text, 1 << 30);
     return DDP_OK;
