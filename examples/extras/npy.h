@@ -44,7 +44,7 @@ NOT DONE HERE
 
 #define NPY_MAX_NDIM 64           /* NumPy's limit; DDP_MAX_NDIM is smaller */
 #define NPY_MAX_HEADER (1 << 20)  /* bytes of a header's text */
-#define NPY_PREFIX_BYTES 12       /* enough to know where the values begin */
+#define NPY_PREFIX_BYTES 12       /* enough to compute where the values begin */
 #define NPY_BLOCK_BYTES (1 << 20) /* of host memory, for values of a device */
 
 /* The names that error lines use. */
@@ -135,7 +135,7 @@ static inline ddp_result npy__parse_shape(npy__parser *p, npy_header *out) {
         if (npy__peek(p) == ',')
             p->at++;
         else if (npy__peek(p) != ')' || out->ndim == 1)
-            return npy__damaged(p, "a comma behind an entry of a shape");
+            return npy__damaged(p, "a comma after an entry of a shape");
     }
     p->at++;
     return DDP_OK;
@@ -185,8 +185,8 @@ static inline ddp_result npy__parse_text(npy__parser *p, npy_header *out) {
     return DDP_OK;
 }
 
-/* Sets out->data_offset and *text_offset from the first bytes of a file. `prefix` is filled up with zeros if
-   the file is shorter. The header lies inside the file_bytes of the file on success. */
+/* Sets out->data_offset and *text_offset from the first bytes of a file. If the file is shorter than
+   `prefix`, the rest of `prefix` is zero. On success the header is inside the file_bytes of the file. */
 static inline ddp_result npy__parse_prefix(const npy_names *names,
                                            const unsigned char prefix[NPY_PREFIX_BYTES], int64_t file_bytes,
                                            npy_header *out, int64_t *text_offset) {
@@ -214,7 +214,7 @@ static inline ddp_result npy__parse_prefix(const npy_names *names,
     return DDP_OK;
 }
 
-/* Reads the header of a file whose file_bytes bytes are all at `bytes`. *out is complete only on success.
+/* Reads the header of a file in memory: `bytes` has all file_bytes bytes. *out is complete only on success.
    Not collective. Errors: DDP_ERR_CORRUPT; DDP_ERR_UNSUPPORTED for records, another version of the format,
    more than NPY_MAX_NDIM dimensions, or a header of more than NPY_MAX_HEADER bytes. */
 static inline ddp_result npy_parse(const npy_names *names, const void *bytes, int64_t file_bytes,
@@ -262,7 +262,7 @@ static inline int64_t npy__bytes(const ddp_tensor *t) {
 }
 
 /* Sets *out to the dtype and shape of the values, without data. wanted: the dtype of the caller's tensor, 0 =
-   any. The values lie inside the file on success. */
+   any. On success the values are inside the file. */
 static inline ddp_result npy__to_tensor(const npy_names *names, const npy_header *header, int64_t file_bytes,
                                         ddp_dtype wanted, ddp_tensor *out) {
     int64_t room = file_bytes - header->data_offset;
@@ -439,10 +439,10 @@ static inline ddp_result npy__allocate(const npy_names *names, ddp_group *group,
 /* Loads a file of format 1.0 to 3.0 in C order.
    out->data NULL: memory is allocated as by ddp_tensor_create, and the caller frees it with ddp_tensor_free.
    Otherwise out->shape must be that of the file, and the values go to out->data.
-   out->dtype 0: the file's. DDP_BF16 reads a file of u16, as which npy_save stores bf16. NumPy has no bf16.
+   out->dtype 0: the file's. DDP_BF16 reads a file of u16: NumPy has no bf16, so npy_save writes it as u16.
    group NULL: the CPU and malloc. Not collective, blocking. Bytes after the values are not read.
    On failure *out is unchanged, except that a failed read leaves part of the values at out->data.
-   Errors: DDP_ERR_SYSTEM; DDP_ERR_CORRUPT; DDP_ERR_UNSUPPORTED (Fortran order, a dtype that ddp does not have);
+   Errors: DDP_ERR_SYSTEM; DDP_ERR_CORRUPT; DDP_ERR_UNSUPPORTED (Fortran order, a dtype unknown to ddp);
    DDP_ERR_INVALID (not a regular file, out does not fit); DDP_ERR_NO_MEMORY. */
 static inline ddp_result npy_load(ddp_group *group, const char *path, ddp_tensor *out) {
     npy_names names = {__func__, path, group};
@@ -472,8 +472,8 @@ static inline ddp_result npy_load(ddp_group *group, const char *path, ddp_tensor
 }
 
 /* Saves a tensor of the group's device as format 1.0. bf16 is stored as u16, its bits.
-   The values go to a temporary file in the same folder, which is synced and then renamed to path: after a
-   failure the old file is still there, whole, and the temporary file is removed.
+   The values are written to a temporary file in the same folder, which is synced and then renamed to path.
+   After a failure the old file is unchanged, and the temporary file is removed.
    group NULL: host memory. Not collective, blocking. Errors: DDP_ERR_SYSTEM; DDP_ERR_INVALID;
    DDP_ERR_NO_MEMORY. */
 static inline ddp_result npy_save(ddp_group *group, const ddp_tensor *tensor, const char *path) {

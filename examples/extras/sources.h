@@ -1,15 +1,35 @@
-/*  sources.h - samples out of files, for ddp_loader_create: IDX (MNIST and its family), .npy, the token shards of llm.c, plain text.
+/*  sources.h - samples from files for ddp_loader: IDX (MNIST), .npy, token shards of llm.c, plain text.
 
-        source s;
-        source_open_tokens(&s, "data/tinyshakespeare_*.bin", 1024);      s.count samples, each as s.sample says
-        desc.sampler.dataset_size = s.count;  desc.fields = &s.sample;  desc.field_count = 1;
-        desc.fetch = source_fetch;  desc.fetch_user = &s;
-        ...
-        source_close(&s);                                                after the loader
+USAGE
+    Copy it together with npy.h and text.h next to ddp.h and include it after ddp.h. All functions are static.
 
-    Files are mapped, not read: a process holds what it looks at, and processes of one machine share it. A file may be gzipped, whatever its
-    name is; it is then unpacked into memory by the system's gzip. What a mapped file loses while it is open ends the program (SIGBUS).
-    Every thread may fetch at once. A function that fails leaves nothing open, and its line names the file and what to do. */
+EXAMPLE
+    source s;
+    source_open_tokens(&s, "data/tinyshakespeare_*.bin", 1024);    // sets s.count and s.sample
+    desc.sampler.dataset_size = s.count;
+    desc.fields = &s.sample;
+    desc.field_count = 1;
+    desc.fetch = source_fetch;
+    desc.fetch_user = &s;
+    ...                                                            // ddp_loader_create, training
+    source_close(&s);                                              // after ddp_loader_destroy
+
+CONCEPTS
+    A source is a list of files with samples of one dtype and shape, numbered from 0 to count - 1:
+
+        file 0: samples 0 .. a-1    file 1: samples a .. b-1    file 2: samples b .. count-1
+
+    Files are mapped (mmap), so the processes of one machine share their pages. gzip files are recognised by
+    their first bytes and are unpacked into memory by the program gzip.
+    Any number of threads may call source_fetch at the same time.
+
+ERRORS
+    As in ddp.h: ddp_result and ddp_last_error(). Lines name the file and the remedy. After a failed open the
+    source is zero and nothing is open. Truncating a mapped file ends the program with SIGBUS.
+
+NOT DONE HERE
+    No decoding of images or compressed arrays (.npz), no streams, no download.
+*/
 #ifndef DDP_EXAMPLE_SOURCES_H
 #define DDP_EXAMPLE_SOURCES_H
 
@@ -26,27 +46,30 @@
 
 typedef struct source_file {
     char *path;
-    uint8_t *base;
+    uint8_t *base; /* contents of the file: mapped or, after unpacking, allocated */
     int64_t size_bytes;
     int is_mapped;
-    const uint8_t *data; /* sample 0 of this file */
-    int64_t first;       /* its number in the source */
+    const uint8_t *data; /* first sample of this file */
+    int64_t first;       /* index of that sample in the source */
 } source_file;
 
 typedef struct source {
-    int64_t count;     /* samples, at least 1 */
-    ddp_tensor sample; /* dtype and shape of one; data is NULL */
-    /* the rest is private */
+    int64_t count;     /* number of samples, at least 1 */
+    ddp_tensor sample; /* dtype and shape of one sample; data is NULL */
+    /* private */
     source_file *file;
     int file_count;
-    int64_t elements;     /* of a sample */
-    int64_t stride_bytes; /* from one to the next; less than a sample takes where windows share a token */
-    int element_bytes, is_signed, is_big_endian,
-        widens; /* in the file; widens: 16-bit integers, which become DDP_I32 */
+    int64_t elements;     /* elements of one sample */
+    int64_t stride_bytes; /* distance between samples; windows of tokens overlap by one token */
+    int element_bytes;    /* bytes of an element in the file */
+    int is_signed;
+    int is_big_endian;
+    int widens; /* 1 = 16-bit integers in the file, DDP_I32 in the sample */
 } source;
 
 //== files ==================================================================================================
 
+/* Unmaps and frees all files and sets *s to zero. A zero source may be closed. */
 static inline void source_close(source *s) {
     for (int i = 0; i < s->file_count; i++) {
         if (s->file[i].is_mapped)
@@ -59,7 +82,7 @@ static inline void source_close(source *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* Reads a pipe to its end into memory that the caller frees; 0, or an errno. */
+/* Reads a pipe to its end into memory that the caller frees. Returns 0 or an errno. */
 static inline int source__drain(int from, text_buffer *t) {
     for (;;) {
         if (t->capacity - t->count < 65536) {
@@ -70,12 +93,9 @@ static inline int source__drain(int from, text_buffer *t) {
             t->capacity = capacity;
         }
         ssize_t got = read(from, t->bytes + t->count, (size_t)(t->capacity - t->count));
-        if (got > 0)
-            t->count += got;
-        else if (got == 0)
-            return 0;
-        else if (errno != EINTR)
-            return errno;
+        if (got > 0) t->count += got;
+        if (got == 0) return 0;
+        if (got < 0 && errno != EINTR) return errno;
     }
 }
 
@@ -83,13 +103,13 @@ static inline int source__drain(int from, text_buffer *t) {
 extern char **environ;
 #endif
 
-/* Starts gzip -dc with the file as its input; *from is where its output comes. */
+/* Starts gzip -dc with `file` as its standard input. *from is the read end of its output. */
 static inline int source__gzip_start(int file, pid_t *child, int *from) {
     static char name[] = "gzip", option[] = "-dc", none[] = "/dev/null";
     char *const arguments[] = {name, option, NULL};
     posix_spawn_file_actions_t actions;
-    int ends[2], error = pipe(ends) == 0 ? 0 : errno;
-    if (error) return error;
+    int ends[2], error;
+    if (pipe(ends) != 0) return errno;
     fcntl(ends[0], F_SETFD, FD_CLOEXEC);
     fcntl(ends[1], F_SETFD, FD_CLOEXEC);
     posix_spawn_file_actions_init(&actions);
@@ -104,14 +124,24 @@ static inline int source__gzip_start(int file, pid_t *child, int *from) {
     return error;
 }
 
+static inline ddp_result source__map(source_file *f, int file, int64_t size_bytes) {
+    void *base = mmap(NULL, (size_t)size_bytes, PROT_READ, MAP_SHARED, file, 0);
+    if (base == MAP_FAILED)
+        return ddp_fail(DDP_ERR_SYSTEM, "%.300s: mmap: %s; copy it to another file system", f->path,
+                        strerror(errno));
+    f->base = (uint8_t *)base;
+    f->size_bytes = size_bytes;
+    f->is_mapped = 1;
+    return DDP_OK;
+}
+
 static inline ddp_result source__unpack(source_file *f, int file) {
     text_buffer t = DDP_ZERO;
     pid_t child, ended;
     int from, status = 0, error = source__gzip_start(file, &child, &from);
     if (error)
-        return ddp_fail(DDP_ERR_SYSTEM,
-                        "%.300s: gzip could not be started: %s; install it, or unpack the file", f->path,
-                        strerror(error));
+        return ddp_fail(DDP_ERR_SYSTEM, "%.300s: cannot start gzip: %s; install it, or unpack the file",
+                        f->path, strerror(error));
     error = source__drain(from, &t);
     close(from);
     while ((ended = waitpid(child, &status, 0)) < 0 && errno == EINTR) {
@@ -124,56 +154,48 @@ static inline ddp_result source__unpack(source_file *f, int file) {
                         (long long)t.count);
     if (ended < 0)
         return ddp_fail(DDP_ERR_SYSTEM,
-                        "%.300s: nobody knows how gzip ended: %s; do not ignore SIGCHLD while opening",
+                        "%.300s: the exit status of gzip was lost: %s; do not ignore SIGCHLD while a file "
+                        "is opened",
                         f->path, strerror(errno));
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-        return ddp_fail(
-            DDP_ERR_CORRUPT,
-            "%.300s: damaged, or cut short: gzip -dc failed after %lld bytes; fetch the file again", f->path,
-            (long long)t.count);
-    return t.count > 0 ? DDP_OK
-                       : ddp_fail(DDP_ERR_CORRUPT, "%.300s unpacks to nothing; give another file", f->path);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%.300s: damaged or truncated: gzip -dc failed after %lld bytes; download it again",
+                        f->path, (long long)t.count);
+    if (t.count == 0)
+        return ddp_fail(DDP_ERR_CORRUPT, "%.300s is empty after unpacking; pass another file", f->path);
+    return DDP_OK;
 }
 
-/* Appends a file and maps it, or unpacks it into memory. */
+/* Appends a file to the source. Maps it or, if it is a gzip file, unpacks it into memory. */
 static inline ddp_result source__add_file(source *s, const char *path) {
     source_file *grown = (source_file *)realloc(s->file, (size_t)(s->file_count + 1) * sizeof *grown), *f;
     unsigned char head[2] = {0};
     struct stat info;
     ddp_result result;
     int file;
-    if (!grown) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: a list of %d files", path, s->file_count + 1);
+    if (!grown) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: list of %d files", path, s->file_count + 1);
     s->file = grown;
     f = &s->file[s->file_count++];
     memset(f, 0, sizeof *f);
     f->path = strdup(path);
-    if (!f->path) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: its name", path);
+    if (!f->path) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: copy of the path", path);
     file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (file < 0)
-        return ddp_fail(DDP_ERR_INVALID, "%.300s: %s; give a file that can be read", path, strerror(errno));
+    if (file < 0) return ddp_fail(DDP_ERR_INVALID, "%.300s: %s; pass a readable file", path, strerror(errno));
     if (fstat(file, &info) != 0 || !S_ISREG(info.st_mode))
-        result = ddp_fail(DDP_ERR_INVALID, "%.300s is no file; give one", path);
+        result = ddp_fail(DDP_ERR_INVALID, "%.300s is not a regular file; pass the path of a file", path);
     else if (info.st_size == 0)
-        result = ddp_fail(DDP_ERR_CORRUPT, "%.300s is empty; give another file", path);
+        result = ddp_fail(DDP_ERR_CORRUPT, "%.300s is empty; pass another file", path);
     else if (pread(file, head, 2, 0) == 2 && head[0] == 0x1f && head[1] == 0x8b)
         result = source__unpack(f, file);
-    else {
-        void *base = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, file, 0);
-        result = base != MAP_FAILED
-                     ? DDP_OK
-                     : ddp_fail(DDP_ERR_SYSTEM, "%.300s could not be mapped: %s", path, strerror(errno));
-        if (result == DDP_OK) {
-            f->base = (uint8_t *)base;
-            f->size_bytes = (int64_t)info.st_size;
-            f->is_mapped = 1;
-        }
-    }
+    else
+        result = source__map(f, file, (int64_t)info.st_size);
     close(file);
     return result;
 }
 
 //== samples ================================================================================================
 
+/* Copies the elements of one sample in host byte order; widens 16-bit integers to 32 bits. */
 static inline void source__copy(const source *s, void *to, const uint8_t *from) {
     int64_t n = s->elements;
     if (s->widens) {
@@ -187,20 +209,26 @@ static inline void source__copy(const source *s, void *to, const uint8_t *from) 
     } else if (s->is_big_endian && s->element_bytes > 1) {
         uint8_t *out = (uint8_t *)to;
         int size = s->element_bytes;
-        for (int64_t i = 0; i < n; i++, out += size, from += size)
+        for (int64_t i = 0; i < n; i++) {
             for (int k = 0; k < size; k++) out[k] = from[size - 1 - k];
+            out += size;
+            from += size;
+        }
     } else {
         memcpy(to, from, (size_t)n * (size_t)s->element_bytes);
     }
 }
 
-/* Writes sample index, 0 to count - 1, to fields[0]; for ddp_loader_desc.fetch, with the source as fetch_user. */
+/* Copies sample `index` to fields[0]. For ddp_loader_desc.fetch, with the source as fetch_user.
+   Thread-safe. DDP_ERR_INVALID unless 0 <= index < count. */
 static inline ddp_result source_fetch(void *user, int64_t index, void *const *fields) {
     const source *s = (const source *)user;
     int low = 0, high = s->file_count - 1;
     if (index < 0 || index >= s->count)
-        return ddp_fail(DDP_ERR_INVALID, "%.300s: sample %lld, but there are %lld",
-                        s->file ? s->file[0].path : "a closed source", (long long)index, (long long)s->count);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "source_fetch: %.300s: index=%lld must be 0 or more and less than %lld",
+                        s->file ? s->file[0].path : "closed source", (long long)index, (long long)s->count);
+    /* the last file with first <= index */
     while (low < high) {
         int middle = (low + high + 1) / 2;
         if (s->file[middle].first <= index)
@@ -212,7 +240,8 @@ static inline ddp_result source_fetch(void *user, int64_t index, void *const *fi
     return DDP_OK;
 }
 
-/* Field f comes from the f-th source of a list that ends with NULL: `source *both[] = {&images, &labels, NULL}` as fetch_user. */
+/* Copies sample `index` of several sources, one per field. For ddp_loader_desc.fetch; fetch_user is a list of
+   sources that ends with NULL, such as `source *both[] = {&images, &labels, NULL}`. */
 static inline ddp_result source_fetch_each(void *user, int64_t index, void *const *fields) {
     source *const *list = (source *const *)user;
     ddp_result result = DDP_OK;
@@ -220,26 +249,27 @@ static inline ddp_result source_fetch_each(void *user, int64_t index, void *cons
     return result;
 }
 
-/* What elements of so many bytes are here: kind is 'f', 'i' signed, 'u' unsigned. */
+/* Sets the dtype for elements of a file. kind: 'f' float, 'i' signed, 'u' unsigned.
+   Returns 0 if ddp has no such dtype. */
 static inline int source__set_element(source *s, char kind, int size_bytes) {
+    static const struct {
+        char kind, size_bytes;
+        ddp_dtype dtype;
+    } dtypes[] = {
+        {'f', 2, DDP_F16}, {'f', 4, DDP_F32}, {'f', 8, DDP_F64}, {'i', 1, DDP_I8},  {'u', 1, DDP_U8},
+        {'i', 2, DDP_I32}, {'u', 2, DDP_I32}, {'i', 4, DDP_I32}, {'i', 8, DDP_I64}, {'u', 8, DDP_U64},
+    };
     s->element_bytes = size_bytes;
     s->is_signed = kind == 'i';
     s->widens = size_bytes == 2 && kind != 'f';
-    if (kind == 'f')
-        s->sample.dtype = size_bytes == 2   ? DDP_F16
-                          : size_bytes == 4 ? DDP_F32
-                          : size_bytes == 8 ? DDP_F64
-                                            : DDP_DTYPE_DEFAULT;
-    else if (size_bytes == 1)
-        s->sample.dtype = kind == 'i' ? DDP_I8 : DDP_U8;
-    else if (size_bytes == 2 || (size_bytes == 4 && kind == 'i'))
-        s->sample.dtype = DDP_I32;
-    else
-        s->sample.dtype = size_bytes != 8 ? DDP_DTYPE_DEFAULT : kind == 'i' ? DDP_I64 : DDP_U64;
+    s->sample.dtype = DDP_DTYPE_DEFAULT;
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
+        if (dtypes[i].kind == kind && dtypes[i].size_bytes == size_bytes) s->sample.dtype = dtypes[i].dtype;
     return s->sample.dtype != DDP_DTYPE_DEFAULT;
 }
 
-/* One array from byte data_at to the end of the file: the first of its dimensions counts the samples. */
+/* Sets the source to one array, stored from byte data_at to the end of the file. A sample is one entry of the
+   first dimension. */
 static inline ddp_result source__set_array(source *s, int64_t data_at, const int64_t *shape, int ndim) {
     source_file *f = s->file;
     int64_t size_bytes = s->element_bytes;
@@ -251,17 +281,18 @@ static inline ddp_result source__set_array(source *s, int64_t data_at, const int
     overflows = s->elements < 0 || __builtin_mul_overflow(size_bytes, s->elements, &s->stride_bytes)
                 || __builtin_mul_overflow(s->stride_bytes, s->count, &size_bytes);
     if (!overflows && (s->count == 0 || s->elements == 0))
-        return ddp_fail(DDP_ERR_INVALID, "%.300s holds no samples; give another file", f->path);
+        return ddp_fail(DDP_ERR_INVALID, "%.300s has no samples; pass another file", f->path);
     if (overflows || size_bytes != f->size_bytes - data_at)
         return ddp_fail(DDP_ERR_CORRUPT,
                         "%.300s: %lld samples of %lld elements of %d bytes do not fill the %lld bytes after "
-                        "its header; fetch the file again",
+                        "its header; download it again",
                         f->path, (long long)s->count, (long long)s->elements, s->element_bytes,
                         (long long)(f->size_bytes - data_at));
     f->data = f->base + data_at;
     return DDP_OK;
 }
 
+/* The end of every open: closes the source if it has failed. */
 static inline ddp_result source__finish(source *s, ddp_result result) {
     if (result != DDP_OK) source_close(s);
     return result;
@@ -269,7 +300,9 @@ static inline ddp_result source__finish(source *s, ddp_result result) {
 
 //== IDX ====================================================================================================
 
-/* 0 0 type ndim, each dimension in 4 bytes, then the elements; all big-endian. */
+/* Reads the header. The file is big-endian:
+       byte 0    2      3      4             4 + 4 ndim
+            0 0  type   ndim   dimensions    elements        each dimension has 4 bytes */
 static inline ddp_result source__idx(source *s) {
     static const struct {
         uint8_t code;
@@ -281,21 +314,22 @@ static inline ddp_result source__idx(source *s) {
     int found = 0, ndim;
     if (f->size_bytes < 4 || h[0] || h[1])
         return ddp_fail(DDP_ERR_CORRUPT,
-                        "%.300s is no IDX file, which begins with two zero bytes; give one, plain or gzipped",
+                        "%.300s is not an IDX file: it does not begin with two zero bytes; pass an IDX file, "
+                        "plain or gzipped",
                         f->path);
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (h[2] == types[i].code) found = source__set_element(s, types[i].kind, types[i].size_bytes);
     if (!found)
-        return ddp_fail(
-            DDP_ERR_CORRUPT,
-            "%.300s: its elements are of type 0x%02x, which IDX does not have; fetch the file again", f->path,
-            h[2]);
+        return ddp_fail(DDP_ERR_CORRUPT, "%.300s: invalid IDX element type 0x%02x; download it again",
+                        f->path, h[2]);
     ndim = h[3];
     if (ndim < 1 || ndim > DDP_MAX_NDIM + 1)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has %d dimensions; 1 to %d can be read", f->path, ndim,
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has %d dimensions; 1 to %d are supported", f->path, ndim,
                         DDP_MAX_NDIM + 1);
     if (f->size_bytes < 4 + 4 * ndim)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header, at byte %lld; fetch the file again",
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%.300s: truncated: it ends inside its header, at byte %lld; "
+                        "download it again",
                         f->path, (long long)f->size_bytes);
     for (int i = 0; i < ndim; i++) {
         const uint8_t *d = h + 4 + 4 * i;
@@ -305,7 +339,7 @@ static inline ddp_result source__idx(source *s) {
     return source__set_array(s, 4 + 4 * ndim, shape, ndim);
 }
 
-/* Opens an IDX file. A sample is one entry of the first dimension; 16-bit elements come as DDP_I32. */
+/* Opens an IDX file. A sample is one entry of the first dimension. 16-bit elements become DDP_I32. */
 static inline ddp_result source_open_idx(source *s, const char *path) {
     ddp_result result;
     memset(s, 0, sizeof *s);
@@ -315,7 +349,8 @@ static inline ddp_result source_open_idx(source *s, const char *path) {
 
 //== .npy ===================================================================================================
 
-/* "<f4": byte order, kind and bytes of an element. 0 when ddp has no such dtype. */
+/* Parses NumPy's dtype, such as "<f4": byte order, kind, bytes of an element. bool is read as u8.
+   Returns 0 if ddp has no such dtype. */
 static inline int source__npy_descr(source *s, const char *descr) {
     char order = descr[0];
     int kind = 0, size_bytes = 0;
@@ -325,8 +360,9 @@ static inline int source__npy_descr(source *s, const char *descr) {
     }
     if (!kind || !strchr("<>|=", order) || !strchr("fiub", kind)) return 0;
     if (kind == 'b' && size_bytes != 1) return 0;
+    if (kind == 'b') kind = 'u';
     s->is_big_endian = order == '>';
-    return source__set_element(s, (char)(kind == 'b' ? 'u' : kind), size_bytes);
+    return source__set_element(s, (char)kind, size_bytes);
 }
 
 static inline ddp_result source__npy(source *s, const char *function) {
@@ -339,11 +375,11 @@ static inline ddp_result source__npy(source *s, const char *function) {
                         f->path);
     if (!source__npy_descr(s, header.descr))
         return ddp_fail(DDP_ERR_UNSUPPORTED,
-                        "%.300s: its elements are '%s', which is not a ddp_dtype; save them as another",
-                        f->path, header.descr);
+                        "%.300s: dtype '%s' has no ddp_dtype; save the array with another dtype", f->path,
+                        header.descr);
     if (header.ndim == 0)
         return ddp_fail(DDP_ERR_INVALID,
-                        "%.300s holds a single value; the first dimension of an array counts the samples",
+                        "%.300s has no dimensions; save an array whose first dimension is the samples",
                         f->path);
     if (header.ndim > DDP_MAX_NDIM + 1)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has more than %d dimensions; reshape the array", f->path,
@@ -351,7 +387,8 @@ static inline ddp_result source__npy(source *s, const char *function) {
     return source__set_array(s, header.data_offset, header.shape, header.ndim);
 }
 
-/* Opens an array as numpy.save writes it. A sample is one entry of the first dimension; bool comes as DDP_U8, 16-bit integers as DDP_I32. */
+/* Opens a .npy file. A sample is one entry of the first dimension. bool becomes DDP_U8, and 16-bit integers
+   become DDP_I32. */
 static inline ddp_result source_open_npy(source *s, const char *path) {
     ddp_result result;
     memset(s, 0, sizeof *s);
@@ -361,47 +398,57 @@ static inline ddp_result source_open_npy(source *s, const char *path) {
 
 //== windows of tokens ======================================================================================
 
-/* Windows of context + 1 tokens, one every `context`: the last token of a window is the first of the next, so that each token but a file's first is
-   predicted once. As in llm.c, a window lies within its file, and what is left at the end of a file, less than context, is not used. */
+/* Appends the windows of one file: context + 1 tokens each, at distance `context`. Neighbours share one
+   token, so every token except the first of a file is predicted once:
+
+       tokens    0 1 2 3 4 5 6 7 8 9     context 4
+       window 0  [- - - - -]
+       window 1          [- - - - -]     token 9 is not used
+
+   As in llm.c, a window does not cross files, and tokens after the last full window are not used. */
 static inline ddp_result source__add_windows(source *s, source_file *f, const uint8_t *data, int64_t tokens,
                                              int64_t context) {
     if (tokens < context + 1)
         return ddp_fail(DDP_ERR_INVALID,
-                        "%.300s has %lld tokens, and a sample takes %lld; use a smaller context or more text",
+                        "%.300s has %lld tokens, but a sample needs %lld; use a smaller context or more text",
                         f->path, (long long)tokens, (long long)context + 1);
     f->data = data;
     f->first = s->count;
     s->count += (tokens - 1) / context;
-    s->elements = s->sample.shape[0] = context + 1;
+    s->elements = context + 1;
     s->sample.ndim = 1;
+    s->sample.shape[0] = context + 1;
     s->stride_bytes = context * s->element_bytes;
     return DDP_OK;
 }
 
-/* 256 int32: magic, version, count of tokens; then so many uint16. */
+/* Reads the header of a token shard: 256 int32, of which the first three are magic, version and token count.
+   The tokens follow as uint16. */
 static inline ddp_result source__shard(source *s, source_file *f, int64_t context) {
     int32_t header[3];
     if (f->size_bytes < TEXT_SHARD_HEADER)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header of %d bytes; make the shard again",
-                        f->path, TEXT_SHARD_HEADER);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%.300s: truncated: it ends inside its header of %d bytes; create it again", f->path,
+                        TEXT_SHARD_HEADER);
     memcpy(header, f->base, sizeof header);
     if (header[0] != TEXT_SHARD_MAGIC)
         return ddp_fail(DDP_ERR_CORRUPT,
-                        "%.300s is no token shard of llm.c: it begins with %d, not %d; make it with llm.c's "
-                        "scripts for GPT-2",
+                        "%.300s is not a token shard of llm.c: it begins with %d, not %d; create it with "
+                        "llm.c's scripts for GPT-2",
                         f->path, (int)header[0], TEXT_SHARD_MAGIC);
     if (header[1] != 1)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: version %d; only 1 is known", f->path, (int)header[1]);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: shard version %d; only version 1 is supported", f->path,
+                        (int)header[1]);
     if (header[2] < 0 || f->size_bytes != TEXT_SHARD_HEADER + 2 * (int64_t)header[2])
         return ddp_fail(
             DDP_ERR_CORRUPT,
-            "%.300s has %lld bytes after its header, which says %d tokens of 2; make the shard again",
-            f->path, (long long)(f->size_bytes - TEXT_SHARD_HEADER), (int)header[2]);
+            "%.300s has %lld bytes after its header, not 2 for each of %d tokens; create it again", f->path,
+            (long long)(f->size_bytes - TEXT_SHARD_HEADER), (int)header[2]);
     return source__add_windows(s, f, f->base + TEXT_SHARD_HEADER, header[2], context);
 }
 
-/* Opens the token shards that match a pattern of glob, in the order of their paths' bytes. A sample is context + 1 tokens of DDP_I32: what the model
-   reads and, one further, what it predicts. Windows are numbered through all shards. */
+/* Opens the token shards that match a glob pattern, in byte order of their paths. A sample is a window of
+   context + 1 tokens as DDP_I32: inputs are tokens 0 to context - 1, targets are tokens 1 to context. */
 static inline ddp_result source_open_tokens(source *s, const char *pattern, int64_t context) {
     glob_t found;
     ddp_result result = DDP_OK;
@@ -411,10 +458,10 @@ static inline ddp_result source_open_tokens(source *s, const char *pattern, int6
         return ddp_fail(DDP_ERR_INVALID, "%.300s: context=%lld; set it to 1 or more", pattern,
                         (long long)context);
     status = glob(pattern, GLOB_NOSORT, NULL, &found);
-    if (status == GLOB_NOSPACE) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: the list of its files", pattern);
+    if (status == GLOB_NOSPACE) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: list of files", pattern);
     if (status != 0)
         return ddp_fail(DDP_ERR_INVALID,
-                        "%.300s: no file has such a name; give the shards' path, with * for what differs",
+                        "%.300s: no file matches; pass the path of the shards, such as 'data/train_*.bin'",
                         pattern);
     qsort(found.gl_pathv, found.gl_pathc, sizeof *found.gl_pathv, text__compare);
     source__set_element(s, 'u', 2);
@@ -426,27 +473,30 @@ static inline ddp_result source_open_tokens(source *s, const char *pattern, int6
     return source__finish(s, result);
 }
 
-/* Opens files and folders as one text, as text_load does. A sample is context + 1 bytes. The text is read into memory. */
+/* Opens files and folders as one text; see text_load. A sample is a window of context + 1 bytes as DDP_U8.
+   The text is read into memory. */
 static inline ddp_result source_open_text(source *s, const char **paths, int path_count, int64_t context) {
     text_buffer t = DDP_ZERO;
     ddp_result result;
     memset(s, 0, sizeof *s);
     if (context < 1 || context > INT32_MAX)
-        return ddp_fail(DDP_ERR_INVALID, "a text: context=%lld; set it to 1 or more", (long long)context);
+        return ddp_fail(DDP_ERR_INVALID, "source_open_text: context=%lld; set it to 1 or more",
+                        (long long)context);
     result = text_load(&t, paths, path_count);
     s->file = (source_file *)calloc(1, sizeof *s->file);
     if (!s->file) {
         free(t.bytes);
-        return result == DDP_OK ? ddp_fail(DDP_ERR_NO_MEMORY, "a text: its description") : result;
+        return result == DDP_OK ? ddp_fail(DDP_ERR_NO_MEMORY, "source_open_text: list of 1 file") : result;
     }
     s->file_count = 1;
     s->file->path = strdup("the text");
     s->file->base = t.bytes;
     s->file->size_bytes = t.count;
-    if (result == DDP_OK && !s->file->path) result = ddp_fail(DDP_ERR_NO_MEMORY, "a text: its name");
+    if (result == DDP_OK && !s->file->path)
+        result = ddp_fail(DDP_ERR_NO_MEMORY, "source_open_text: name of the text");
     source__set_element(s, 'u', 1);
-    return source__finish(s, result == DDP_OK ? source__add_windows(s, s->file, t.bytes, t.count, context)
-                                              : result);
+    if (result == DDP_OK) result = source__add_windows(s, s->file, t.bytes, t.count, context);
+    return source__finish(s, result);
 }
 
 #endif /* DDP_EXAMPLE_SOURCES_H */

@@ -1,10 +1,30 @@
-/*  text.h - files and folders as one run of bytes, for examples that train on text.
+/*  text.h - files and folders as one text, or token shards of llm.c as one sequence of tokens.
 
-    text_load appends every file in the order given; a folder counts as its files, in the order of their paths' bytes, so
-    that every machine gets the same text. Inside a folder, dot-files, folders named build, links and binary files
-    are left out. With no path at all, the text is that of the repository that this file belongs to.
+USAGE
+    Copy it next to ddp.h and include it after ddp.h. sources.h includes it. All functions are static.
 
-    text_open_shards takes token shards of llm.c instead, as one stream in the same order. They stay where they are: text_read reads what is asked for. */
+EXAMPLE
+    const char *paths[] = {"books", "extra.txt"};
+    text_buffer text = DDP_ZERO;
+    text_open_shards(&text, paths, 2);          // text.count stays 0 if the paths are not token shards
+    if (text.count == 0) text_load(&text, paths, 2);
+    text_read(&text, 1000, sizeof window, window);
+    text_free(&text);
+
+CONCEPTS
+    text_load         Reads files into memory, in the order of the paths. A folder contributes its files in
+                      byte order of their paths, so every machine gets the same text. Within a folder it skips
+                      names that begin with '.', folders named build, links, and binary files.
+    text_open_shards  Opens token shards: 256 int32 (magic, version, token count), then tokens of 16 bits,
+                      little-endian, of GPT-2's vocabulary. The tokens remain in the files; text_read reads
+                      them.
+
+ERRORS
+    As in ddp.h: ddp_result and ddp_last_error(). Lines name the file and the remedy.
+
+NOT DONE HERE
+    No tokenizer, no gzip, no mapping of files (see sources.h).
+*/
 #ifndef DDP_EXAMPLE_TEXT_H
 #define DDP_EXAMPLE_TEXT_H
 
@@ -24,12 +44,16 @@ typedef struct text_paths {
     char **path;
     int count, capacity;
 } text_paths;
+
+/* Initialise it with zeros. */
 typedef struct text_buffer {
-    uint8_t *bytes; /* NULL: the text is in shards */
-    int64_t count, capacity;
+    uint8_t *bytes;          /* NULL if the text is in shards */
+    int64_t count, capacity; /* in bytes; a token has 2 bytes */
     text_paths shards;
-    int64_t *first; /* shards.count + 1: the byte of the text that each begins with, and count */
+    int64_t *first; /* shards.count + 1 offsets: shard i has bytes first[i] to first[i + 1] - 1 of the text */
 } text_buffer;
+
+//== lists of files =========================================================================================
 
 static ddp_result text__list_add(text_paths *list, const char *folder, const char *name) {
     size_t size_bytes = strlen(folder) + strlen(name) + 2;
@@ -44,7 +68,7 @@ static ddp_result text__list_add(text_paths *list, const char *folder, const cha
     }
     if (!path || list->count == list->capacity) {
         free(path);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d files", list->count);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "%s: list of %d files", name, list->count + 1);
     }
     snprintf(path, size_bytes, "%s%s%s", folder, *folder ? "/" : "", name);
     list->path[list->count++] = path;
@@ -66,52 +90,53 @@ static int text__ends_with(const char *name, const char *ending) {
     return length >= tail && !strcmp(name + length - tail, ending);
 }
 
-/* Files below folder that may be text. Links are not followed, so there are no circles. headers_only: *.h, *.cuh and README.md of
-   the folder itself. */
+/* Appends the files of a folder and its subfolders that can be text. Does not follow links, so it ends.
+   headers_only: only *.h, *.cuh and README.md, without subfolders. */
 static ddp_result text__list_folder(text_paths *list, const char *folder, int headers_only) {
     DIR *directory = opendir(folder);
     struct dirent *entry;
     ddp_result result = DDP_OK;
     if (!directory)
-        return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", folder,
-                        strerror(errno));
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s; pass readable files or folders", folder, strerror(errno));
     while (result == DDP_OK && (entry = readdir(directory)) != NULL) {
         const char *name = entry->d_name;
         struct stat info;
-        char *inside;
-        int known;
+        char *subfolder;
+        int found;
         if (name[0] == '.' || !strcmp(name, "loss.svg")) continue;
         if (headers_only && !text__ends_with(name, ".h") && !text__ends_with(name, ".cuh")
             && strcmp(name, "README.md"))
             continue;
         result = text__list_add(list, folder, name);
         if (result != DDP_OK) break;
-        known = lstat(list->path[list->count - 1], &info) == 0;
-        if (known && S_ISREG(info.st_mode)) continue;
-        inside = list->path[--list->count]; /* not a file: a folder gives its place to what is in it */
-        if (known && !headers_only && S_ISDIR(info.st_mode) && strcmp(name, "build"))
-            result = text__list_folder(list, inside, 0);
-        free(inside);
+        found = lstat(list->path[list->count - 1], &info) == 0;
+        if (found && S_ISREG(info.st_mode)) continue;
+        list->count--; /* not a file: remove it and, if it is a folder, append its files */
+        subfolder = list->path[list->count];
+        if (found && !headers_only && S_ISDIR(info.st_mode) && strcmp(name, "build"))
+            result = text__list_folder(list, subfolder, 0);
+        free(subfolder);
     }
     closedir(directory);
     return result;
 }
 
-/* Appends a file. skip_binary: one with a zero byte in it adds nothing. */
+//== text in memory =========================================================================================
+
+/* Appends a file. skip_binary: a file with a zero byte appends nothing. */
 static ddp_result text_add_file(text_buffer *t, const char *path, int skip_binary) {
     int64_t start = t->count;
     size_t got = 1;
     FILE *file = fopen(path, "rb");
     if (!file)
-        return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path,
-                        strerror(errno));
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s; pass readable files or folders", path, strerror(errno));
     while (got > 0) {
         if (t->capacity - t->count < 65536) {
             int64_t capacity = t->capacity * 2 + (1 << 20);
             uint8_t *grown = (uint8_t *)realloc(t->bytes, (size_t)capacity);
             if (!grown) {
                 fclose(file);
-                return ddp_fail(DDP_ERR_NO_MEMORY, "%s: the text does not fit in memory; give fewer files",
+                return ddp_fail(DDP_ERR_NO_MEMORY, "%s: the text does not fit in memory; pass fewer files",
                                 path);
             }
             t->bytes = grown;
@@ -126,13 +151,13 @@ static ddp_result text_add_file(text_buffer *t, const char *path, int skip_binar
     }
     if (ferror(file)) {
         fclose(file);
-        return ddp_fail(DDP_ERR_SYSTEM, "%s could not be read; give files that can", path);
+        return ddp_fail(DDP_ERR_SYSTEM, "%s: read error; pass readable files", path);
     }
     fclose(file);
     return DDP_OK;
 }
 
-/* Appends what a folder holds, in the order of the paths' bytes, so that every machine gets the same text. */
+/* Appends the files of a folder in byte order of their paths. */
 static ddp_result text_add_folder(text_buffer *t, const char *folder, int headers_only) {
     text_paths list;
     ddp_result result;
@@ -153,7 +178,8 @@ static int text__is_repository(const char *folder) {
     return stat(path, &info) == 0;
 }
 
-/* This repository: here, around the executable, or around the source it was compiled from. */
+/* Finds the root of ddp's repository: the current folder, a parent folder of the executable, or the folder
+   that this file was compiled from. Returns 0 if none is a repository. */
 static int text__find_repository(char *folder, size_t size_bytes) {
     ssize_t length;
     char *slash;
@@ -167,16 +193,23 @@ static int text__find_repository(char *folder, size_t size_bytes) {
     }
     snprintf(folder, size_bytes, "%s", __FILE__);
     slash = strrchr(folder, '/');
-    snprintf(slash ? slash : folder, 8, "%s", slash ? "/../.." : "../..");
+    if (slash)
+        strcpy(slash, "/../.."); /* shorter than the file name that it replaces */
+    else
+        strcpy(folder, "../..");
     return text__is_repository(folder);
 }
 
+/* Appends files and folders to t. Without paths it loads the source text of ddp's repository.
+   Free it with text_free, also after an error.
+   Errors: DDP_ERR_INVALID (missing or unreadable path, path without text, no repository), DDP_ERR_SYSTEM,
+   DDP_ERR_NO_MEMORY. */
 static inline ddp_result text_load(text_buffer *t, const char **paths, int path_count) {
     char folder[4096];
     ddp_result result = DDP_OK;
     if (path_count == 0) {
         if (!text__find_repository(folder, sizeof folder - 16))
-            return ddp_fail(DDP_ERR_INVALID, "there is no text here; give files or folders to train on");
+            return ddp_fail(DDP_ERR_INVALID, "ddp's repository was not found; pass files or folders of text");
         result = text_add_folder(t, folder, 1);
         strcat(folder, "/examples");
         return result == DDP_OK ? text_add_folder(t, folder, 0) : result;
@@ -185,31 +218,36 @@ static inline ddp_result text_load(text_buffer *t, const char **paths, int path_
         struct stat info;
         int64_t before = t->count;
         if (stat(paths[i], &info) != 0)
-            return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that exist", paths[i],
+            return ddp_fail(DDP_ERR_INVALID, "%s: %s; pass files or folders that exist", paths[i],
                             strerror(errno));
         result = S_ISDIR(info.st_mode) ? text_add_folder(t, paths[i], 0) : text_add_file(t, paths[i], 0);
         if (result == DDP_OK && t->count == before)
-            return ddp_fail(DDP_ERR_INVALID, "%s holds no text; give files or folders with some", paths[i]);
+            return ddp_fail(DDP_ERR_INVALID, "%s has no text; pass files or folders with text", paths[i]);
     }
     return result;
 }
 
-/* Token shards of llm.c: 256 int32 (magic, version, count of tokens), then the tokens in 16 bits, little-endian. Theirs is the vocabulary of GPT-2. */
-#define TEXT_SHARD_MAGIC 20240520
-#define TEXT_SHARD_HEADER 1024
-#define TEXT_SHARD_VOCAB 50257
+//== token shards of llm.c ==================================================================================
 
-/* A pipe is none, and nothing is taken out of it. */
+#define TEXT_SHARD_MAGIC 20240520
+#define TEXT_SHARD_HEADER 1024 /* bytes */
+#define TEXT_SHARD_VOCAB 50257 /* of GPT-2 */
+
+/* 1 if path is a regular file that begins with TEXT_SHARD_MAGIC. Does not read from pipes. */
 static inline int text_is_shard(const char *path) {
     int32_t magic = 0;
     struct stat info;
-    FILE *file = stat(path, &info) == 0 && S_ISREG(info.st_mode) ? fopen(path, "rb") : NULL;
-    size_t got = file ? fread(&magic, sizeof magic, 1, file) : 0;
-    if (file) fclose(file);
+    FILE *file;
+    size_t got;
+    if (stat(path, &info) != 0 || !S_ISREG(info.st_mode)) return 0;
+    file = fopen(path, "rb");
+    if (!file) return 0;
+    got = fread(&magic, sizeof magic, 1, file);
+    fclose(file);
     return got == 1 && magic == TEXT_SHARD_MAGIC;
 }
 
-/* pread, all of it. */
+/* Reads size_bytes at byte `at` of a file, as pread does, but never fewer. */
 static inline ddp_result text_pread(int file, const char *path, void *to, size_t size_bytes, int64_t at) {
     uint8_t *out = (uint8_t *)to;
     while (size_bytes > 0) {
@@ -217,50 +255,51 @@ static inline ddp_result text_pread(int file, const char *path, void *to, size_t
                             (off_t)at);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0)
-            return ddp_fail(DDP_ERR_SYSTEM, "%s: reading at byte %lld: %s; give a file that can be read",
-                            path, (long long)at, strerror(errno));
+            return ddp_fail(DDP_ERR_SYSTEM, "%s: reading at byte %lld: %s; pass a readable file", path,
+                            (long long)at, strerror(errno));
         if (got == 0)
             return ddp_fail(DDP_ERR_CORRUPT,
-                            "%s ends at byte %lld while it is read; do not change a file in use", path,
+                            "%s: truncated at byte %lld while it was open; do not change files in use", path,
                             (long long)at);
-        out += got, at += got, size_bytes -= (size_t)got;
+        out += got;
+        at += got;
+        size_bytes -= (size_t)got;
     }
     return DDP_OK;
 }
 
+/* Checks the header of a shard and sets *tokens. */
 static inline ddp_result text__shard_size(int file, const char *path, int64_t *tokens) {
     int32_t header[3];
     struct stat info;
     if (fstat(file, &info) != 0)
-        return ddp_fail(DDP_ERR_SYSTEM, "%s: %s; give a file that can be read", path, strerror(errno));
+        return ddp_fail(DDP_ERR_SYSTEM, "%s: %s; pass a readable file", path, strerror(errno));
     if (info.st_size < TEXT_SHARD_HEADER)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s ends inside its header; make the shard again", path);
-    ddp_result result = text_pread(file, path, header, sizeof header, 0);
-    if (result != DDP_OK) return result;
+        return ddp_fail(DDP_ERR_CORRUPT, "%s: truncated: it ends inside its header; create it again", path);
+    DDP_TRY(text_pread(file, path, header, sizeof header, 0));
     *tokens = (info.st_size - TEXT_SHARD_HEADER) / 2;
     if (header[0] != TEXT_SHARD_MAGIC)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s is no token shard any more; do not change a file in use", path);
+        return ddp_fail(DDP_ERR_CORRUPT, "%s is no longer a token shard; do not change files in use", path);
     if (header[1] != 1)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: version %d of the format, this program reads version 1",
-                        path, (int)header[1]);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: shard version %d; only version 1 is supported", path,
+                        (int)header[1]);
     if (header[2] == *tokens && info.st_size % 2 == 0) return DDP_OK;
     return ddp_fail(DDP_ERR_CORRUPT,
-                    "%s has %lld bytes after its header, which says %d tokens of 2; make the shard again",
-                    path, (long long)(info.st_size - TEXT_SHARD_HEADER), (int)header[2]);
+                    "%s has %lld bytes after its header, not 2 for each of %d tokens; create it again", path,
+                    (long long)(info.st_size - TEXT_SHARD_HEADER), (int)header[2]);
 }
 
-/* Opened for as long as it is read: there may be more shards than files that a process may have open. */
+/* Opens a shard for one read. Shards do not stay open, because the limit of open files can be smaller. */
 static inline ddp_result text__open_shard(const char *path, int *file, int64_t *tokens) {
     *file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (*file < 0)
-        return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path,
-                        strerror(errno));
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s; pass readable files or folders", path, strerror(errno));
     ddp_result result = text__shard_size(*file, path, tokens);
     if (result != DDP_OK) close(*file);
     return result;
 }
 
-/* Files of the paths, in the order of text_load. */
+/* Appends the files of the paths, in the order of text_load. */
 static inline ddp_result text__list_paths(text_paths *list, const char **paths, int path_count) {
     ddp_result result = DDP_OK;
     for (int i = 0; result == DDP_OK && i < path_count; i++) {
@@ -277,6 +316,7 @@ static inline ddp_result text__list_paths(text_paths *list, const char **paths, 
     return result;
 }
 
+/* Frees all memory and sets *t to zero. A zero text may be freed. */
 static inline void text_free(text_buffer *t) {
     text__list_free(&t->shards);
     free(t->first);
@@ -284,7 +324,10 @@ static inline void text_free(text_buffer *t) {
     memset(t, 0, sizeof *t);
 }
 
-/* Where the paths are token shards, or folders of them, t, which is zero, becomes their tokens, 2 bytes each; otherwise it stays zero. */
+/* If all paths are token shards, or folders of token shards, *t becomes their tokens, 2 bytes each.
+   If none is a shard, *t stays zero and the result is DDP_OK. t must be zero.
+   Errors: DDP_ERR_INVALID (shards and other files mixed), DDP_ERR_CORRUPT, DDP_ERR_UNSUPPORTED (version),
+   DDP_ERR_SYSTEM, DDP_ERR_NO_MEMORY. *t is zero after an error. */
 static inline ddp_result text_open_shards(text_buffer *t, const char **paths, int path_count) {
     const char *other = NULL;
     int found = 0, file;
@@ -297,22 +340,23 @@ static inline ddp_result text_open_shards(text_buffer *t, const char **paths, in
     }
     if (result == DDP_OK && found && other)
         result = ddp_fail(DDP_ERR_INVALID,
-                          "%s is no token shard, and another path is one; give shards alone, or text alone",
+                          "%s is not a token shard, but another file is; pass only shards, or only text",
                           other);
     if (result == DDP_OK && found) t->first = (int64_t *)calloc((size_t)found + 1, sizeof *t->first);
     if (result == DDP_OK && found && !t->first)
-        result = ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d shards", found);
+        result = ddp_fail(DDP_ERR_NO_MEMORY, "%s: list of %d shards", t->shards.path[0], found);
     for (int i = 0; result == DDP_OK && i < found; i++) {
         int64_t tokens = 0;
         result = text__open_shard(t->shards.path[i], &file, &tokens);
         if (result == DDP_OK) close(file);
-        t->count = t->first[i + 1] = t->first[i] + 2 * tokens;
+        t->first[i + 1] = t->first[i] + 2 * tokens;
+        t->count = t->first[i + 1];
     }
     if (result != DDP_OK || !found) text_free(t);
     return result;
 }
 
-/* The shard that byte `at` of the text lies in. */
+/* Index of the shard that contains byte `at` of the text. */
 static inline int text__shard_of(const text_buffer *t, int64_t at) {
     int low = 0, high = t->shards.count;
     while (high - low > 1) {
@@ -325,38 +369,42 @@ static inline int text__shard_of(const text_buffer *t, int64_t at) {
     return low;
 }
 
-/* Bytes [at, at + size_bytes) of the text, which has them. Every thread may read at once. */
+/* Copies bytes [at, at + size_bytes) of the text to out. The range must be inside the text. Thread-safe. */
 static inline ddp_result text_read(const text_buffer *t, int64_t at, size_t size_bytes, void *out) {
     uint8_t *to = (uint8_t *)out;
     if (t->bytes) {
         memcpy(to, t->bytes + at, size_bytes);
         return DDP_OK;
     }
-    for (int i = text__shard_of(t, at), file; size_bytes > 0; i++) {
+    for (int i = text__shard_of(t, at); size_bytes > 0; i++) {
         int64_t tokens = 0, left = t->first[i + 1] - at;
         size_t n = (uint64_t)left < size_bytes ? (size_t)left : size_bytes;
+        ddp_result result;
+        int file;
         if (n == 0) continue;
-        ddp_result result = text__open_shard(t->shards.path[i], &file, &tokens);
-        if (result != DDP_OK) return result;
+        DDP_TRY(text__open_shard(t->shards.path[i], &file, &tokens));
         if (2 * tokens == t->first[i + 1] - t->first[i])
             result = text_pread(file, t->shards.path[i], to, n, TEXT_SHARD_HEADER + at - t->first[i]);
         else
             result = ddp_fail(DDP_ERR_CORRUPT,
-                              "%s has other tokens than at the start; do not change a file in use",
+                              "%s: its token count has changed since it was opened; do not change files in "
+                              "use",
                               t->shards.path[i]);
         close(file);
         if (result != DDP_OK) return result;
-        to += n, at += (int64_t)n, size_bytes -= n;
+        to += n;
+        at += (int64_t)n;
+        size_bytes -= n;
     }
     return DDP_OK;
 }
 
-/* The token of 2 bytes at byte `at` is not in the vocabulary. */
+/* Returns the error for a token outside the vocabulary, read at byte `at` of the text. */
 static inline ddp_result text_bad_token(const text_buffer *t, int64_t at, int token, int vocab) {
     int i = text__shard_of(t, at);
     return ddp_fail(DDP_ERR_CORRUPT,
-                    "%s: token %lld is %d, and the vocabulary ends at %d; make the shard again",
-                    t->shards.path[i], (long long)(at - t->first[i]) / 2, token, vocab - 1);
+                    "%s: token %lld is %d, but the vocabulary has %d; create the shard again",
+                    t->shards.path[i], (long long)(at - t->first[i]) / 2, token, vocab);
 }
 
 #endif /* DDP_EXAMPLE_TEXT_H */

@@ -1,17 +1,34 @@
-/*  training.h - three things that most training loops need beside the step: a metric over all ranks, a look for weights that drift apart, and
-    data that rank 0 prepares while the others wait.
+/*  training.h - a metric over all ranks, a check for drifting parameters, and data that rank 0 prepares.
 
 USAGE
-    metric accuracy = DDP_ZERO;                                       each rank, over its samples of an evaluation
-    while ((sample = ddp_sampler_next(&sampler, &is_padding)) >= 0) metric_add(&accuracy, is_right(sample), is_padding);
-    metric_all_reduce(world, &accuracy, 1, dataset_size, &total);     total.mean is the same bits on any number of ranks
+    Copy it next to ddp.h and include it after ddp.h. All functions are static.
 
-    drift_check(world, params, param_count, step, 100);               after every step; looks at every hundredth
+EXAMPLE
+    metric accuracy = DDP_ZERO;                 // on each rank, for its samples of an evaluation
+    while ((sample = ddp_sampler_next(&sampler, &is_padding)) >= 0)
+        metric_add(&accuracy, is_right(sample), is_padding);
+    metric_all_reduce(world, &accuracy, 1, dataset_size, &total);
 
-    rank0_first(world, download_and_unpack, &job);                    the others wait, however long it takes; a rank 0 that dies is noticed
+    drift_check(world, params, param_count, step, 100);  // after each step; compares in every 100th step
 
-    Everything is static and needs ddp.h alone. A group over device memory: give the group of host memory that it was made from, and to drift_check
-    copies of the values. */
+    rank0_first(world, download_and_unpack, &job);       // the other ranks wait until rank 0 has finished
+
+CONCEPTS
+    metric        Sums are exact (ddp_exact_sum): the mean has the same bits on any number of ranks and in any
+                  order of samples. Padding samples of the sampler are not counted.
+    drift_check   Compares one hash per rank. Only if they differ, it compares each parameter and names it.
+    rank0_first   May take longer than the group's timeout. Rank 0 sends heartbeats while it works, so that
+                  the other ranks notice when it dies.
+    With device memory, use the CPU group that the device group was made from, and copy the parameters to
+    host memory for drift_check.
+
+ERRORS
+    As in ddp.h: ddp_result and ddp_last_error(). An invalid argument on one rank is an error on all ranks;
+    the other ranks name the rank that has it. Only a NULL group is a local error.
+
+NOT DONE HERE
+    No metrics that are not sums, such as AUC. No drift check of optimizer state. No preparation per node.
+*/
 #ifndef DDP_EXAMPLE_TRAINING_H
 #define DDP_EXAMPLE_TRAINING_H
 
@@ -24,60 +41,65 @@ USAGE
 #include <string.h>
 #include <time.h>
 
-//== what is wrong on one rank ============================================================================= >>told
+//== errors of one rank =====================================================================================
 
-typedef struct training__told {
+/* Result and error line of one rank, in the form in which they are broadcast. */
+typedef struct training__status {
     int32_t result;
     char text[508];
-} training__told;
+} training__status;
 
-/* This rank's result, with its line. */
-static inline training__told training__told_now(ddp_result result) {
-    training__told told;
-    memset(&told, 0, sizeof told);
-    told.result = result;
-    if (result != DDP_OK) snprintf(told.text, sizeof told.text, "%.507s", ddp_last_error());
-    return told;
+static inline training__status training__status_of(ddp_result result) {
+    training__status status;
+    memset(&status, 0, sizeof status);
+    status.result = result;
+    if (result != DDP_OK) snprintf(status.text, sizeof status.text, "%.507s", ddp_last_error());
+    return status;
 }
 
-/* What this rank adds to an all-reduce by DDP_OP_MIN, which leaves the lowest rank that has failed. */
-static inline uint64_t training__vote(ddp_group *group, const training__told *own) {
+/* This rank if it has failed, otherwise the world size. An all-reduce with DDP_OP_MIN over these values gives
+   the lowest failed rank. */
+static inline uint64_t training__failed_rank(ddp_group *group, const training__status *own) {
     return (uint64_t)(own->result == DDP_OK ? ddp_world_size(group) : ddp_rank(group));
 }
 
-/* Collective: the failure of rank first, on all; a rank that has one of its own keeps that. DDP_OK where there is no such rank. */
-static inline ddp_result training__tell(ddp_group *group, uint64_t first, const training__told *own) {
-    training__told told = *own;
-    ddp_result result;
-    if (first >= (uint64_t)ddp_world_size(group)) return DDP_OK;
-    result = ddp_broadcast(group, &told, sizeof told, DDP_U8, (int)first, NULL);
-    if (result != DDP_OK) return result;
+/* Returns the error of rank failed_rank on every rank. A rank that has failed itself returns its own error.
+   DDP_OK if no rank has failed. Collective. */
+static inline ddp_result training__share_error(ddp_group *group, uint64_t failed_rank,
+                                               const training__status *own) {
+    training__status status = *own;
+    if (failed_rank >= (uint64_t)ddp_world_size(group)) return DDP_OK;
+    DDP_TRY(ddp_broadcast(group, &status, sizeof status, DDP_U8, (int)failed_rank, NULL));
     if (own->result != DDP_OK) return ddp_fail((ddp_result)own->result, "%s", own->text);
-    return ddp_fail((ddp_result)told.result, "on rank %d %.480s", (int)first, told.text);
+    return ddp_fail((ddp_result)status.result, "on rank %d %.480s", (int)failed_rank, status.text);
 }
 
-//== metrics =============================================================================================== >>metrics
+//== metrics ================================================================================================
 
-/* What a rank has seen of the samples. Starts as zeros. The sum is exact, so who has added which sample, and when, leaves no trace. */
+/* Sum and count over the samples of one rank. Initialise it with zeros. The sum is exact, so it does not
+   depend on the order of samples or on their distribution over ranks. */
 typedef struct metric {
     ddp_exact_sum sum;
     int64_t count;
 } metric;
 
-typedef struct metric_total { /* of all ranks */
-    double sum, mean;         /* the exact sum, rounded once, and that by count */
+/* Result over all ranks. */
+typedef struct metric_total {
+    double sum;  /* exact sum, rounded once */
+    double mean; /* sum / count */
     int64_t count;
 } metric_total;
 
-/* One sample: its loss, or 1 and 0 for right and wrong. What a sampler gives only to make ranks even is not counted. A value that is not
-   finite makes sum and mean so. */
+/* Adds one sample: its loss, or 1 or 0 for a right or wrong prediction.
+   is_padding: the flag of ddp_sampler_next; a padding sample is not counted.
+   After an infinite or NaN value the sum and the mean are infinite or NaN. */
 static inline void metric_add(metric *m, double value, int is_padding) {
     if (is_padding) return;
     ddp_exact_sum_add(&m->sum, value);
     m->count++;
 }
 
-/* What is wrong on this rank. */
+/* Checks the arguments of this rank. */
 static inline ddp_result metric__check(const metric *metrics, int metric_count, int64_t sample_count,
                                        const metric_total *totals) {
     if (!metrics || !totals) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: metrics or totals is NULL");
@@ -91,38 +113,48 @@ static inline ddp_result metric__check(const metric *metrics, int metric_count, 
     return DDP_OK;
 }
 
-/* Adds up metric_count metrics over ranks, which then start from zeros again. sample_count: how many samples all ranks together must have added to each;
-   0 = not checked. Collective, the same counts on every rank; a rank may have added nothing. Errors, the same on every rank, even where one alone has
-   given a wrong argument: DDP_ERR_INVALID, also when a metric has no sample at all, or not sample_count of them; DDP_ERR_NO_MEMORY; DDP_ERR_MISMATCH when
-   metric_count differs. Nothing is lost then, and *totals is not written. A group that is NULL is an error on that rank alone. */
+/* Sums metric_count metrics over all ranks into totals, then resets the metrics to zero.
+   sample_count: samples that all ranks together must have added to each metric; 0 = not checked.
+   Collective, with the same counts on every rank; blocking. A rank may have added no samples.
+   Errors are the same on every rank, even if only one rank has an invalid argument:
+       DDP_ERR_INVALID    also if a metric has no samples, or not sample_count of them
+       DDP_ERR_MISMATCH   metric_count differs between ranks
+       DDP_ERR_NO_MEMORY
+   On an error metrics and totals are unchanged.
+   A NULL group is an error on this rank only. */
 static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, int metric_count,
                                            int64_t sample_count, metric_total *totals) {
     enum { CELLS = (int)(sizeof(metric) / sizeof(int64_t)) };
     metric *sums = NULL;
-    training__told own;
-    uint64_t first;
+    training__status own;
+    uint64_t failed_rank;
     ddp_result result;
     if (!group) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: group is NULL");
     result = metric__check(metrics, metric_count, sample_count, totals);
-    if (result == DDP_OK && !(sums = (metric *)malloc((size_t)metric_count * sizeof *sums)))
-        result = ddp_fail(DDP_ERR_NO_MEMORY, "metric_all_reduce: %d metrics", metric_count);
-    own = training__told_now(result);
-    first = training__vote(group, &own);
-    result = ddp_all_reduce(group, &first, &first, 1, DDP_U64, DDP_OP_MIN, NULL);
-    if (result == DDP_OK) result = training__tell(group, first, &own);
+    if (result == DDP_OK) {
+        sums = (metric *)malloc((size_t)metric_count * sizeof *sums);
+        if (!sums) result = ddp_fail(DDP_ERR_NO_MEMORY, "metric_all_reduce: %d metrics", metric_count);
+    }
+    own = training__status_of(result);
+    failed_rank = training__failed_rank(group, &own);
+    result = ddp_all_reduce(group, &failed_rank, &failed_rank, 1, DDP_U64, DDP_OP_MIN, NULL);
+    if (result == DDP_OK) result = training__share_error(group, failed_rank, &own);
     if (result == DDP_OK)
         result = ddp_all_reduce(group, metrics, sums, (size_t)metric_count * CELLS, DDP_I64, DDP_OP_SUM,
                                 NULL);
-    for (int i = 0; i < metric_count && result == DDP_OK; i++)
+    for (int i = 0; i < metric_count && result == DDP_OK; i++) {
         if (sums[i].count == 0)
-            result = ddp_fail(DDP_ERR_INVALID, "metric %d of %d: no rank has added a sample", i,
+            result = ddp_fail(DDP_ERR_INVALID,
+                              "metric_all_reduce: metric %d of %d has no samples; call metric_add first", i,
                               metric_count);
         else if (sample_count && sums[i].count != sample_count)
-            result = ddp_fail(DDP_ERR_INVALID, "metric %d of %d: %lld samples were added, there are %lld; %s",
-                              i, metric_count, (long long)sums[i].count, (long long)sample_count,
+            result = ddp_fail(DDP_ERR_INVALID,
+                              "metric_all_reduce: metric %d of %d has %lld samples, expected %lld; %s", i,
+                              metric_count, (long long)sums[i].count, (long long)sample_count,
                               sums[i].count > sample_count
-                                  ? "pass on is_padding of ddp_sampler_next, or use no_pad"
-                                  : "go through the whole epoch, without drop_last");
+                                  ? "pass is_padding of ddp_sampler_next to metric_add, or use no_pad"
+                                  : "evaluate the whole epoch, without drop_last");
+    }
     for (int i = 0; i < metric_count && result == DDP_OK; i++) {
         totals[i].sum = ddp_exact_sum_value(&sums[i].sum);
         totals[i].count = sums[i].count;
@@ -133,14 +165,14 @@ static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, in
     return result;
 }
 
-//== drift ==================================================================================================== >>drift
+//== drift ==================================================================================================
 
 static inline uint64_t drift__mix(uint64_t hash, uint64_t word) {
     hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
     return hash << 29 | hash >> 35;
 }
 
-/* Of bits: 0.0 and -0.0 differ. Four chains side by side, as fast as memory is read. */
+/* Hash of the bits: 0.0 and -0.0 differ. Four independent chains make it as fast as memory is read. */
 static inline uint64_t drift_hash(const void *data, size_t size_bytes) {
     const unsigned char *at = (const unsigned char *)data;
     uint64_t chain[4] = {1, 2, 3, 4}, words[4], hash = size_bytes;
@@ -161,8 +193,9 @@ static inline uint64_t drift__tensor_hash(const ddp_param *param) {
                       (size_t)ddp_tensor_count(&param->value) * ddp_dtype_size(param->value.dtype));
 }
 
-/* The ranks whose hash is not what most have (of equally many, what the lowest has), as " 1 5 6"; returns how many. */
-static inline int drift__others(const uint64_t *hash, int ranks, char *text, size_t size) {
+/* Lists the ranks outside the majority as " 1 5 6" and returns their number. The majority has the most
+   frequent hash; among equally frequent ones, that of the lowest rank. */
+static inline int drift__minority(const uint64_t *hash, int ranks, char *text, size_t size) {
     int best = 0, votes = 0, others = 0;
     size_t used = 0;
     for (int r = 0; r < ranks; r++) {
@@ -184,14 +217,15 @@ static inline int drift__others(const uint64_t *hash, int ranks, char *text, siz
     return others;
 }
 
-/* Ranks disagree: which tensor is the first, how many they are, and who has what others have not. */
-static inline ddp_result drift__name(ddp_group *group, const ddp_param *params, int param_count,
-                                     int64_t step) {
+/* Called when the ranks' hashes differ. The error names the first parameter that differs, the number of such
+   parameters, and the ranks outside the majority. Collective. */
+static inline ddp_result drift__report(ddp_group *group, const ddp_param *params, int param_count,
+                                       int64_t step) {
     int ranks = ddp_world_size(group), tensors = 0, others = 0;
     uint64_t *hash = (uint64_t *)malloc((size_t)ranks * sizeof *hash);
     char list[160] = "", name[64] = "";
-    ddp_result result = hash ? DDP_OK
-                             : ddp_fail(DDP_ERR_NO_MEMORY, "drift_check: the hashes of %d ranks", ranks);
+    ddp_result result = DDP_OK;
+    if (!hash) result = ddp_fail(DDP_ERR_NO_MEMORY, "drift_check: the hashes of %d ranks", ranks);
     for (int i = 0; i < param_count && result == DDP_OK; i++) {
         uint64_t mine = drift__tensor_hash(&params[i]);
         int differ = 0;
@@ -199,27 +233,29 @@ static inline ddp_result drift__name(ddp_group *group, const ddp_param *params, 
         for (int r = 1; r < ranks && result == DDP_OK; r++) differ |= hash[r] != hash[0];
         if (!differ || tensors++) continue;
         snprintf(name, sizeof name, "%d \"%.48s\"", i, params[i].name ? params[i].name : "");
-        others = drift__others(hash, ranks, list, sizeof list);
+        others = drift__minority(hash, ranks, list, sizeof list);
     }
     free(hash);
     if (result != DDP_OK) return result;
     if (!tensors)
-        return ddp_fail(DDP_ERR_CORRUPT, "step %lld: parameters change while drift_check reads them",
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "drift_check: step %lld: parameters changed while they were read; call it between "
+                        "optimizer steps",
                         (long long)step);
     return ddp_fail(DDP_ERR_CORRUPT,
-                    "step %lld: ranks have drifted apart: parameter %s, the first of %d that differ, is "
-                    "another on rank%s%s than on the other %d; "
-                    "they compute differently, or something wrote to it outside of the step",
+                    "drift_check: step %lld: parameter %s, the first of %d that differ, has other values on "
+                    "rank%s%s than on the other %d; look for rank-dependent arithmetic, or for writes "
+                    "outside the optimizer step",
                     (long long)step, name, tensors, others > 1 ? "s" : "", list, ranks - others);
 }
 
-/* What is wrong on this rank; *hash: of all its parameters. */
+/* Checks the arguments of this rank and sets *hash to the hash of all its parameters. */
 static inline ddp_result drift__hash(const ddp_param *params, int param_count, int64_t step, int64_t every,
                                      uint64_t *hash) {
     *hash = 0;
     if (step < 0 || every < 1)
         return ddp_fail(DDP_ERR_INVALID,
-                        "drift_check: step=%lld every=%lld; give a step from 0 and at least every 1",
+                        "drift_check: step=%lld every=%lld; step must be 0 or more, every 1 or more",
                         (long long)step, (long long)every);
     if (param_count < 0)
         return ddp_fail(DDP_ERR_INVALID, "drift_check: param_count=%d; give 0 or more", param_count);
@@ -227,80 +263,86 @@ static inline ddp_result drift__hash(const ddp_param *params, int param_count, i
     for (int i = 0; i < param_count; i++) {
         int64_t count = ddp_tensor_count(&params[i].value);
         if (count < 0 || !ddp_dtype_size(params[i].value.dtype) || (count > 0 && !params[i].value.data))
-            return ddp_fail(
-                DDP_ERR_INVALID,
-                "drift_check: parameter %d \"%.48s\": its value has no data, or a wrong dtype or shape", i,
-                params[i].name ? params[i].name : "");
+            return ddp_fail(DDP_ERR_INVALID,
+                            "drift_check: parameter %d \"%.48s\": value.data is NULL, or value has an "
+                            "invalid dtype or shape",
+                            i, params[i].name ? params[i].name : "");
         *hash = drift__mix(*hash, drift__tensor_hash(&params[i]));
     }
     return DDP_OK;
 }
 
-/* Whether all ranks have the same parameters, bit for bit: once every `every` steps, when step is a multiple of it; at other steps it returns at once. Reads
-   the values once and sends 40 bytes. Collective, the same step and every on every rank. Errors, the same on every rank, even where one alone has given a
-   wrong argument: DDP_ERR_CORRUPT names the first parameter that differs, and the ranks that have another one than most; DDP_ERR_MISMATCH when
-   param_count differs; DDP_ERR_INVALID. A rank whose step or every is wrong looks now: where the others do not, their next call does not fit, and
-   is an error on all. A group that is NULL is an error on that rank alone. */
+/* Checks that all ranks have the same parameters, bit for bit. Compares if step is a multiple of `every`;
+   at other steps it returns at once. Reads the values once and sends 40 bytes.
+   Collective, with the same step and `every` on every rank; blocking.
+   Errors are the same on every rank, even if only one rank has an invalid argument:
+       DDP_ERR_CORRUPT    names the first parameter that differs, and the ranks outside the majority
+       DDP_ERR_MISMATCH   param_count differs between ranks
+       DDP_ERR_INVALID
+   A rank with an invalid step or `every` compares at once. If the other ranks return without comparing, the
+   next collective call fails on all ranks.
+   A NULL group is an error on this rank only. */
 static inline ddp_result drift_check(ddp_group *group, const ddp_param *params, int param_count, int64_t step,
                                      int64_t every) {
-    uint64_t seen[5],
-        hash; /* a number and its complement: the least of both are the least and the greatest over ranks */
-    training__told own;
+    /* seen holds numbers and their complements: DDP_OP_MIN over both gives minimum and maximum over ranks. */
+    uint64_t seen[5], hash;
+    training__status own;
     ddp_result result;
     if (!group) return ddp_fail(DDP_ERR_INVALID, "drift_check: group is NULL");
     if (step >= 0 && every > 0 && step % every) return DDP_OK;
-    own = training__told_now(drift__hash(params, param_count, step, every, &hash));
+    own = training__status_of(drift__hash(params, param_count, step, every, &hash));
     seen[0] = hash;
     seen[1] = ~hash;
     seen[2] = (uint64_t)param_count;
     seen[3] = ~(uint64_t)param_count;
-    seen[4] = training__vote(group, &own);
+    seen[4] = training__failed_rank(group, &own);
     result = ddp_all_reduce(group, seen, seen, 5, DDP_U64, DDP_OP_MIN, NULL);
-    if (result == DDP_OK) result = training__tell(group, seen[4], &own);
+    if (result == DDP_OK) result = training__share_error(group, seen[4], &own);
     if (result != DDP_OK) return result;
     if (seen[2] != ~seen[3])
         return ddp_fail(DDP_ERR_MISMATCH,
-                        "drift_check: ranks gave between %d and %d parameters; give the same everywhere",
+                        "drift_check: param_count differs: it is %d to %d; pass the same on every rank",
                         (int)seen[2], (int)~seen[3]);
-    return seen[0] == ~seen[1] ? DDP_OK : drift__name(group, params, param_count, step);
+    return seen[0] == ~seen[1] ? DDP_OK : drift__report(group, params, param_count, step);
 }
 
-//== rank 0 first ========================================================================================= >>rank0_first
+//== rank 0 first ===========================================================================================
 
 typedef ddp_result (*rank0_fn)(void *user);
 
-typedef struct rank0__beat {
+/* Contents of a heartbeat: whether prepare has returned, its result and its error line. */
+typedef struct rank0__heartbeat {
     int32_t done, result;
     char text[512];
-} rank0__beat; /* what a heartbeat carries */
+} rank0__heartbeat;
 
 typedef struct rank0__job {
     rank0_fn prepare;
     void *user;
     pthread_mutex_t lock;
-    pthread_cond_t ended;
-    rank0__beat beat; /* under lock */
+    pthread_cond_t finished;
+    rank0__heartbeat status; /* protected by lock */
 } rank0__job;
 
-static inline void rank0__end(rank0__job *job, ddp_result result, const char *text) {
+static inline void rank0__finish(rank0__job *job, ddp_result result, const char *text) {
     pthread_mutex_lock(&job->lock);
-    job->beat.done = 1;
-    job->beat.result = result;
-    if (result != DDP_OK) snprintf(job->beat.text, sizeof job->beat.text, "%s", text);
-    pthread_cond_signal(&job->ended);
+    job->status.done = 1;
+    job->status.result = result;
+    if (result != DDP_OK) snprintf(job->status.text, sizeof job->status.text, "%s", text);
+    pthread_cond_signal(&job->finished);
     pthread_mutex_unlock(&job->lock);
 }
 
-static inline void *rank0__carry_out(void *argument) {
+static inline void *rank0__thread(void *argument) {
     rank0__job *job = (rank0__job *)argument;
     ddp_result result = job->prepare(job->user);
-    rank0__end(job, result, ddp_last_error());
+    rank0__finish(job, result, ddp_last_error());
     return NULL;
 }
 
-/* Sleeps until the work has ended, at most so long. Returns what is to be told then. */
-static inline rank0__beat rank0__await(rank0__job *job, int sleep_ms) {
-    rank0__beat beat;
+/* Waits until prepare has returned, at most sleep_ms. Returns the heartbeat to send. */
+static inline rank0__heartbeat rank0__wait(rank0__job *job, int sleep_ms) {
+    rank0__heartbeat beat;
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_sec += sleep_ms / 1000;
@@ -310,15 +352,16 @@ static inline rank0__beat rank0__await(rank0__job *job, int sleep_ms) {
         until.tv_sec++;
     }
     pthread_mutex_lock(&job->lock);
-    while (!job->beat.done && pthread_cond_timedwait(&job->ended, &job->lock, &until) == 0) {
+    while (!job->status.done && pthread_cond_timedwait(&job->finished, &job->lock, &until) == 0) {
     }
-    beat = job->beat;
+    beat = job->status;
     pthread_mutex_unlock(&job->lock);
     return beat;
 }
 
-/* Rank 0: tells the others that it is there, four times in a timeout, until the work has ended. */
-static inline ddp_result rank0__lead(ddp_group *group, rank0__job *job, rank0__beat *beat) {
+/* Rank 0: runs prepare on a thread. Broadcasts a heartbeat four times per timeout, at least once per second,
+   until prepare has returned. */
+static inline ddp_result rank0__run(ddp_group *group, rank0__job *job, rank0__heartbeat *beat) {
     int sleep_ms = ddp_group_timeout_ms(group) / 4 + 1, running = 0;
     pthread_condattr_t clock;
     pthread_t thread;
@@ -326,44 +369,50 @@ static inline ddp_result rank0__lead(ddp_group *group, rank0__job *job, rank0__b
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_mutex_init(&job->lock, NULL);
-    pthread_cond_init(&job->ended, &clock);
+    pthread_cond_init(&job->finished, &clock);
     if (!job->prepare)
-        rank0__end(job, DDP_ERR_INVALID, "rank0_first: prepare is NULL on rank 0");
+        rank0__finish(job, DDP_ERR_INVALID, "rank0_first: prepare is NULL on rank 0");
     else if (ddp_world_size(group) == 1)
-        rank0__carry_out(job);
-    else if (pthread_create(&thread, NULL, rank0__carry_out, job) == 0)
+        rank0__thread(job);
+    else if (pthread_create(&thread, NULL, rank0__thread, job) == 0)
         running = 1;
     else
-        rank0__end(job, DDP_ERR_SYSTEM, "rank0_first: there can be no more threads");
+        rank0__finish(job, DDP_ERR_SYSTEM, "rank0_first: rank 0 cannot create a thread; raise ulimit -u");
     do {
-        *beat = rank0__await(job, sleep_ms < 1000 ? sleep_ms : 1000);
+        *beat = rank0__wait(job, sleep_ms < 1000 ? sleep_ms : 1000);
         result = ddp_broadcast(group, beat, sizeof *beat, DDP_U8, 0, NULL);
     } while (result == DDP_OK && !beat->done);
     if (running) pthread_join(thread, NULL);
-    pthread_cond_destroy(&job->ended);
+    pthread_cond_destroy(&job->finished);
     pthread_mutex_destroy(&job->lock);
     pthread_condattr_destroy(&clock);
     return result;
 }
 
-/* Runs prepare on rank 0 while the others wait for it, and gives its result, and its ddp_last_error, to everybody. It may take longer than the
-   group's timeout, because rank 0 tells all the time that it is there: a rank 0 that dies, or stops as a whole, still is an error on the others.
-   prepare runs on a thread of its own and makes no calls on the group; it is not interrupted when another rank is lost, which rank 0 says after it.
-   Collective. Errors: what prepare returned; DDP_ERR_INVALID when it is NULL on rank 0 (elsewhere it is not read); DDP_ERR_SYSTEM; those of a broadcast. */
+/* Runs prepare(user) on rank 0. The other ranks wait, then return its result and its ddp_last_error().
+   prepare may take longer than the group's timeout, because rank 0 sends heartbeats. If rank 0 dies or is
+   stopped, the other ranks return an error.
+   prepare runs on its own thread and must not call functions with the group. If another rank dies, prepare
+   still runs to its end; then rank 0 returns the error.
+   Collective, blocking. prepare and user are read only on rank 0.
+   Errors: the result of prepare; DDP_ERR_INVALID if prepare is NULL on rank 0; DDP_ERR_SYSTEM; the errors of
+   ddp_broadcast. */
 static inline ddp_result rank0_first(ddp_group *group, rank0_fn prepare, void *user) {
     rank0__job job;
-    rank0__beat beat;
+    rank0__heartbeat beat;
     ddp_result result;
     if (!group) return ddp_fail(DDP_ERR_INVALID, "rank0_first: group is NULL");
     memset(&job, 0, sizeof job);
     memset(&beat, 0, sizeof beat);
     job.prepare = prepare;
     job.user = user;
-    if (ddp_rank(group) == 0)
-        result = rank0__lead(group, &job, &beat);
-    else
-        do result = ddp_broadcast(group, &beat, sizeof beat, DDP_U8, 0, NULL);
-        while (result == DDP_OK && !beat.done);
+    if (ddp_rank(group) == 0) {
+        result = rank0__run(group, &job, &beat);
+    } else {
+        do {
+            result = ddp_broadcast(group, &beat, sizeof beat, DDP_U8, 0, NULL);
+        } while (result == DDP_OK && !beat.done);
+    }
     if (result != DDP_OK || beat.result == DDP_OK) return result;
     return ddp_fail((ddp_result)beat.result, "%s", beat.text);
 }

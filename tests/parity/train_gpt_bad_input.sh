@@ -35,9 +35,9 @@ wrong() {
 for ranks in 1 2; do
     small="$tiny --ranks $ranks"
     wrong "No such file" $small missing
-    wrong "holds no text" $small empty
-    wrong "holds no text" $small nothing
-    wrong "holds no text" $small text empty
+    wrong "has no text" $small empty
+    wrong "has no text" $small nothing
+    wrong "has no text" $small text empty
     wrong "give more text or use a shorter --context" $small short
     wrong "use --batch" $small --batch 7 text
     wrong "use --channels 14" $small --channels 15 text

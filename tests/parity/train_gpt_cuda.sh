@@ -239,7 +239,7 @@ for ranks in 2 "4 --stages 2"; do
     timeout 60 "$program" --threads-as-ranks --init random.bin --micro-batch 1 --batch 4 --steps 1000000 --ranks $ranks shards > changes.out 2> changes.err &
     until grep -qs '^step ' changes.out || ! kill -0 $! 2> kill.err; do sleep 0.1; done
     case $ranks in
-    2) what='shards/b.bin: token [0-9]* is 65535, and the vocabulary ends at 50256'
+    2) what='shards/b.bin: token [0-9]* is 65535, but the vocabulary has 50257'
         { head -c 1024 tokens.bin; head -c 400 /dev/zero | tr '\000' '\377'; } > new
         mv new shards/b.bin ;;
     *) what='shards/b.bin: No such file'; rm shards/b.bin ;;
@@ -296,7 +296,7 @@ before=$(state)
     mkdir both
     cp tokens.bin text both
     before=$(state)
-    wrong "both/text is no token shard" --threads-as-ranks both
+    wrong "both/text is not a token shard" --threads-as-ranks both
     rm -r both
     before=$(state)
     wrong "in one tensor, and this run needs them apart; use --tp 1, or go on with train_gpt_fsdp" --resume here --tp 2 --threads-as-ranks text

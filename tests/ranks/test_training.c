@@ -88,19 +88,19 @@ static ddp_result wrong_counts(ddp_group *world) {
     memset(&untouched, 7, sizeof untouched);
     total[0] = untouched;
     REFUSED(world, metric_all_reduce(world, m, 1, 0, total), DDP_ERR_INVALID,
-            "metric 0 of 1: no rank has added a sample");
+            "metric_all_reduce: metric 0 of 1 has no samples");
     if (ddp_rank(world) == 0) metric_add(m, 1, 1);
-    REFUSED(world, metric_all_reduce(world, m, 1, 0, total), DDP_ERR_INVALID, "no rank has added");
+    REFUSED(world, metric_all_reduce(world, m, 1, 0, total), DDP_ERR_INVALID, "metric 0 of 1 has no samples");
     if (padded > SAMPLES) {
         RANKS_OK(world, add_part(world, m, 0, 0, 0));
-        snprintf(text, sizeof text, "metric 0 of 2: %d samples were added, there are %d; pass on is_padding",
-                 padded, SAMPLES);
+        snprintf(text, sizeof text, "metric 0 of 2 has %d samples, expected %d; pass is_padding", padded,
+                 SAMPLES);
         REFUSED(world, metric_all_reduce(world, m, 2, SAMPLES, total), DDP_ERR_INVALID, text);
         memset(m, 0, sizeof m);
     }
     RANKS_OK(world, add_part(world, m, 1, 0, 1));
     REFUSED(world, metric_all_reduce(world, m, 2, SAMPLES + 1, total), DDP_ERR_INVALID,
-            "103 samples were added, there are 104; go through the whole epoch");
+            "103 samples, expected 104; evaluate the whole epoch");
     RANKS_CHECK(world, memcmp(&total[0], &untouched, sizeof untouched) == 0, "totals were written");
     RANKS_OK(world, metric_all_reduce(world, m, 2, 0, total)); /* nothing was lost */
     RANKS_CHECK(world, same_total(&total[0], &want), "%.17g, wanted %.17g", total[0].mean, want.mean);
@@ -201,23 +201,24 @@ static ddp_result drift_is_named(ddp_group *world) {
     if (rank == w - 1) mine.values[1 + 999] = 3;
     if (rank == w - 1) mine.values[1001 + 36] = -3;
     REFUSED(world, drift_check(world, mine.params, TENSORS, 30, 10), DDP_ERR_CORRUPT,
-            "step 30: ranks have drifted apart: parameter 2 \"weight\", the first of 2 that differ");
+            "drift_check: step 30: parameter 2 \"weight\", the first of 2 that differ");
     fill_weights(&mine);
     mine.values[0] = 0;
     if (rank == 0) mine.values[0] = -0.0f;
     REFUSED(world, drift_check(world, mine.params, TENSORS, 40, 10), DDP_ERR_CORRUPT,
             "parameter 0 \"scale\", the first of 1 that differ");
     if (w > 2)
-        RANKS_CHECK(world, strstr(ddp_last_error(), "another on rank 0 than on the other"), "%s",
+        RANKS_CHECK(world, strstr(ddp_last_error(), "has other values on rank 0 than on the other"), "%s",
                     ddp_last_error());
     fill_weights(&mine);
     if (w == 4 && rank % 2) mine.values[1001] = 9;
     if (w == 4)
         REFUSED(world, drift_check(world, mine.params, TENSORS, 40, 10), DDP_ERR_CORRUPT,
-                "parameter 3 \"\", the first of 1 that differ, is another on ranks 1 3 than on the other 2");
+                "parameter 3 \"\", the first of 1 that differ, has other values on ranks 1 3 than on the "
+                "other 2");
     fill_weights(&mine);
     REFUSED(world, drift_check(world, mine.params, rank == w - 1 ? TENSORS - 1 : TENSORS, 0, 1),
-            DDP_ERR_MISMATCH, "between 3 and 4 parameters");
+            DDP_ERR_MISMATCH, "param_count differs: it is 3 to 4");
     RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group stays usable */
     return DDP_OK;
 }
@@ -232,7 +233,7 @@ static ddp_result drift_bad_input(ddp_group *world) {
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 0), DDP_ERR_INVALID, "every=0");
     mine.params[2].value.data = NULL;
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID,
-            "parameter 2 \"weight\": its value has no data");
+            "parameter 2 \"weight\": value.data is NULL");
     fill_weights(&mine);
     mine.params[3].value.dtype = DDP_DTYPE_DEFAULT;
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "parameter 3");
@@ -251,7 +252,7 @@ static ddp_result drift_wrong_on_one(ddp_group *world) {
     REFUSED(world, drift_check(world, mine.params, TENSORS, 20, wrong ? 0 : 10), DDP_ERR_INVALID, "every=0");
     if (wrong) mine.params[2].value.data = NULL;
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID,
-            "parameter 2 \"weight\": its value has no data");
+            "parameter 2 \"weight\": value.data is NULL");
     RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "the rank is not named: %s",
                 ddp_last_error());
     fill_weights(&mine);

@@ -262,7 +262,7 @@ static void test_124m(void **state) {
     llmc_close(&m);
     put_hole("big.bin", bf16, llmc_file_bytes(&h) + 2);
     says(llmc_open(&m, path_of("big.bin")), DDP_ERR_CORRUPT, "big.bin",
-         "has 248952834 bytes, and its header describes 248952832");
+         "has 248952834 bytes, but its header needs 248952832");
     unlink(path_of("big.bin"));
 }
 
@@ -305,40 +305,31 @@ static void test_open_refused(void **state) {
         {{20240327, 2}, 4096, DDP_ERR_CORRUPT, "is a debug state of llm.c"},
         {{20240328, 2}, 4096, DDP_ERR_CORRUPT, "is a tokenizer of llm.c"},
         {{20240803, 3}, 4096, DDP_ERR_CORRUPT, "is a file of llm.c for Llama 3"},
-        {{0, 3}, 4096, DDP_ERR_CORRUPT, "is no checkpoint of llm.c: it begins with 0"},
+        {{0, 3}, 4096, DDP_ERR_CORRUPT, "is not a checkpoint of llm.c: it begins with 0"},
         {{20240326, 1, 3, 5, 2, 2, 6},
          4096,
          DDP_ERR_UNSUPPORTED,
-         "version 1; 3 (f32) and 5 (bf16) can be read"},
+         "checkpoint version 1; 3 (f32) and 5 (bf16) are supported"},
         {{20240326, 4, 3, 5, 2, 2, 6, 8}, 4096, DDP_ERR_UNSUPPORTED, "version 4;"},
         {{20240326, 3, 0, 5, 2, 2, 6, 8},
          4096,
          DDP_ERR_CORRUPT,
-         "context=0 vocab=5 layers=2 heads=2 channels=6 padded_vocab=8, but vocab, context"},
+         "context=0 vocab=5 layers=2 heads=2 channels=6 padded_vocab=8: vocab, context"},
         {{20240326, 3, 3, -5, 2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "vocab=-5"},
         {{20240326, 3, 3, 5, -2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "layers=-2"},
         {{20240326, 3, 3, 5, 2, 0, 6, 8}, 4096, DDP_ERR_CORRUPT, "heads=0"},
         {{20240326, 3, 3, 5, 2, 4, 6, 8}, 4096, DDP_ERR_CORRUPT, "channels must be a multiple of heads"},
         {{20240326, 3, 3, 5, 2, 2, 6, 4}, 4096, DDP_ERR_CORRUPT, "padded_vocab must not be less than vocab"},
-        {{20240326, 3, 1, 1, 2147483647, 1, 2147483647, 1},
-         4096,
-         DDP_ERR_CORRUPT,
-         "so large a model fits no file"},
-        {{20240326, 5, 1, 1, 2147483647, 1, 1, 1}, 4096, DDP_ERR_CORRUPT, "so large a model fits no file"},
+        {{20240326, 3, 1, 1, 2147483647, 1, 2147483647, 1}, 4096, DDP_ERR_CORRUPT, "the model is too large"},
+        {{20240326, 5, 1, 1, 2147483647, 1, 1, 1}, 4096, DDP_ERR_CORRUPT, "the model is too large"},
         {{20240326, 3, 2147483647, 2147483647, 1, 1, 2147483647, 2147483647},
          4096,
          DDP_ERR_CORRUPT,
-         "so large a model fits no file"},
-        {{20240326, 3, 3, 5, 2, 2, 6, 8},
-         1024,
-         DDP_ERR_CORRUPT,
-         "has 1024 bytes, and its header describes 5416"},
+         "the model is too large"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 1024, DDP_ERR_CORRUPT, "has 1024 bytes, but its header needs 5416"},
         {{20240326, 3, 3, 5, 2, 2, 6, 8}, 5415, DDP_ERR_CORRUPT, "has 5415 bytes"},
         {{20240326, 3, 3, 5, 2, 2, 6, 8}, 5417, DDP_ERR_CORRUPT, "has 5417 bytes"},
-        {{20240326, 5, 3, 5, 2, 2, 6, 8},
-         5416,
-         DDP_ERR_CORRUPT,
-         "has 5416 bytes, and its header describes 3220"},
+        {{20240326, 5, 3, 5, 2, 2, 6, 8}, 5416, DDP_ERR_CORRUPT, "has 5416 bytes, but its header needs 3220"},
         {{20240326, 3, 3, 5, 2, 2, 6, 8},
          1023,
          DDP_ERR_CORRUPT,
@@ -356,8 +347,8 @@ static void test_open_refused(void **state) {
         assert_false(m.is_open);
     }
     says(llmc_open(&m, path_of("missing.bin")), DDP_ERR_INVALID, "missing.bin",
-         "give a checkpoint of llm.c that can be read");
-    says(llmc_open(&m, folder), DDP_ERR_INVALID, folder, "is no file");
+         "pass a readable checkpoint of llm.c");
+    says(llmc_open(&m, folder), DDP_ERR_INVALID, folder, "is not a regular file");
     llmc_close(&m);
 }
 
@@ -369,15 +360,18 @@ static void test_read_refused(void **state) {
     (void)state;
     write_model("m.bin", &h, &a);
     assert_int_equal(llmc_open(&m, path_of("m.bin")), DDP_OK);
-    says(llmc_read(&m, -1, 0, 1, out), DDP_ERR_INVALID, "m.bin", "parameter -1, but there are 29");
-    says(llmc_read(&m, 29, 0, 1, out), DDP_ERR_INVALID, "m.bin", "parameter 29, but there are 29");
-    says(llmc_read(&m, 1, 2, 2, out), DDP_ERR_INVALID, "m.bin", "2 rows from 2 of wpe, which has 3");
-    says(llmc_read(&m, 0, 8, 1, out), DDP_ERR_INVALID, "m.bin", "1 rows from 8 of wte, which has 8");
-    says(llmc_read(&m, 14, -1, 1, out), DDP_ERR_INVALID, "m.bin", "1 rows from -1 of h.1.ln1.weight");
-    says(llmc_read(&m, 14, INT64_MAX, 1, out), DDP_ERR_INVALID, "m.bin", "of h.1.ln1.weight, which has 6");
-    says(llmc_read(&m, 14, 1, INT64_MAX, out), DDP_ERR_INVALID, "m.bin", "of h.1.ln1.weight, which has 6");
+    says(llmc_read(&m, -1, 0, 1, out), DDP_ERR_INVALID, "m.bin",
+         "index=-1 must be 0 or more and less than 29");
+    says(llmc_read(&m, 29, 0, 1, out), DDP_ERR_INVALID, "m.bin", "index=29 must be");
+    says(llmc_read(&m, 1, 2, 2, out), DDP_ERR_INVALID, "m.bin",
+         "wpe has 3 rows; first=2 rows=2 is out of range");
+    says(llmc_read(&m, 0, 8, 1, out), DDP_ERR_INVALID, "m.bin", "wte has 8 rows; first=8 rows=1 is");
+    says(llmc_read(&m, 14, -1, 1, out), DDP_ERR_INVALID, "m.bin",
+         "h.1.ln1.weight has 6 rows; first=-1 rows=1 is");
+    says(llmc_read(&m, 14, INT64_MAX, 1, out), DDP_ERR_INVALID, "m.bin", "h.1.ln1.weight has 6 rows; first=");
+    says(llmc_read(&m, 14, 1, INT64_MAX, out), DDP_ERR_INVALID, "m.bin", "h.1.ln1.weight has 6 rows; first=");
     assert_int_equal(truncate(path_of("m.bin"), 3000), 0); /* truncated while it is open */
-    says(llmc_read(&m, 27, 0, 6, out), DDP_ERR_CORRUPT, "m.bin", "while it is read");
+    says(llmc_read(&m, 27, 0, 6, out), DDP_ERR_CORRUPT, "m.bin", "while it was open");
     assert_int_equal(llmc_read(&m, 0, 0, 5, out), DDP_OK);
     llmc_close(&m);
     says(llmc_read(&m, 0, 0, 1, out), DDP_ERR_INVALID, "llmc_read", "call llmc_open first");
@@ -410,9 +404,9 @@ static void test_write_refused(void **state) {
     signal(SIGXFSZ, SIG_IGN);
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
     says(llmc_write(path_of("m.bin"), &h, give_rows, &a), DDP_ERR_SYSTEM,
-         "m.bin cannot be written: File too large", "untouched");
+         "m.bin cannot be written: File too large", "unchanged");
     says(llmc_write_random_tokens(path_of("m.bin"), 100000, 256, 1), DDP_ERR_SYSTEM,
-         "m.bin cannot be written: File too large", "untouched");
+         "m.bin cannot be written: File too large", "unchanged");
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
     assert_false(is_there("m.bin.tmp"));
     now = get("m.bin", &after);
@@ -427,7 +421,8 @@ static void test_write_refused(void **state) {
     longest[sizeof longest - 1] = 0;
     says(llmc_write(longest, &h, give_rows, &a), DDP_ERR_INVALID, "xxx", "choose a shorter one");
     bad = h, bad.dtype = DDP_F16;
-    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "f32 or bf16 only");
+    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin",
+         "dtype must be f32 or bf16");
     bad = h, bad.padded_vocab = 4;
     says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin",
          "padded_vocab must not be less than vocab");
@@ -489,19 +484,19 @@ static void test_shards_refused(void **state) {
     static const int32_t tokens[2][3] = {{1, -2, 3}, {1, 2, 65536}};
     (void)state;
     says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I32, 3), DDP_ERR_INVALID, "u.bin",
-         "token 1 is -2; a shard holds 0 to 65535");
+         "token 1 is -2; use tokens from 0 to 65535");
     says(llmc_write_tokens(path_of("u.bin"), tokens[1], DDP_I32, 3), DDP_ERR_INVALID, "u.bin",
          "token 2 is 65536");
     says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I64, 1), DDP_ERR_INVALID, "u.bin",
-         "of dtype u8 or i32");
+         "dtype is not DDP_U8 or DDP_I32");
     says(llmc_write_tokens(path_of("u.bin"), NULL, DDP_U8, 1), DDP_ERR_INVALID, "u.bin",
-         "of dtype u8 or i32");
+         "dtype is not DDP_U8 or DDP_I32");
     says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_U8, 0), DDP_ERR_INVALID, "u.bin",
-         "0 tokens; a shard holds 1 to 2147483647");
+         "count=0; a shard has 1 to 2147483647 tokens");
     says(llmc_write_random_tokens(path_of("u.bin"), INT64_C(1) << 31, 256, 1), DDP_ERR_INVALID, "u.bin",
-         "2147483648 tokens");
+         "count=2147483648");
     says(llmc_write_random_tokens(path_of("u.bin"), 5, 0, 1), DDP_ERR_INVALID, "u.bin",
-         "vocab=0; tokens of a shard take 1 to 65536");
+         "vocab=0 must be 1 to 65536");
     says(llmc_write_random_tokens(path_of("u.bin"), 5, 65537, 1), DDP_ERR_INVALID, "u.bin", "vocab=65537");
     says(llmc_write_random_tokens("nowhere/u.bin", 5, 256, 1), DDP_ERR_SYSTEM, "nowhere/u.bin",
          "cannot be written");
@@ -566,7 +561,7 @@ static void test_stream(void **state) {
     check_tokens(&t, 0, 3000, tokens + 1005);
     check_tokens(&t, 3000, 1000, tokens);
     says(text_bad_token(&t, 2 * 3007, 9, 5), DDP_ERR_CORRUPT, "0.bin",
-         "token 7 is 9, and the vocabulary ends at 4");
+         "token 7 is 9, but the vocabulary has 5");
     text_free(&t);
 }
 
@@ -583,28 +578,28 @@ static void test_stream_refused(void **state) {
     assert_int_equal(text_open_shards(&t, paths + 1, 1), DDP_OK);
     assert_true(t.count == 0 && t.shards.count == 0);
     says(text_open_shards(&t, paths, 2), DDP_ERR_INVALID, "words.txt",
-         "no token shard, and another path is one");
+         "is not a token shard, but another file is");
     put("refused/x.txt", "words", 5);
     says(text_open_shards(&t, &folder_path, 1), DDP_ERR_INVALID, "x.txt",
-         "no token shard, and another path is one");
+         "is not a token shard, but another file is");
     unlink(path_of("refused/x.txt"));
     put("refused/3.bin", header, sizeof header);
-    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_UNSUPPORTED, "3.bin", "version 2 of the format");
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_UNSUPPORTED, "3.bin", "shard version 2");
     put("refused/3.bin", header, 1000);
     says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "ends inside its header");
     put_zeros("refused/3.bin", 70);
     assert_int_equal(truncate(path_of("refused/3.bin"), 1024 + 139), 0);
     says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin",
-         "139 bytes after its header, which says 70 tokens of 2");
+         "139 bytes after its header, not 2 for each of 70 tokens");
     put_zeros("refused/3.bin", -1);
-    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "which says -1 tokens");
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "not 2 for each of -1 tokens");
     assert_true(t.count == 0 && t.shards.count == 0);
     put_zeros("refused/3.bin", 70);
     assert_int_equal(text_open_shards(&t, &folder_path, 1), DDP_OK);
     put_zeros("refused/3.bin", 69);
-    says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_CORRUPT, "3.bin", "has other tokens than at the start");
+    says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_CORRUPT, "3.bin", "its token count has changed");
     put("refused/3.bin", tokens, 4096);
-    says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_CORRUPT, "3.bin", "no token shard any more");
+    says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_CORRUPT, "3.bin", "is no longer a token shard");
     unlink(path_of("refused/3.bin"));
     says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_INVALID, "3.bin", "No such file");
     check_tokens(&t, 990, 10, tokens + 990);

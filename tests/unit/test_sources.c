@@ -1,5 +1,4 @@
-/* examples/extras/sources.h: each kind of file opened and fetched from, and every possible error of a file, with its
-   name. */
+/* examples/extras/sources.h and text.h: every kind of file is opened and read, and every error names the file. */
 #include "../support/folder.h"
 #include "../support/watchdog.h"
 
@@ -96,7 +95,7 @@ static void test_idx_of_each_type(void **state) {
             }
         }
         assert_int_equal(get(&s, 2, file), DDP_ERR_INVALID);
-        assert_non_null(strstr(ddp_last_error(), "a.idx: sample 2, but there are 2"));
+        assert_non_null(strstr(ddp_last_error(), "a.idx: index=2 must be 0 or more and less than 2"));
         assert_int_equal(get(&s, -1, file), DDP_ERR_INVALID);
         source_close(&s);
         source_close(&s); /* an empty one is fine too */
@@ -127,7 +126,7 @@ static void test_idx_gzipped_pair(void **state) {
     }
     b.count = 4;
     assert_int_equal(source_fetch_each(both, 4, fields), DDP_ERR_INVALID);
-    assert_non_null(strstr(ddp_last_error(), "labels: sample 4"));
+    assert_non_null(strstr(ddp_last_error(), "labels: index=4"));
     source_close(&a);
     source_close(&b);
 }
@@ -140,14 +139,14 @@ static void test_idx_refused(void **state) {
         const char *words;
     } cases[] = {
         {"", 0, DDP_ERR_CORRUPT, "is empty"},
-        {"\0\0\10", 3, DDP_ERR_CORRUPT, "is no IDX file"},
-        {"\1\0\10\1\0\0\0\1x", 9, DDP_ERR_CORRUPT, "is no IDX file"},
-        {"\0\0\12\1\0\0\0\1x", 9, DDP_ERR_CORRUPT, "of type 0x0a"},
+        {"\0\0\10", 3, DDP_ERR_CORRUPT, "is not an IDX file"},
+        {"\1\0\10\1\0\0\0\1x", 9, DDP_ERR_CORRUPT, "is not an IDX file"},
+        {"\0\0\12\1\0\0\0\1x", 9, DDP_ERR_CORRUPT, "invalid IDX element type 0x0a"},
         {"\0\0\10\0x", 5, DDP_ERR_UNSUPPORTED, "has 0 dimensions"},
         {"\0\0\10\12x", 5, DDP_ERR_UNSUPPORTED, "has 10 dimensions"},
         {"\0\0\10\2\0\0\0\1\0\0", 10, DDP_ERR_CORRUPT, "ends inside its header, at byte 10"},
-        {"\0\0\10\1\0\0\0\0", 8, DDP_ERR_INVALID, "holds no samples"},
-        {"\0\0\10\2\0\0\0\1\0\0\0\0", 12, DDP_ERR_INVALID, "holds no samples"},
+        {"\0\0\10\1\0\0\0\0", 8, DDP_ERR_INVALID, "has no samples"},
+        {"\0\0\10\2\0\0\0\1\0\0\0\0", 12, DDP_ERR_INVALID, "has no samples"},
         {"\0\0\10\1\0\0\0\3xx", 10, DDP_ERR_CORRUPT,
          "3 samples of 1 elements of 1 bytes do not fill the 2 bytes"},
         {"\0\0\10\1\0\0\0\3xxxx", 12, DDP_ERR_CORRUPT, "do not fill the 4 bytes"},
@@ -160,8 +159,8 @@ static void test_idx_refused(void **state) {
         says(&s, source_open_idx(&s, put("bad.idx", cases[i].bytes, (size_t)cases[i].size)), cases[i].result,
              "bad.idx", cases[i].words);
     says(&s, source_open_idx(&s, path_of("missing.idx")), DDP_ERR_INVALID, "missing.idx",
-         "give a file that can be read");
-    says(&s, source_open_idx(&s, folder), DDP_ERR_INVALID, folder, "is no file");
+         "pass a readable file");
+    says(&s, source_open_idx(&s, folder), DDP_ERR_INVALID, folder, "is not a regular file");
 }
 
 //== gzip ===================================================================================================
@@ -182,9 +181,9 @@ static void test_gzip_refused(void **state) {
     assert_int_equal(s.count, 200000);
     assert_memory_equal(s.file->data, idx + 8, 200000);
     source_close(&s);
-    says(&s, source_open_idx(&s, put("n.gz", packed, size - 1)), DDP_ERR_CORRUPT, "n.gz", "cut short");
-    says(&s, source_open_idx(&s, put("n.gz", packed, size / 2)), DDP_ERR_CORRUPT, "n.gz", "cut short");
-    says(&s, source_open_idx(&s, put("n.gz", packed, 5)), DDP_ERR_CORRUPT, "n.gz", "cut short");
+    says(&s, source_open_idx(&s, put("n.gz", packed, size - 1)), DDP_ERR_CORRUPT, "n.gz", "truncated");
+    says(&s, source_open_idx(&s, put("n.gz", packed, size / 2)), DDP_ERR_CORRUPT, "n.gz", "truncated");
+    says(&s, source_open_idx(&s, put("n.gz", packed, 5)), DDP_ERR_CORRUPT, "n.gz", "truncated");
     packed[size / 2] ^= 16;
     says(&s, source_open_idx(&s, put("n.gz", packed, size)), DDP_ERR_CORRUPT, "n.gz", "damaged");
     packed[size / 2] ^= 16;
@@ -193,7 +192,8 @@ static void test_gzip_refused(void **state) {
     packed[size - 8] ^= 1;
     put("nothing", "", 0);
     size = gzipped("nothing", packed, sizeof packed);
-    says(&s, source_open_idx(&s, put("n.gz", packed, size)), DDP_ERR_CORRUPT, "n.gz", "unpacks to nothing");
+    says(&s, source_open_idx(&s, put("n.gz", packed, size)), DDP_ERR_CORRUPT, "n.gz",
+         "is empty after unpacking");
     setenv("PATH", "/nowhere", 1);
     says(&s, source_open_idx(&s, path_of("n.gz")), DDP_ERR_SYSTEM, "n.gz", "install it, or unpack the file");
     setenv("PATH", kept, 1);
@@ -267,11 +267,11 @@ static void test_npy_refused(void **state) {
         {"{'descr': '<f4', 'fortran_order': True, 'shape': (2, 2), }", 16, DDP_ERR_UNSUPPORTED,
          "Fortran order"},
         {"{'descr': '<c8', 'fortran_order': False, 'shape': (1, 1), }", 8, DDP_ERR_UNSUPPORTED,
-         "its elements are '<c8'"},
+         "dtype '<c8' has no ddp_dtype"},
         {"{'descr': '<u4', 'fortran_order': False, 'shape': (2,), }", 8, DDP_ERR_UNSUPPORTED,
-         "its elements are '<u4'"},
+         "dtype '<u4' has no ddp_dtype"},
         {"{'descr': '<f16', 'fortran_order': False, 'shape': (2,), }", 32, DDP_ERR_UNSUPPORTED,
-         "its elements are '<f16'"},
+         "dtype '<f16' has no ddp_dtype"},
         {"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,), }", 8, DDP_ERR_UNSUPPORTED,
          "its elements are records"},
         {"{'fortran_order': False, 'shape': (2,), 'descr': '<", 8, DDP_ERR_CORRUPT, "a dtype in quotes"},
@@ -283,10 +283,8 @@ static void test_npy_refused(void **state) {
          "at byte 64 there should be an entry of a shape, which is a number"},
         {"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,), }", 8, DDP_ERR_CORRUPT,
          "at byte 61 there should be an entry of a shape, which is a number"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (), }", 4, DDP_ERR_INVALID,
-         "holds a single value"},
-        {"{'descr': '<f4', 'fortran_order': False, 'shape': (0, 2), }", 0, DDP_ERR_INVALID,
-         "holds no samples"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (), }", 4, DDP_ERR_INVALID, "has no dimensions"},
+        {"{'descr': '<f4', 'fortran_order': False, 'shape': (0, 2), }", 0, DDP_ERR_INVALID, "has no samples"},
         {"{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1,1), }", 4, DDP_ERR_UNSUPPORTED,
          "more than 9 dimensions"},
         {"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }", 15, DDP_ERR_CORRUPT,
@@ -359,22 +357,22 @@ static void test_tokens_refused(void **state) {
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240521, 1, 9, 0, 0), 4), DDP_ERR_CORRUPT, "b.bin",
          "it begins with 20240521, not 20240520");
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 7, 9, 0, 0), 4), DDP_ERR_UNSUPPORTED,
-         "b.bin", "version 7");
+         "b.bin", "shard version 7");
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, 2), 4), DDP_ERR_CORRUPT, "b.bin",
-         "has 20 bytes after its header, which says 9");
+         "has 20 bytes after its header, not 2 for each of 9 tokens");
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, -1), 4), DDP_ERR_CORRUPT, "b.bin",
          "has 17 bytes");
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, -9, 0, 0), 4), DDP_ERR_CORRUPT, "b.bin",
-         "says -9");
+         "not 2 for each of -9 tokens");
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 0, 0, -1), 4), DDP_ERR_CORRUPT, "b.bin",
          "ends inside its header");
     says(&s, source_open_tokens(&s, put("b.bin", "", 0), 4), DDP_ERR_CORRUPT, "b.bin", "is empty");
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 4, 0, 0), 4), DDP_ERR_INVALID, "b.bin",
-         "has 4 tokens, and a sample takes 5");
+         "has 4 tokens, but a sample needs 5");
     says(&s, source_open_tokens(&s, put_shard("b.bin", 20240520, 1, 9, 0, 0), 0), DDP_ERR_INVALID, "b.bin",
          "context=0");
     says(&s, source_open_tokens(&s, path_of("none_*.bin"), 4), DDP_ERR_INVALID, "none_*.bin",
-         "no file has such a name");
+         "no file matches");
     put_shard("m_1.bin", 20240520, 1, 9, 0, 0);
     put_shard("m_2.bin", 20240520, 1, 9, 0, 1); /* the second of two: the first is closed again */
     says(&s, source_open_tokens(&s, path_of("m_*.bin"), 4), DDP_ERR_CORRUPT, "m_2.bin", "has 19 bytes");
@@ -397,10 +395,47 @@ static void test_text(void **state) {
     assert_memory_equal(window, "89abc", 5);
     source_close(&s);
     says(&s, source_open_text(&s, paths, 1, 7), DDP_ERR_INVALID, "the text",
-         "has 7 tokens, and a sample takes 8");
-    says(&s, source_open_text(&s, paths, 1, 0), DDP_ERR_INVALID, "a text", "context=0");
+         "has 7 tokens, but a sample needs 8");
+    says(&s, source_open_text(&s, paths, 1, 0), DDP_ERR_INVALID, "source_open_text", "context=0");
     says(&s, source_open_text(&s, &missing, 1, 4), DDP_ERR_INVALID, "sources.nowhere",
-         "give files or folders that exist");
+         "pass files or folders that exist");
+}
+
+//== text.h =================================================================================================
+
+/* A folder in byte order of its paths, without hidden, binary and linked files and folders named build. */
+static void test_text_folder(void **state) {
+    static const char *const folders[] = {"words", "words/b", "words/build", "words/.git", "empty"};
+    const char *paths[2], *none[1];
+    char path[256], window[16], words[256], empty[256], link[256];
+    text_buffer t = DDP_ZERO;
+    (void)state;
+    for (int i = 0; i < COUNT(folders); i++) assert_int_equal(mkdir(path_of(folders[i]), 0777), 0);
+    put("words/c.txt", "three ", 6);
+    put("words/a.txt", "one ", 4);
+    put("words/b/a.txt", "two ", 4);
+    put("words/b.bin", "x\0y", 3);
+    put("words/.hidden", "hidden", 6);
+    put("words/build/a.txt", "built", 5);
+    put("words/.git/a.txt", "object", 6);
+    snprintf(link, sizeof link, "%s", path_of("words/link.txt"));
+    assert_int_equal(symlink("a.txt", link), 0);
+    snprintf(path, sizeof path, "%s", put("last.txt", "four", 4));
+    snprintf(words, sizeof words, "%s", path_of("words"));
+    snprintf(empty, sizeof empty, "%s", path_of("empty"));
+    paths[0] = words;
+    paths[1] = path;
+    none[0] = empty;
+    assert_int_equal(text_load(&t, paths, 2), DDP_OK);
+    assert_int_equal(t.count, 18);
+    assert_memory_equal(t.bytes, "one two three four", 18);
+    assert_int_equal(text_read(&t, 4, 9, window), DDP_OK);
+    assert_memory_equal(window, "two three", 9);
+    text_free(&t);
+    assert_int_equal(text_load(&t, none, 1), DDP_ERR_INVALID);
+    assert_non_null(strstr(ddp_last_error(), "empty has no text"));
+    text_free(&t);
+    assert_null(t.bytes);
 }
 
 int main(void) {
@@ -412,7 +447,8 @@ int main(void) {
                                        cmocka_unit_test(test_npy_refused),
                                        cmocka_unit_test(test_tokens),
                                        cmocka_unit_test(test_tokens_refused),
-                                       cmocka_unit_test(test_text)};
+                                       cmocka_unit_test(test_text),
+                                       cmocka_unit_test(test_text_folder)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }
