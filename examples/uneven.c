@@ -1,134 +1,144 @@
-/*  uneven.c - ranks that have different numbers of batches, in one page: nobody waits for a gradient that does not come.
+/*  uneven.c - ranks with different numbers of batches
 
-    cc -O3 -march=native examples/uneven.c -o uneven -lm -lpthread
-    ./uneven                      rank r has r + 1 times as many batches as rank 0; --help lists the flags
+        cc -O3 -march=native examples/uneven.c -o uneven -lm -lpthread
+        ./uneven              3 ranks: rank 0 has 100 batches, rank 1 has 200, rank 2 has 300
+        ./uneven 2 50         2 ranks, 50 batches on rank 0
+        ./uneven 3 100 stop   all ranks stop when the first rank has no batch left
+
+    Without a join, a rank that has finished would leave the others waiting for its gradient. Before each step
+    every rank calls ddp_join_step and states whether it has a batch. The call returns the number of active
+    ranks, by which the reducer then divides:
 
         step     0       1       2
-        rank 0   batch   zeros   zeros      a rank that is through answers with zeros, averages are over the others;
-        rank 1   batch   batch   zeros      with --stop everybody ends where the first rank has no batch: here after step 0
+        rank 0   batch   zeros   zeros      a finished rank contributes zeros
+        rank 1   batch   batch   zeros
         rank 2   batch   batch   batch
+        active   3       2       1          "stop": all ranks stop after step 0
 
-    Before each step every rank tells ddp_join_step whether it has a batch, and hears how many have one. The layer y = W x learns what another one
-    computes. At the end all ranks have the same weights, and every batch that was there to be used is counted once. */
+    At the end all ranks hold the same weights, and every batch counts once in the mean loss. PyTorch calls
+    this the join context manager. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "gpt/launcher.h"
-#include "gpt/options.h"
-#include "extras/training.h"
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
-enum { ROWS = 4, COLUMNS = 6, BATCH = 8 };
+enum { ROWS = 4, COLUMNS = 6, SAMPLES = 8 }; /* samples of a batch */
 
-typedef struct settings {
-    int ranks, batches, stop, threads;
-} settings;
-typedef struct model {
-    ddp_param w;
-    float values[ROWS * COLUMNS];
-} model;
+typedef struct arguments {
+    int ranks, batches, stop;
+} arguments;
 
-/* One step of SGD: a rank without a batch takes it too, so that its weights stay those of the others. */
+typedef struct trainer {
+    ddp_param param;
+    float weight[ROWS * COLUMNS];
+    ddp_reducer *reducer;
+    ddp_join *join;
+    double first_loss, last_loss;
+    ddp_mean loss;
+} trainer;
+
+/* A step of SGD. A finished rank calls it too: its weights stay equal to those of the other ranks. */
 static ddp_result update(void *user) {
-    model *m = (model *)user;
-    const float *gradient = (const float *)m->w.grad.data;
-    for (int i = 0; i < ROWS * COLUMNS; i++) m->values[i] -= 0.1f * gradient[i];
+    trainer *t = (trainer *)user;
+    const float *gradient = (const float *)t->param.grad.data;
+    for (int i = 0; i < ROWS * COLUMNS; i++) t->weight[i] -= 0.1f * gradient[i];
     return DDP_OK;
 }
 
-/* The gradient of batch number `batch` of a rank; returns its loss. */
-static double backward(model *m, int rank, int batch) {
-    float *gradient = (float *)m->w.grad.data;
+/* The layer y = W x learns the outputs of another layer. Computes the gradient, and returns the loss. */
+static double backward(trainer *t, int rank, int batch) {
+    float *gradient = (float *)t->param.grad.data;
     double loss = 0;
     memset(gradient, 0, ROWS * COLUMNS * sizeof(float));
-    for (int s = 0; s < BATCH; s++)
+    for (int s = 0; s < SAMPLES; s++)
         for (int r = 0; r < ROWS; r++) {
             float x[COLUMNS], error = 0;
             for (int c = 0; c < COLUMNS; c++) {
                 x[c] = cosf((float)(1 + rank + 7 * batch + 13 * s) * (float)(c + 1));
-                error += (m->values[r * COLUMNS + c] - sinf((float)(r * COLUMNS + c))) * x[c];
+                error += (t->weight[r * COLUMNS + c] - sinf((float)(r * COLUMNS + c))) * x[c];
             }
-            loss += (double)(error * error) / (BATCH * ROWS);
-            for (int c = 0; c < COLUMNS; c++) gradient[r * COLUMNS + c] += error * x[c] / BATCH;
+            loss += (double)(error * error) / (SAMPLES * ROWS);
+            for (int c = 0; c < COLUMNS; c++) gradient[r * COLUMNS + c] += error * x[c] / SAMPLES;
         }
     return loss;
 }
 
-/* Steps for as long as ddp_join_step says. losses: of this rank's batches; first and last: those of rank 0's and the last rank's. Collective. */
-static ddp_result run(ddp_group *world, ddp_join *join, ddp_reducer *reducer, model *m, int batches,
-                      metric *losses, double *first, double *last) {
+static ddp_result train(trainer *t, int rank, int batches) {
     for (int batch = 0;; batch++) {
-        int active;
-        ddp_result result = ddp_join_step(join, batch < batches, &active);
-        if (result != DDP_OK || active == 0) return result;
-        *last = backward(m, ddp_rank(world), batch);
-        if (batch == 0) *first = *last;
-        metric_add(losses, *last, 0);
-        result = ddp_reducer_ready(reducer, 0);
-        if (result == DDP_OK) result = ddp_reducer_wait(reducer); /* the average over `active` ranks */
-        if (result == DDP_OK) result = update(m);
-        if (result != DDP_OK) return result;
+        int active; /* 0: training is over on all ranks */
+        DDP_TRY(ddp_join_step(t->join, batch < batches, &active));
+        if (active == 0) return DDP_OK;
+        t->last_loss = backward(t, rank, batch);
+        if (batch == 0) t->first_loss = t->last_loss;
+        ddp_mean_add(&t->loss, t->last_loss, 1);
+        DDP_TRY(ddp_reducer_ready(t->reducer, 0));
+        DDP_TRY(ddp_reducer_wait(t->reducer)); /* the gradient is now the average over active ranks */
+        DDP_TRY(update(t));
     }
 }
 
-static ddp_result train(ddp_group *world, void *user) {
-    const settings *set = (const settings *)user;
-    int ranks = ddp_world_size(world), rank = ddp_rank(world),
-        used = set->batches * (set->stop ? ranks : ranks * (ranks + 1) / 2);
-    model m = DDP_ZERO;
-    ddp_reducer_desc reducer_desc = DDP_ZERO;
-    ddp_join_desc join_desc = DDP_ZERO;
-    ddp_reducer *reducer = NULL;
-    ddp_join *join = NULL;
-    metric losses = DDP_ZERO;
-    metric_total total;
-    double loss[2] = {0, 0};
-    ddp_result result;
-    m.w.name = "w";
-    m.w.value.data = m.values, m.w.value.dtype = DDP_F32, m.w.value.ndim = 2, m.w.value.shape[0] = ROWS,
-    m.w.value.shape[1] = COLUMNS;
-    reducer_desc.params = &m.w;
-    reducer_desc.param_count = 1;
-    result = ddp_reducer_create(&reducer, world, &reducer_desc);
-    join_desc.reducer = reducer;
-    join_desc.mode = set->stop ? DDP_JOIN_STOP : DDP_JOIN_SHADOW;
-    join_desc.step_fn = update;
-    join_desc.user = &m;
-    if (result == DDP_OK) result = ddp_join_create(&join, world, &join_desc);
-    if (result == DDP_OK)
-        result = run(world, join, reducer, &m, set->batches * (rank + 1), &losses, &loss[0], &loss[1]);
-    if (result == DDP_OK) result = drift_check(world, &m.w, 1, 0, 1);
-    if (result == DDP_OK) result = metric_all_reduce(world, &losses, 1, used, &total);
-    if (result == DDP_OK)
-        result = ddp_broadcast(world, loss, 2, DDP_F64, ranks - 1, NULL); /* of the rank that has most */
-    if (result == DDP_OK && set->batches >= 100 && !(loss[1] < 1e-2 * loss[0]))
-        result = ddp_fail(DDP_ERR_CORRUPT, "the loss went from %g to %g", loss[0], loss[1]);
-    if (result == DDP_OK && rank == 0)
-        printf("%d ranks, rank 0 with %d batches, rank %d with %d: %lld batches used, loss %.4f -> %.2g, "
-               "equal weights\n",
-               ranks, set->batches, ranks - 1, set->batches * ranks, (long long)total.count, loss[0],
-               loss[1]);
-    ddp_join_destroy(join);
-    ddp_reducer_destroy(reducer);
+/* All ranks must hold the same weights. The loss must have fallen, and every batch must count once. */
+static ddp_result check(ddp_group *world, trainer *t, const arguments *args) {
+    int ranks = ddp_world_size(world);
+    int expected = args->batches * ranks; /* with "stop", every rank used as many as rank 0 has */
+    if (!args->stop) expected = args->batches * ranks * (ranks + 1) / 2;
+    uint64_t hash = 14695981039346656037u;
+    uint64_t least, greatest;
+    for (size_t k = 0; k < sizeof t->weight; k++)
+        hash = (hash ^ ((const uint8_t *)t->weight)[k]) * 1099511628211u;
+    DDP_TRY(ddp_all_reduce(world, &hash, &least, 1, DDP_U64, DDP_OP_MIN, NULL));
+    DDP_TRY(ddp_all_reduce(world, &hash, &greatest, 1, DDP_U64, DDP_OP_MAX, NULL));
+    if (least != greatest)
+        return ddp_fail(DDP_ERR_CORRUPT, "rank %d: the ranks ended with different weights", ddp_rank(world));
+
+    DDP_TRY(ddp_mean_reduce(world, &t->loss));
+    if (t->loss.count != expected)
+        return ddp_fail(DDP_ERR_CORRUPT, "%lld batches are in the mean loss, not %d",
+                        (long long)t->loss.count, expected);
+    if (ddp_rank(world) == ranks - 1) /* the rank with the most batches */
+        printf("%d ranks with %d to %d batches: %d used, loss %.4f -> %.2g, mean %.4f, weights %016llx\n",
+               ranks, args->batches, args->batches * ranks, expected, t->first_loss, t->last_loss,
+               ddp_mean_value(&t->loss), (unsigned long long)hash);
+    if (args->batches >= 100 && t->last_loss > 1e-2 * t->first_loss)
+        return ddp_fail(DDP_ERR_CORRUPT, "the loss went from %g to %g: it must fall by a factor of 100",
+                        t->first_loss, t->last_loss);
+    return DDP_OK;
+}
+
+static ddp_result create(trainer *t, ddp_group *world, int stop) {
+    ddp_reducer_desc reducer = {.params = &t->param, .param_count = 1};
+    t->param = (ddp_param){.name = "weight", .value = {t->weight, DDP_F32, 2, {ROWS, COLUMNS}}};
+    DDP_TRY(ddp_reducer_create(&t->reducer, world, &reducer));
+    ddp_join_desc join = {.reducer = t->reducer, .step_fn = update, .user = t};
+    if (stop) join.mode = DDP_JOIN_STOP;
+    return ddp_join_create(&t->join, world, &join);
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    const arguments *args = (const arguments *)user;
+    trainer t = {0};
+    ddp_result result = create(&t, world, args->stop);
+    if (result == DDP_OK) result = train(&t, ddp_rank(world), args->batches * (ddp_rank(world) + 1));
+    if (result == DDP_OK) result = check(world, &t, args);
+    ddp_join_destroy(t.join);
+    ddp_reducer_destroy(t.reducer);
     return result;
 }
 
 int main(int argc, char **argv) {
-    settings set = {0, 100, 0, 0};
-    const option options[] = {
-        {"--ranks", "N", &set.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS,
-         "ranks to start; 0 = 3, or those of a launcher"},
-        {"--batches", "N", &set.batches, NULL, NULL, 1, 1e6, "batches of rank 0"},
-        {"--stop", NULL, &set.stop, NULL, NULL, 0, 1, "stop with the first rank that has no batch"},
-        {"--threads-as-ranks", NULL, &set.threads, NULL, NULL, 0, 1, "ranks are threads of one process"},
-    };
-    ddp_launch_desc desc = DDP_ZERO;
-    int status = options_read("uneven: trains on ranks that have different numbers of batches", options, 4,
-                              argc, argv, NULL);
-    if (status >= 0) return status;
-    desc.world_size = ranks_to_start(set.ranks, 3);
-    desc.group.log_fn = print_notice;
-    desc.mode = set.threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
-    if (ddp_launch(&desc, train, &set) == DDP_OK) return 0;
-    fprintf(stderr, "uneven: %s\n", ddp_last_error());
-    return 1;
+    arguments args = {.ranks = 3, .batches = 100, .stop = argc > 3};
+    if (argc > 1) args.ranks = atoi(argv[1]);
+    if (argc > 2) args.batches = atoi(argv[2]);
+    ddp_launch_desc desc = {.world_size = args.ranks};
+    ddp_result result = DDP_OK;
+    if (argc > 4 || args.ranks < 1 || args.batches < 1 || args.batches > 1000000
+        || (args.stop && strcmp(argv[3], "stop") != 0))
+        result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [batches of rank 0 [stop]]]", argv[0]);
+    if (result == DDP_OK) result = ddp_launch(&desc, rank_main, &args);
+    if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
+    return result != DDP_OK;
 }
+
+/* MIT License: see LICENSE. */
