@@ -88,7 +88,7 @@ static ddp_result turn(ddp_group *world, variant *w, float *gradient, const floa
         TRY(ddp_reducer_wait(w->reducer));
     }
     *seconds = ddp_now() - start;
-    if (w->hook && w->hook->own) TRY(ddp_barrier(w->hook->own));
+    if (w->hook && w->hook->delay_group) TRY(ddp_barrier(w->hook->delay_group));
     return ddp_all_reduce(world, seconds, seconds, 1, DDP_F64, DDP_OP_MAX, NULL);
 }
 

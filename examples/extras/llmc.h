@@ -115,8 +115,7 @@ static inline const char *llmc__check(const llmc_header *h) {
     const char *wrong = gpt_config_check(&h->config);
     if (wrong) return wrong;
     if (h->padded_vocab < h->config.vocab) return "padded_vocab must not be less than vocab";
-    if (h->config.layers > INT32_MAX / 16 || llmc_file_bytes(h) < 0)
-        return "the model is too large";
+    if (h->config.layers > INT32_MAX / 16 || llmc_file_bytes(h) < 0) return "the model is too large";
     return NULL;
 }
 

@@ -622,11 +622,13 @@ static ddp_result bad_creates(ddp_group *group) {
         desc.params = m.params;
         desc.param_count = PARAMS;
         desc.rank = mine ? 2 : 3;
-        RANKS_CHECK(group, said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "different descs"),
+        RANKS_CHECK(group,
+                    said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "differ between ranks"),
                     "another rank");
         m.params[6].value.shape[0] += mine;
         desc.rank = 0;
-        RANKS_CHECK(group, said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "different descs"),
+        RANKS_CHECK(group,
+                    said(comm_hook_create(&hook, group, &desc), DDP_ERR_MISMATCH, "differ between ranks"),
                     "another shape");
     }
     comm_hook_destroy(NULL);
@@ -651,12 +653,12 @@ static ddp_result bad_states(ddp_group *group) {
                 "NULL");
     RANKS_CHECK(group, said(comm_hook_get_stats(m.hook, NULL), DDP_ERR_INVALID, "stats is NULL"), "NULL");
     for (int c = 0; c < 7; c++) {
-        static const char *const texts[] = {"is cut short",
+        static const char *const texts[] = {"is truncated",
                                             "was not written by",
                                             "another desc",
                                             "bytes, not",
                                             "states or state_bytes is NULL",
-                                            "is cut short",
+                                            "is truncated",
                                             "state_count=-1"};
         ddp_result want = c == 2 || c == 4 || c == 6 ? DDP_ERR_INVALID : DDP_ERR_CORRUPT;
         list[0] = state, list[1] = NULL, sizes[0] = bytes, sizes[1] = bytes;
@@ -691,8 +693,7 @@ static ddp_result bad_states(ddp_group *group) {
 /* Detected in a step: the group is a split, since it fails then. */
 static ddp_result bad_steps(ddp_group *group) {
     static const char *const texts[] = {"created on another group", "hook_user is NULL",
-                                        "have another number in the hook's desc", "are f64",
-                                        "leave per_token 0"};
+                                        "does not match the hook's desc", "are f64", "leave per_token 0"};
     for (int c = 0; c < 5; c++) {
         model m;
         ddp_group *child = NULL;
@@ -822,7 +823,7 @@ static ddp_result bad_locals(ddp_group *group) {
     RANKS_OK(group, local_sgd_save(local, state, &bytes));
     RANKS_CHECK(group, said(local_sgd_load(other, state, bytes), DDP_ERR_INVALID, "another desc"), "load");
     RANKS_CHECK(group, said(local_sgd_load(local, state, bytes - 1), DDP_ERR_CORRUPT, "bytes, not"), "load");
-    RANKS_CHECK(group, said(local_sgd_load(local, state, 3), DDP_ERR_CORRUPT, "cut short"), "load");
+    RANKS_CHECK(group, said(local_sgd_load(local, state, 3), DDP_ERR_CORRUPT, "truncated"), "load");
     state[1] ^= 1;
     RANKS_CHECK(group, said(local_sgd_load(local, state, bytes), DDP_ERR_CORRUPT, "not written by"), "load");
     bytes--;
@@ -832,7 +833,8 @@ static ddp_result bad_locals(ddp_group *group) {
     local_sgd_destroy(other);
     desc.every = mine ? 2 : 3;
     if (ddp_world_size(group) > 1)
-        RANKS_CHECK(group, said(local_sgd_create(&other, group, &desc), DDP_ERR_MISMATCH, "different descs"),
+        RANKS_CHECK(group,
+                    said(local_sgd_create(&other, group, &desc), DDP_ERR_MISMATCH, "differ between ranks"),
                     "create");
     desc.every = 2;
     m.params[5].value.dtype = DDP_F64;
@@ -1032,7 +1034,7 @@ static ddp_result into_trouble(ddp_group *group, void *user) {
     for (int step = 0; step < 6 && result == DDP_OK; step++) {
         if (step == 3 && rank == 1 && !troubles->leaves) raise(SIGKILL);
         if (step == 3 && rank == 1) { /* without its collective part */
-            ddp_group_destroy(m.hook->own);
+            ddp_group_destroy(m.hook->delay_group);
             return ddp_fail(DDP_ERR_ENGINE, "rank 1 has had enough");
         }
         result = model_step(&m, step);
