@@ -2,7 +2,7 @@
     cuda_tests.cu.
 
     gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu, fake_kernel is
-                                         test_fake_kernel.cu.
+                                         test_fake_kernel.cu, step_cuda is the example.
     Under the name train_gpt_cuda the program is that trainer, except with sanitizers. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
@@ -26,10 +26,33 @@ namespace kernel_tests {
 #include "test_fake_kernel.cu"
 }
 #undef main
+/* The fake GPU belongs to one process, so the ranks of the example are threads. */
+static ddp_result launch_threads(const ddp_launch_desc *desc, ddp_result (*fn)(ddp_group *, void *),
+                                 void *user) {
+    ddp_launch_desc threads = *desc;
+    threads.mode = DDP_LAUNCH_THREADS;
+    return ddp_launch(&threads, fn, user);
+}
+#define main example_main
+#define ddp_launch launch_threads
+namespace step_cuda {
+#include "../../examples/step_cuda.cu"
+}
+#undef ddp_launch
+#undef main
 #if !defined(__SANITIZE_ADDRESS__)
 #undef CUDA
 #include "train_gpt_cuda.cu"
 #endif
+
+/* The example on the fake GPU: its arguments, and no call out of order, no memory left. */
+static int run_example(int argc, char **argv) {
+    fake_start(1, 1); /* one GPU, which several ranks share through host memory */
+    int status = step_cuda::example_main(argc, argv);
+    std::string left = fake_left();
+    if (!left.empty()) printf("left behind:\n%s", left.c_str());
+    return status + fake_failures() + !left.empty();
+}
 
 int main(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "";
@@ -47,6 +70,7 @@ int main(int argc, char **argv) {
     if (strcmp(name, "gpt") == 0) return gpt_model_tests::test_main(argc, argv);
     if (strcmp(name, "attention") == 0) return attention_tests::test_main();
     if (strcmp(name, "fake_kernel") == 0) return kernel_tests::test_main();
-    printf("gpt_tests: no test is called '%s'; there are gpt, attention and fake_kernel\n", name);
+    if (strcmp(name, "step_cuda") == 0) return run_example(argc, argv);
+    printf("gpt_tests: no test is called '%s'; use gpt, attention, fake_kernel or step_cuda\n", name);
     return 2;
 }
