@@ -8,7 +8,7 @@ USAGE
     clipping, AdamW. Default sizes: 4 layers of 128 channels, then 6 of 256. Lines for plot_fsdp.gp are
     appended to the file dat.
 
-    All strategies, and train_gpt's DDP (ddp_reducer, ddp_accumulator, gpt_adamw), exist in the same processes
+    All strategies, and train_gpt's DDP (ddp_reducer, ddp_accumulator, ddp_optimizer), exist in the same processes
     and train the same model on the same tokens. They take turns of a few steps, in an order that is reversed
     every round. A turn starts at a barrier; its time is that of the slowest rank. Each round gives one ratio
     to NO_SHARD per strategy. Figures are medians and quartiles over rounds. "processor time" is the same
@@ -47,11 +47,10 @@ typedef struct variant {
     ddp_fsdp *fsdp; /* NULL = train_gpt's DDP, which uses: */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
-    float *first, *second; /* moments */
+    ddp_optimizer *optimizer;
     ddp_fsdp_param *params;
     ddp_fsdp_unit_desc *units;
     ddp_param *plain;
-    int step;
     /* ratios: of times and ran, to NO_SHARD's. */
     double times[ROUNDS_MAX], ran[ROUNDS_MAX], ratios[2][ROUNDS_MAX];
 } variant;
@@ -122,6 +121,7 @@ static ddp_result build_reducer(bench *b) {
     variant *w = &b->variants[REDUCER];
     ddp_reducer_desc reducer = DDP_ZERO;
     ddp_accumulator_desc accumulator = DDP_ZERO;
+    ddp_optimizer_desc adamw = DDP_ZERO;
     w->plain = (ddp_param *)zeros((size_t)b->model.param_count, sizeof *w->plain);
     for (int i = 0; i < b->model.param_count; i++) {
         describe(b, i, &w->plain[i]);
@@ -132,14 +132,18 @@ static ddp_result build_reducer(bench *b) {
             b->own[i] = b->own[b->infos[i].tied_to];
         w->plain[i].value.data = b->own[i];
     }
-    w->first = (float *)zeros((size_t)b->parameter_count, sizeof(float));
-    w->second = (float *)zeros((size_t)b->parameter_count, sizeof(float));
     reducer.params = accumulator.params = w->plain;
     reducer.param_count = accumulator.param_count = b->model.param_count;
     reducer.micro_batch_count = accumulator.micro_batch_count = MICROS;
     TRY(ddp_reducer_create(&w->reducer, b->world, &reducer));
     accumulator.reducer = w->reducer;
-    return ddp_accumulator_create(&w->accumulator, b->world, &accumulator);
+    TRY(ddp_accumulator_create(&w->accumulator, b->world, &accumulator));
+    adamw.params = w->plain;
+    adamw.param_count = gpt_param_head(&b->config); /* without the last, head.weight, which is wte */
+    adamw.beta2 = 0.95f;
+    adamw.weight_decay = 0.1f;
+    adamw.decay_matrices_only = 1;
+    return ddp_optimizer_create(&w->optimizer, b->world, &adamw);
 }
 
 static ddp_result build(bench *b) {
@@ -200,7 +204,6 @@ static void gradient_ready(void *user, int index) {
 }
 
 static ddp_result step_reducer(bench *b, variant *w) {
-    int64_t at = 0;
     for (int i = 0; i < b->model.param_count; i++) {
         b->model.values[i] = b->own[i];
         b->model.grads[i] = (float *)w->plain[i].grad.data;
@@ -212,15 +215,7 @@ static ddp_result step_reducer(bench *b, variant *w) {
     }
     TRY(ddp_reducer_wait(w->reducer));
     TRY(ddp_reducer_clip_grad_norm(w->reducer, 1.0f, NULL));
-    w->step++;
-    for (int i = 0; i < b->model.param_count; i++) {
-        const gpt_param *p = &b->infos[i];
-        if (p->tied_to >= 0) continue;
-        gpt_adamw(b->own[i], b->model.grads[i], w->first + at, w->second + at, (size_t)p->count, 1e-3f, 0.9f,
-                  0.95f, 1e-8f, p->ndim > 1 ? 0.1f : 0.0f, w->step, 1.0f);
-        at += p->count;
-    }
-    return DDP_OK;
+    return ddp_optimizer_step(w->optimizer, 1e-3f);
 }
 
 static double processor_seconds(void) {

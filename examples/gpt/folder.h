@@ -7,7 +7,7 @@
 #include "../../ddp_fsdp.h"
 #include "train.h"
 
-#define FOLDER_MAGIC UINT64_C(0x6770742d66736470)
+#define FOLDER_MAGIC UINT64_C(0x6770742d) /* "gpt-", the upper half of rng[3] */
 enum { STRATEGY_COUNT = 4 };
 
 /* What --strategy calls a ddp_fsdp_strategy. */
@@ -32,7 +32,7 @@ static void folder_state(ddp_fsdp_state *s, const run_plan *p) {
     s->rng[0] = (uint64_t)c->seed;
     s->rng[1] = p->text_hash;
     memcpy(&s->rng[2], &c->lr, sizeof c->lr);
-    s->rng[3] = FOLDER_MAGIC;
+    s->rng[3] = FOLDER_MAGIC << 32 | (uint32_t)c->lr_decay_steps;
 }
 
 static void folder_state_read(const ddp_fsdp_state *s, run_saved *saved) {
@@ -41,6 +41,8 @@ static void folder_state_read(const ddp_fsdp_state *s, run_saved *saved) {
                                 &c->batch,  &c->micro_batch, &c->steps};
     for (int i = 0; i < 7; i++) *numbers[i] = s->user[i] >= 1 && s->user[i] <= 1e9 ? (int32_t)s->user[i] : 1;
     c->vocab = s->user[7] >= 1 && s->user[7] <= 65536 ? (int32_t)s->user[7] : 0;
+    c->lr_decay_steps = (int32_t)(s->rng[3] & 0x7fffffff);
+    if (c->lr_decay_steps < 1 || c->lr_decay_steps > 1000000000) c->lr_decay_steps = c->steps;
     c->seed = (int64_t)s->rng[0];
     memcpy(&c->lr, &s->rng[2], sizeof c->lr);
     saved->text_hash = s->rng[1];
@@ -79,7 +81,7 @@ static ddp_result folder_read(const run_options *o, run_saved *saved) {
     text[size] = 0;
     fclose(file);
     if (!numbers_after(text, "\"step\"", 1, &step) || !numbers_after(text, "\"rng\"", 4, state.rng)
-        || !numbers_after(text, "\"user\"", 8, user) || state.rng[3] != FOLDER_MAGIC)
+        || !numbers_after(text, "\"user\"", 8, user) || state.rng[3] >> 32 != FOLDER_MAGIC)
         return WRONG("--resume %s: this is no checkpoint of %s; give a folder that --checkpoint has written",
                      path, o->program->name);
     state.step = (int64_t)step;

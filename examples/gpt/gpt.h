@@ -12,12 +12,12 @@ EXAMPLE
     gpt_model_init(&model, seed);
     for (;;) {
         double loss = gpt_model_forward_backward(&model, tokens, targets, batch, 256, NULL, NULL);
-        update(model.values, model.grads);                // gpt_adamw, per tensor
+        update(model.values, model.grads);                // for example with ddp_optimizer_step
     }
     gpt_model_destroy(&model);
 
 CONTENTS      (search for the tags)
-    >>config  >>parameters  >>vectors  >>gemm  >>layers  >>attention  >>embed  >>block  >>head  >>model  >>generate  >>optimizer
+    >>config  >>parameters  >>vectors  >>gemm  >>layers  >>attention  >>embed  >>block  >>head  >>model  >>generate
 
 CONCEPTS
     Parameters are a numbered list: "wte", "wpe", twelve tensors per block, "ln_f.weight", "ln_f.bias", "head.weight".
@@ -1388,41 +1388,6 @@ GPT_DEF void gpt_generate(gpt_model *m, int *tokens, int prompt, int total, floa
         logits = gpt_model_logits(m, tokens + start, done, at - start);
         done = at - start;
         tokens[at] = gpt_sample(logits, m->config.vocab, temperature, gpt_sample_draw(seed, at));
-    }
-}
-
-//== optimizer ========================================================================= >>optimizer
-
-/* scale * x, rounded on its own: it passes through a register whose contents the compiler cannot follow, and so is not fused with the addition that
-   comes next, which the options of a compile decide otherwise. */
-GPT_INLINE gpt_vec gpt__rounded(float scale, gpt_vec x) {
-    x = scale * x;
-#if defined(__SSE2__)
-    __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#else
-    __asm__("" : "+m"(x));
-#endif
-    return x;
-}
-
-/* AdamW (Loshchilov and Hutter 2019) on n elements; step counts from 1. Gradients are multiplied by grad_scale first.
-   Elementwise: a shard gets the same bits as it would inside the whole tensor, and as ddp_fsdp.h gives it. */
-GPT_DEF void gpt_adamw(float *w, const float *g, float *m, float *v, size_t n, float lr, float beta1,
-                       float beta2, float eps, float weight_decay, int step, float grad_scale) {
-    float rate = (float)(lr / (1.0 - pow(beta1, step))), root = (float)(1.0 / sqrt(1.0 - pow(beta2, step)));
-    float keep = 1.0f - (float)((double)lr * weight_decay), rest1 = 1.0f - beta1, rest2 = 1.0f - beta2;
-    for (size_t i = 0; i < n; i += GPT_LANES) {
-        ptrdiff_t left = (ptrdiff_t)(n - i);
-        gpt_vec gi = gpt__load_part(g + i, left, 0) * grad_scale;
-        gpt_vec mi = gpt__rounded(beta1, gpt__load_part(m + i, left, 0)) + gpt__rounded(rest1, gi);
-        gpt_vec vi = gpt__rounded(beta2, gpt__load_part(v + i, left, 0)) + gpt__rounded(rest2, gi * gi);
-        gpt_vec wi = gpt__rounded(keep, gpt__load_part(w + i, left, 0))
-                     - rate * mi / (gpt__rounded(root, gpt__sqrt(vi)) + eps);
-        gpt__store_part(m + i, mi, left);
-        gpt__store_part(v + i, vi, left);
-        gpt__store_part(w + i, wi, left);
     }
 }
 

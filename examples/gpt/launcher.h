@@ -1,24 +1,25 @@
-/*  launcher.h - what a program does differently when torchrun, mpirun or srun has started it, and where the
-    notices of ddp.h go. */
+/*  launcher.h - for examples: how many ranks ddp_launch starts, and a log function
+
+    Under torchrun, mpirun or srun the ranks are running already. Otherwise the example starts its own. */
 #ifndef DDP_EXAMPLE_LAUNCHER_H
 #define DDP_EXAMPLE_LAUNCHER_H
 
 #include <stdio.h>
 #include <stdlib.h>
 
-/* For desc.world_size: the number that the user asked for; without one, `otherwise`, or 0 when a launcher has
-   already started the ranks. */
-static inline int ranks_to_start(int asked, int otherwise) {
+/* For ddp_launch_desc.world_size: `requested` if it is not 0; otherwise 0 under a launcher, which has started
+   the ranks; otherwise `fallback`. */
+static inline int ranks_to_start(int requested, int fallback) {
     static const char *const variables[] = {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
                                             "SLURM_STEP_ID"};
-    for (int i = 0; i < 4 && !asked; i++) {
+    for (int i = 0; i < 4 && !requested; i++) {
         const char *value = getenv(variables[i]);
         if (value && value[0]) return 0;
     }
-    return asked ? asked : otherwise;
+    return requested ? requested : fallback;
 }
 
-/* For desc.group.log_fn: ranks that are waited for, a fallback that was taken. */
+/* For desc.group.log_fn. Messages are, for example, that the rendezvous waits for a rank. */
 static inline void print_notice(const char *text, void *user) {
     (void)user;
     fprintf(stderr, "%s\n", text);

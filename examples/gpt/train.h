@@ -14,7 +14,7 @@
 #ifndef DDP_EXAMPLE_TRAIN_H
 #define DDP_EXAMPLE_TRAIN_H
 
-#include "../../ddp.h"
+#include "../../ddp_fsdp.h" /* ddp_optimizer, ddp_lr_at */
 #include "curve.h"
 #include "gpt.h"
 #include "launcher.h"
@@ -61,7 +61,7 @@
 /* What decides the bits of a run: a checkpoint stores it and a resumed run shares it. 0 (seed -1) = not given; vocab 0: bytes, otherwise the text is token
    shards of so many different tokens. */
 typedef struct run_config {
-    int32_t layers, heads, channels, context, batch, micro_batch, steps, vocab;
+    int32_t layers, heads, channels, context, batch, micro_batch, steps, lr_decay_steps, vocab;
     int64_t seed;
     double lr;
 } run_config;
@@ -73,7 +73,7 @@ typedef struct run_options {
     run_config config;
     int32_t ranks, threads_as_ranks, recompute, replicas, stages, chunks, micro_batches, tensor,
         sequence_parallel, help;
-    const char *strategy, *checkpoint, *resume, *hook;
+    const char *strategy, *checkpoint, *resume;
     const char **paths;
     int path_count;
     int dealt;        /* micro-batches go to the ranks one by one in turn; 0 = in blocks */
@@ -107,55 +107,65 @@ struct run_program {
 };
 
 #define AT(field) offsetof(run_options, field)
-#define TRAIN_FLAGS                                                                                        \
-    {"--ranks",                                                                                            \
-     FLAG_INT32,                                                                                           \
-     NOT_SAVED,                                                                                            \
-     AT(ranks),                                                                                            \
-     1,                                                                                                    \
-     DDP_MAX_LOCAL_RANKS,                                                                                  \
-     "N ranks to start; default: " TRAIN_RANKS},                                                           \
-        {"--threads-as-ranks",                                                                             \
-         FLAG_SWITCH,                                                                                      \
-         NOT_SAVED,                                                                                        \
-         AT(threads_as_ranks),                                                                             \
-         0,                                                                                                \
-         1,                                                                                                \
-         "ranks are threads of one process"},                                                              \
-        {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"},        \
-        {"--batch",                                                                                        \
-         FLAG_INT32,                                                                                       \
-         FIXED,                                                                                            \
-         AT(config.batch),                                                                                 \
-         1,                                                                                                \
-         1e6,                                                                                              \
-         "N windows per step, over all ranks; default near 16"},                                           \
-        {"--micro-batch",                                                                                  \
-         FLAG_INT32,                                                                                       \
-         FIXED,                                                                                            \
-         AT(config.micro_batch),                                                                           \
-         1,                                                                                                \
-         1e6,                                                                                              \
-         "N windows per forward and backward; default 4"},                                                 \
-        {"--context",                                                                                      \
-         FLAG_INT32,                                                                                       \
-         FIXED,                                                                                            \
-         AT(config.context),                                                                               \
-         1,                                                                                                \
-         65536,                                                                                            \
-         "N bytes that a prediction sees; default 128"},                                                   \
-        {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"},    \
-        {"--heads", FLAG_INT32, FIXED, AT(config.heads), 1, 1000, "N attention heads; default 4"},         \
-        {"--channels",                                                                                     \
-         FLAG_INT32,                                                                                       \
-         FIXED,                                                                                            \
-         AT(config.channels),                                                                              \
-         1,                                                                                                \
-         65536,                                                                                            \
-         "N width, divisible by heads; default 128"},                                                      \
-        {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, { \
-        "--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15,                                             \
-            "N of the initial weights and the order of the text; default 1"                                \
+#define TRAIN_FLAGS                                                                                      \
+    {"--ranks",                                                                                          \
+     FLAG_INT32,                                                                                         \
+     NOT_SAVED,                                                                                          \
+     AT(ranks),                                                                                          \
+     1,                                                                                                  \
+     DDP_MAX_LOCAL_RANKS,                                                                                \
+     "N ranks to start; default: " TRAIN_RANKS},                                                         \
+        {"--threads-as-ranks",                                                                           \
+         FLAG_SWITCH,                                                                                    \
+         NOT_SAVED,                                                                                      \
+         AT(threads_as_ranks),                                                                           \
+         0,                                                                                              \
+         1,                                                                                              \
+         "ranks are threads of one process"},                                                            \
+        {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"},      \
+        {"--batch",                                                                                      \
+         FLAG_INT32,                                                                                     \
+         FIXED,                                                                                          \
+         AT(config.batch),                                                                               \
+         1,                                                                                              \
+         1e6,                                                                                            \
+         "N windows per step, over all ranks; default near 16"},                                         \
+        {"--micro-batch",                                                                                \
+         FLAG_INT32,                                                                                     \
+         FIXED,                                                                                          \
+         AT(config.micro_batch),                                                                         \
+         1,                                                                                              \
+         1e6,                                                                                            \
+         "N windows per forward and backward; default 4"},                                               \
+        {"--context",                                                                                    \
+         FLAG_INT32,                                                                                     \
+         FIXED,                                                                                          \
+         AT(config.context),                                                                             \
+         1,                                                                                              \
+         65536,                                                                                          \
+         "N bytes that a prediction sees; default 128"},                                                 \
+        {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"},  \
+        {"--heads", FLAG_INT32, FIXED, AT(config.heads), 1, 1000, "N attention heads; default 4"},       \
+        {"--channels",                                                                                   \
+         FLAG_INT32,                                                                                     \
+         FIXED,                                                                                          \
+         AT(config.channels),                                                                            \
+         1,                                                                                              \
+         65536,                                                                                          \
+         "N width, divisible by heads; default 128"},                                                    \
+        {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, \
+        {"--lr-decay-steps",                                                                             \
+         FLAG_INT32,                                                                                     \
+         SAVED,                                                                                          \
+         AT(config.lr_decay_steps),                                                                      \
+         1,                                                                                              \
+         1e9,                                                                                            \
+         "N the step at which the learning rate reaches a tenth of --lr, and stays there; default: "     \
+         "--steps, "                                                                                     \
+         "or with --resume that of the checkpoint"},                                                     \
+    {                                                                                                    \
+        "--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15,                                           \
+            "N of the initial weights and the order of the text; default 1"                              \
     }
 
 #define RECOMPUTE_FLAG                                                                \
@@ -319,6 +329,7 @@ static ddp_result config_resolve(run_config *c, int ranks, int dealt) {
     if (!c->steps) c->steps = 500;
     if (c->seed < 0) c->seed = 1;
     if (c->lr == 0) c->lr = 3e-3;
+    if (!c->lr_decay_steps) c->lr_decay_steps = c->steps;
     if (!c->batch) {
         c->batch = c->micro_batch * ranks;
         while (c->batch * 3 / 2 < 16 && batch_splits(c->batch * 2, c->micro_batch, ranks, dealt))
@@ -521,6 +532,7 @@ typedef struct run {
     ddp_group *world;
     int rank, world_size;
     run_plan plan;
+    ddp_lr_desc lr; /* for ddp_lr_at */
     text_buffer text;
     gpt_model model;         /* its own activations; values and gradients are the strategy's */
     gpt_param *infos;        /* model.param_count */
@@ -608,10 +620,22 @@ static ddp_result run_open_shards(run *r) {
     return DDP_OK;
 }
 
+/* Warm-up over a tenth of lr_decay_steps, at most 100 steps, then a cosine down to a tenth of lr. */
+static ddp_lr_desc run_lr_desc(const run_config *c) {
+    ddp_lr_desc lr = DDP_ZERO;
+    lr.kind = DDP_LR_COSINE;
+    lr.max_lr = c->lr;
+    lr.min_lr = c->lr / 10;
+    lr.total_steps = c->lr_decay_steps;
+    lr.warmup_steps = c->lr_decay_steps / 10 < 100 ? c->lr_decay_steps / 10 : 100;
+    return lr;
+}
+
 /* The plan and the text, which rank 0 has made with the given result, for everybody. Collective. */
 static ddp_result run_start(run *r, ddp_result made) {
     TRY(share_result(r->world, made));
     TRY(ddp_broadcast(r->world, &r->plan, sizeof r->plan, DDP_U8, 0, NULL));
+    r->lr = run_lr_desc(&r->plan.config);
     if (r->plan.config.vocab) return run_open_shards(r);
     if (r->rank != 0) {
         r->text.count = r->text.capacity = r->plan.text_bytes;
@@ -778,16 +802,6 @@ static ddp_result run_mean_loss(run *r, int64_t count, double *mean) {
     return DDP_OK;
 }
 
-/* Warm-up over a tenth of the steps, at most 100, then a cosine down to a tenth. step counts from 1. */
-static float learning_rate(const run_config *c, int64_t step) {
-    int64_t warm = c->steps / 10 < 100 ? c->steps / 10 : 100;
-    if (step <= warm) return (float)(c->lr * (double)step / (double)warm);
-    return (
-        float)(c->lr
-               * (0.55
-                  + 0.45 * cos(3.14159265358979323846 * (double)(step - warm) / (double)(c->steps - warm))));
-}
-
 static double tokens_per_second(const run *r, int64_t step) {
     double tokens = (double)(step - r->plan.first_step) * r->plan.config.batch * r->plan.config.context;
     return r->train_seconds > 0 ? tokens / r->train_seconds : 0;
@@ -800,13 +814,17 @@ static ddp_result run_check_step(int64_t step, double loss, float norm) {
 
 static void run_report_start(run *r) {
     const char *threads = r->options->threads_as_ranks ? " as threads" : "";
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
     if (r->rank != 0) return;
     report_start(&r->report, &r->plan);
     printf("%lld parameters, %lld %ss of text, %d %s%s\n", (long long)r->parameter_count,
            (long long)r->plan.text_bytes, plan_token(&r->plan), r->world_size,
            r->world_size == 1 ? "rank" : "ranks", threads);
+    if (ddp_local_world_size(r->world) > cores)
+        printf("%d ranks share %ld cores: they compute in turns, so times are those of %ld cores\n",
+               ddp_local_world_size(r->world), cores, cores);
     if (r->plan.first_step > 0)
-        printf("%s goes on from step %lld\n", r->options->resume, (long long)r->plan.first_step);
+        printf("%s continues after step %lld\n", r->options->resume, (long long)r->plan.first_step);
 }
 
 static void run_report_step(run *r, int64_t step, double loss, float norm) {
@@ -839,24 +857,26 @@ static void print_sample(const run_plan *p, const int *tokens, int prompt) {
     printf("\n---\n");
 }
 
-/* Rank 0: what activations take, and what it costs to keep fewer. */
+/* Rank 0: the memory of activations and the time of a step, with and without --recompute. */
 static inline void run_print_recompute(const run *r) {
     gpt_block_acts acts;
     struct rusage usage;
-    double steps = (double)(r->plan.config.steps - r->plan.first_step),
-           again = r->model.recompute_seconds / steps, whole = r->train_seconds / steps;
+    double steps = (double)(r->plan.config.steps - r->plan.first_step);
+    double ms = r->train_seconds / steps * 1e3, recompute_ms = r->model.recompute_seconds / steps * 1e3;
     double block = (double)gpt_block_acts_place(&r->model.config, r->model.batch, r->model.config.context,
                                                 NULL, &acts)
                    * sizeof(float) / 1048576;
+    double blocks = block * r->model.config.layers;
     if (steps <= 0 || getrusage(RUSAGE_SELF, &usage) != 0) return;
-    printf("  --recompute   activations of blocks   time per step\n");
-    printf("  no    %s   %15.2f MiB   %8.2f ms%s\n", r->model.recompute ? "    " : "here",
-           block * r->model.config.layers, (whole - again) * 1e3,
-           r->model.recompute ? ", without the forwards that ran again" : "");
-    if (r->model.recompute)
-        printf("  yes   here   %15.2f MiB   %8.2f ms\n", block, whole * 1e3);
-    else
-        printf("  yes          %15.2f MiB\n", block);
+    printf("  --recompute       activations of all blocks   time per step\n");
+    if (r->model.recompute) {
+        printf("  no                %21.2f MiB   %10.2f ms, without the repeated forward passes\n", blocks,
+               ms - recompute_ms);
+        printf("  yes (this run)    %21.2f MiB   %10.2f ms\n", block, ms);
+    } else {
+        printf("  no (this run)     %21.2f MiB   %10.2f ms\n", blocks, ms);
+        printf("  yes               %21.2f MiB\n", block);
+    }
     printf("  peak resident memory of this process: %.1f MiB\n\n", (double)usage.ru_maxrss / 1024);
 }
 

@@ -503,7 +503,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     TRY(ddp_pipeline_step(t->pipeline));
     TRY(keep_losses(t, first, count));
     TRY(clip(t, norm));
-    TRY(ddp_fsdp_step(t->fsdp, learning_rate(&r->plan.config, step)));
+    TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(&r->lr, step)));
     TRY(run_mean_loss(r, count, loss));
     r->train_seconds += ddp_now() - start;
     return run_check_step(step, *loss, *norm);

@@ -1566,7 +1566,7 @@ static ddp_result put_update(trainer *t, int64_t step) {
     profile_mark(t, "norm", 0, 0);
     span_end(t, span);
     span = span_begin(t, "optimizer", -1, 1);
-    TRY(ddp_fsdp_step(t->fsdp, learning_rate(&t->run.plan.config, step)));
+    TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(&t->run.lr, step)));
     profile_mark(t, "optimizer", 0, 0);
     span_end(t, span);
     CUDA(cudaEventRecord(t->done[t->parity], t->stream));

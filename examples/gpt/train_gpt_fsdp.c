@@ -216,7 +216,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
         TRY(backward(t, &pass, r->tokens, r->targets));
     }
     TRY(ddp_fsdp_clip_grad_norm(t->fsdp, 1.0f, norm));
-    TRY(ddp_fsdp_step(t->fsdp, learning_rate(c, step)));
+    TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(&r->lr, step)));
     TRY(run_mean_loss(r, (int64_t)r->micro_count * r->world_size, loss));
     r->train_seconds += ddp_now() - start;
     return run_check_step(step, *loss, *norm);

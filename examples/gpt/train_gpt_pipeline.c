@@ -64,7 +64,8 @@ typedef struct trainer {
     int *first_unit;                          /* of each stage, and one more */
     ddp_param *params;                        /* model.param_count; those of other ranks are not used */
     ddp_param **pointers;                     /* the same, in order */
-    float **first, **second;                  /* moments of this rank's parameters */
+    ddp_param *owned;                         /* this rank's parameters, a value that is used twice once */
+    ddp_optimizer *optimizer;
     unit_memory *units;
     int64_t *starts;    /* windows of the global batch */
     int64_t validating; /* number of the first validation micro-batch of an evaluation */
@@ -270,13 +271,12 @@ static ddp_result build_params(trainer *t) {
     t->first_unit = (int *)calloc((size_t)t->stage_count + 1, sizeof *t->first_unit);
     t->params = (ddp_param *)calloc(count, sizeof *t->params);
     t->pointers = (ddp_param **)calloc(count, sizeof *t->pointers);
-    t->first = (float **)calloc(count, sizeof *t->first);
-    t->second = (float **)calloc(count, sizeof *t->second);
+    t->owned = (ddp_param *)calloc(count, sizeof *t->owned);
     t->units = (unit_memory *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
     t->each = (double *)calloc((size_t)t->micro_count, sizeof *t->each);
-    if (!cost || !t->first_unit || !t->params || !t->pointers || !t->first || !t->second || !t->units
-        || !t->starts || !t->each) {
+    if (!cost || !t->first_unit || !t->params || !t->pointers || !t->owned || !t->units || !t->starts
+        || !t->each) {
         free(cost);
         return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
     }
@@ -295,11 +295,6 @@ static ddp_result build_params(trainer *t) {
         else
             gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, r->infos[i].tied_to, 0, floats,
                            r->model.values[i]);
-        t->first[i] = (float *)calloc((size_t)floats, sizeof(float));
-        t->second[i] = (float *)calloc((size_t)floats, sizeof(float));
-        if (!t->first[i] || !t->second[i])
-            return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %s; use a smaller --channels or --layers",
-                            r->infos[i].name);
     }
     return result;
 }
@@ -440,6 +435,24 @@ static ddp_result stage_weight_grad(const ddp_pipeline_call *c, void *user) {
     return DDP_OK;
 }
 
+/* AdamW for this rank's parameters. If this rank has both uses of the tied matrix, the pipeline has added the
+   gradient of head.weight to that of wte. */
+static ddp_result build_optimizer(trainer *t) {
+    run *r = &t->run;
+    ddp_optimizer_desc adamw = DDP_ZERO;
+    adamw.params = t->owned;
+    for (int i = 0; i < r->model.param_count; i++) {
+        int tied_to = r->infos[i].tied_to;
+        if (!is_here(t, stage_of(t, r->infos[i].unit))) continue;
+        if (tied_to >= 0 && is_here(t, stage_of(t, r->infos[tied_to].unit))) continue;
+        t->owned[adamw.param_count++] = t->params[i];
+    }
+    adamw.beta2 = 0.95f;
+    adamw.weight_decay = 0.1f;
+    adamw.decay_matrices_only = 1;
+    return ddp_optimizer_create(&t->optimizer, t->group, &adamw);
+}
+
 /* What makes the trainer parallel. Collective. */
 static ddp_result build_parallel(trainer *t) {
     run *r = &t->run;
@@ -475,21 +488,11 @@ static ddp_result build_parallel(trainer *t) {
     free(stages);
     TRY(result);
     for (int i = 0; i < r->model.param_count; i++) r->model.grads[i] = (float *)t->params[i].grad.data;
+    TRY(build_optimizer(t));
     return run_build_sampler(r, 1, 0);
 }
 
 //== training ============================================================================================ >>training
-
-/* AdamW on this rank's values. Where both uses of the tied matrix lie here, they are one value. */
-static void update(trainer *t, int64_t step) {
-    run *r = &t->run;
-    float lr = learning_rate(&r->plan.config, step);
-    for (int i = 0; i < r->model.param_count; i++) {
-        if (!t->first[i] || (r->infos[i].tied_to >= 0 && t->first[r->infos[i].tied_to])) continue;
-        gpt_adamw(r->model.values[i], r->model.grads[i], t->first[i], t->second[i], (size_t)r->infos[i].count,
-                  lr, 0.9f, 0.95f, 1e-8f, r->infos[i].ndim > 1 ? 0.1f : 0.0f, (int)step, 1.0f);
-    }
-}
 
 /* One optimizer step. *loss is the global batch's, *norm that of the gradient before clipping. Collective. */
 static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
@@ -498,7 +501,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     for (int i = 0; i < r->plan.config.batch; i++) t->starts[i] = next_window(r);
     TRY(ddp_pipeline_step(t->pipeline));
     TRY(ddp_pipeline_clip_grad_norm(t->pipeline, 1.0f, norm));
-    update(t, step);
+    TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(&r->lr, step)));
     TRY(ddp_pipeline_get_loss(t->pipeline, loss, r->rank == 0 ? r->losses : NULL));
     TRY(run_mean_loss(r, t->micro_count, loss)); /* in train_gpt's order */
     r->train_seconds += ddp_now() - start;
@@ -569,11 +572,13 @@ static ddp_result report_pipeline(trainer *t) {
     free(times);
     TRY(share_result(r->world, result));
     if (r->rank != 0) return DDP_OK;
-    printf(
-        "\n  schedule             ranks   stages   micro-batches   tokens/s   bubble predicted   measured\n");
-    printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %16.1f%%   %7.1f%%\n\n", schedule_name(t), r->world_size,
+    printf("\n  schedule             ranks   stages   micro-batches   tokens/s   predicted bubble   "
+           "measured bubble\n");
+    printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %15.1f%%   %14.1f%%\n", schedule_name(t), r->world_size,
            t->stage_count, t->micro_count, tokens_per_second(r, r->plan.config.steps),
            100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate);
+    printf("  %s: a timeline of the last step, as measured\n", SCHEDULE_PATH);
+    printf("  %s: the same for ui.perfetto.dev or chrome://tracing\n\n", TRACE_PATH);
     return DDP_OK;
 }
 
@@ -620,20 +625,16 @@ static ddp_result train(void *user) {
 
 static void trainer_free(void *user) {
     trainer *t = (trainer *)user;
+    ddp_optimizer_destroy(t->optimizer);
     ddp_pipeline_destroy(t->pipeline);
     ddp_group_destroy(t->group);
-    for (int i = 0; i < t->run.model.param_count && t->first && t->second; i++) {
-        free(t->first[i]);
-        free(t->second[i]);
-    }
     run_free(&t->run);
     ddp_schedule_destroy(t->schedule);
     free(t->csv);
     free(t->first_unit);
     free(t->params);
     free(t->pointers);
-    free(t->first);
-    free(t->second);
+    free(t->owned);
     free(t->units);
     free(t->starts);
     free(t->each);

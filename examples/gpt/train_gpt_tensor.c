@@ -53,8 +53,7 @@ typedef struct trainer {
     ddp_group *tensor, *replicas; /* along tp; along dp */
     gpt_tensor model;             /* this rank's part, which params describe */
     ddp_param *params;
-    float **values, **grads, **first,
-        **second; /* model.param_count each. AdamW's moments: NULL where a parameter shares the value of an earlier one */
+    float **values, **grads; /* model.param_count each */
     float **streams; /* layers + 1, (S, C): what a block reads; the one behind the last block is the head's */
     gpt_tensor_acts *acts; /* layers */
     gpt_tensor_head_acts head;
@@ -62,6 +61,7 @@ typedef struct trainer {
     float *memory, *whole; /* whole: room for the largest parameter */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
+    ddp_optimizer *optimizer;
     uint64_t elements_sent; /* by layers in training steps; likewise */
     double comm_seconds;
 } trainer;
@@ -106,10 +106,17 @@ static void fill_piece(const trainer *t, int index, const float *whole, float *t
     }
 }
 
+/* This rank's part of a parameter's value (k = 0), first moment (1) or second moment (2). */
+static float *checkpoint_part(const trainer *t, int k, int index) {
+    ddp_tensor moment = DDP_ZERO;
+    if (k == 0) return t->values[index];
+    ddp_optimizer_get_state(t->optimizer, index, k - 1, NULL, &moment);
+    return (float *)moment.data;
+}
+
 /* Values and moments from rank 0's checkpoint, tensor by tensor. Collective. */
 static ddp_result load_checkpoint(trainer *t) {
     run *r = &t->run;
-    float *const *const tables[] = {t->values, t->first, t->second};
     const uint8_t *from = t->saved.bytes + sizeof(checkpoint_header);
     TRY(share_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
     for (int k = 0; k < 3; k++)
@@ -118,8 +125,9 @@ static ddp_result load_checkpoint(trainer *t) {
             if (r->infos[i].tied_to >= 0) continue;
             if (r->rank == 0) memcpy(t->whole, from, count * sizeof(float)), from += count * sizeof(float);
             TRY(ddp_broadcast(r->world, t->whole, count, DDP_F32, 0, NULL));
-            fill_piece(t, i, t->whole, tables[k][i]);
+            fill_piece(t, i, t->whole, checkpoint_part(t, k, i));
         }
+    ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
     free(t->saved.bytes);
     memset(&t->saved, 0, sizeof t->saved);
     return DDP_OK;
@@ -127,7 +135,7 @@ static ddp_result load_checkpoint(trainer *t) {
 
 //== memory ================================================================================================ >>memory
 
-/* Lays out values, moments and activations; memory NULL only counts. */
+/* Lays out values and activations; memory NULL only counts. */
 static size_t place(trainer *t, float *memory) {
     size_t used = 0, stream = (size_t)t->model.rows * (size_t)t->model.config.channels;
     for (int i = 0; i < t->model.param_count; i++) {
@@ -137,8 +145,6 @@ static size_t place(trainer *t, float *memory) {
             continue;
         }
         t->values[i] = gpt__take(memory, &used, count);
-        t->first[i] = gpt__take(memory, &used, count);
-        t->second[i] = gpt__take(memory, &used, count);
     }
     for (int l = 0; l <= t->model.config.layers; l++) {
         t->streams[l] = gpt__take(memory, &used, stream);
@@ -163,11 +169,11 @@ static ddp_result build_model(trainer *t) {
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->tensor = ddp_mesh_group(t->mesh, "tp");
     t->params = (ddp_param *)calloc(count, sizeof *t->params);
-    t->values = (float **)calloc(count * 4, sizeof *t->values);
+    t->values = (float **)calloc(count * 2, sizeof *t->values);
     t->streams = (float **)calloc(layers + 1, sizeof *t->streams);
     t->acts = (gpt_tensor_acts *)calloc(layers + 1, sizeof *t->acts);
     if (!t->params || !t->values || !t->streams || !t->acts) return run_no_room();
-    t->grads = t->values + count, t->first = t->grads + count, t->second = t->first + count;
+    t->grads = t->values + count;
     TRY(gpt_tensor_create(&t->model, r, t->tensor, t->values, t->grads));
 
     for (int i = 0; i < t->model.param_count; i++)
@@ -183,7 +189,7 @@ static ddp_result build_model(trainer *t) {
         if (t->params[i].value.ndim > 1) t->params[i].value.shape[1] = t->model.pieces[i].columns;
         if (r->infos[i].tied_to < 0 && r->plan.first_step == 0) fill_piece(t, i, NULL, t->values[i]);
     }
-    return r->plan.first_step > 0 ? load_checkpoint(t) : DDP_OK;
+    return DDP_OK;
 }
 
 /* The last micro-batch's gradients are sent along dp while backward goes on. */
@@ -197,6 +203,7 @@ static ddp_result build_parallel(trainer *t) {
     int replicas = ddp_world_size(t->replicas);
     ddp_reducer_desc reducer = DDP_ZERO;
     ddp_accumulator_desc accumulator = DDP_ZERO;
+    ddp_optimizer_desc adamw = DDP_ZERO;
 
     r->micro_count = r->plan.config.batch / r->plan.config.micro_batch / replicas;
     reducer.params = t->params;
@@ -210,7 +217,16 @@ static ddp_result build_parallel(trainer *t) {
     accumulator.micro_batch_count = r->micro_count;
     accumulator.reducer = t->reducer;
     TRY(ddp_accumulator_create(&t->accumulator, t->replicas, &accumulator));
-    t->model.ready = ready, t->model.ready_user = t;
+    t->model.ready = ready;
+    t->model.ready_user = t;
+
+    adamw.params = t->params;
+    adamw.param_count = gpt_param_head(&t->model.config); /* all but the last, head.weight, which is wte */
+    adamw.beta2 = 0.95f;
+    adamw.weight_decay = 0.1f;
+    adamw.decay_matrices_only = 1;
+    TRY(ddp_optimizer_create(&t->optimizer, r->world, &adamw));
+    if (r->plan.first_step > 0) TRY(load_checkpoint(t));
     return run_build_sampler(r, replicas, ddp_rank(t->replicas));
 }
 
@@ -244,25 +260,12 @@ static ddp_result clip(const trainer *t, float *norm, float *scale) {
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < t->model.param_count; i++) {
         const gpt_piece *p = &t->model.pieces[i];
-        if (t->first[i] && (p->placement != DDP_REPLICATE || ddp_rank(t->tensor) == 0))
+        if (t->run.infos[i].tied_to < 0 && (p->placement != DDP_REPLICATE || ddp_rank(t->tensor) == 0))
             device->sum_squares(&sum, t->grads[i], (size_t)p->rows, (size_t)p->columns, DDP_F32);
     }
     TRY(ddp_all_reduce(t->tensor, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
-    *norm = (float)sqrt(ddp_exact_sum_value(&sum));
-    *scale = *norm > 1 ? 1 / *norm : 1;
+    *scale = ddp_clip_factor(&sum, 1.0f, norm);
     return DDP_OK;
-}
-
-/* AdamW on every value once: a tied parameter's gradient is in its first use. Only matrices decay. */
-static void update(trainer *t, int64_t step, float scale) {
-    run *r = &t->run;
-    float lr = learning_rate(&r->plan.config, step);
-    for (int i = 0; i < t->model.param_count; i++) {
-        if (!t->first[i]) continue;
-        gpt_adamw(t->values[i], t->grads[i], t->first[i], t->second[i],
-                  (size_t)(t->model.pieces[i].rows * t->model.pieces[i].columns), lr, 0.9f, 0.95f, 1e-8f,
-                  r->infos[i].ndim > 1 ? 0.1f : 0.0f, (int)step, scale);
-    }
 }
 
 /* The loss of a micro-batch, number `index` of the batch, counts once: the group's first rank says it. */
@@ -286,7 +289,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     }
     TRY(ddp_reducer_wait(t->reducer));
     TRY(clip(t, norm, &scale));
-    update(t, step, scale);
+    TRY(ddp_optimizer_step_scaled(t->optimizer, ddp_lr_at(&r->lr, step), scale));
     TRY(run_mean_loss(r, (int64_t)r->micro_count * ddp_world_size(t->replicas), loss));
     TRY(ddp_tp_get_stats(t->model.tp, &stats));
     t->elements_sent += stats.elements_sent;
@@ -329,7 +332,6 @@ static ddp_result gather(trainer *t, int index, float *from) {
 /* The first replica's ranks give their parts, rank 0 writes. Collective. */
 static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
     run *r = &t->run;
-    float *const *const tables[] = {t->values, t->first, t->second};
     checkpoint_writer w;
     ddp_result result;
     TRY(share_result(r->world, r->rank == 0 ? checkpoint_begin(&w, r, path, step) : DDP_OK));
@@ -337,7 +339,7 @@ static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
     for (int k = 0; k < 3 && ddp_rank(t->replicas) == 0; k++)
         for (int i = 0; i < t->model.param_count && result == DDP_OK; i++) {
             if (r->infos[i].tied_to >= 0) continue;
-            result = gather(t, i, tables[k][i]);
+            result = gather(t, i, checkpoint_part(t, k, i));
             if (r->rank == 0 && result == DDP_OK)
                 checkpoint_put(&w, t->whole, (size_t)r->infos[i].count * sizeof(float));
         }
@@ -428,6 +430,7 @@ static ddp_result train(void *user) {
 
 static void trainer_free(void *user) {
     trainer *t = (trainer *)user;
+    ddp_optimizer_destroy(t->optimizer);
     ddp_accumulator_destroy(t->accumulator);
     ddp_reducer_destroy(t->reducer);
     gpt_tensor_destroy(&t->model);

@@ -1,4 +1,4 @@
-/*  optimizer_bits.c - AdamW of ddp_fsdp.h has the bits of gpt_adamw, at any element, and for any two
+/*  optimizer_bits.c - AdamW of ddp_fsdp.h has the bits of a plain loop, at any element, and for any two
     compilers.
 
     Prints a checksum of the bits of all kinds of optimizers: matrix.sh builds this with several compilers and
@@ -6,7 +6,8 @@
 #define DDP_STATIC
 #define DDP_IMPLEMENTATION
 #include "ddp_fsdp.h"
-#include "gpt.h"
+#include "gpt.h" /* gpt_random */
+#include "../support/adamw.h"
 
 enum { COUNT_MAX = 67, OFFSET_MAX = 8, STEPS = 4 };
 
@@ -52,8 +53,8 @@ static int adamw_case(int offset, int count) {
         float lr = lr_of(step);
         optimizer.step = step;
         for (int i = 0; i < offset + count + 16; i++) ours[1][i] = other[1][i] = number(i, 2, step);
-        gpt_adamw(other[0] + offset, other[1] + offset, other[2] + offset, other[3] + offset, (size_t)count,
-                  lr, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f);
+        adamw(other[0] + offset, other[1] + offset, other[2] + offset, other[3] + offset, (size_t)count, lr,
+              0.9f, 0.95f, 1e-8f, 0.1f, step);
         param.value.data = ours[0] + offset;
         param.grad.data = ours[1] + offset;
         state.state[0] = ours[2] + offset;
@@ -62,7 +63,7 @@ static int adamw_case(int offset, int count) {
         ddp__optimizer_pass(&optimizer, &factors, 0, 1);
     }
     if (memcmp(ours, other, sizeof w) != 0)
-        return printf("count=%d offset=%d: gpt_adamw has other bits\n", count, offset);
+        return printf("count=%d offset=%d: a plain loop has other bits\n", count, offset);
     if (offset == 0) check_in(w, sizeof w);
     return 0;
 }

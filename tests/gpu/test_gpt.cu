@@ -12,6 +12,7 @@
 #include "../support/fake_kernel.h"
 #endif
 #include "../../examples/gpt/gpt_cuda.cuh"
+#include "../support/adamw.h"
 #include <map>
 #include <string>
 #include <vector>
@@ -872,10 +873,10 @@ static ddp_result training(device_rank *d) {
             size_t n = (size_t)info.count, k = (size_t)i;
             for (size_t j = 0; j < n && i == 0; j++)
                 g[j] += tied[j], p.cpu.grads[0][j] += p.cpu.grads[head][j];
-            gpt_adamw(p.cpu.values[i], p.cpu.grads[i], state[0][0][k].data(), state[0][1][k].data(), n, 1e-3f,
-                      0.9f, 0.95f, 1e-8f, 0.1f, step, 1);
-            gpt_adamw(value[k].data(), g.data(), state[1][0][k].data(), state[1][1][k].data(), n, 1e-3f, 0.9f,
-                      0.95f, 1e-8f, 0.1f, step, 1);
+            adamw(p.cpu.values[i], p.cpu.grads[i], state[0][0][k].data(), state[0][1][k].data(), n, 1e-3f,
+                  0.9f, 0.95f, 1e-8f, 0.1f, step);
+            adamw(value[k].data(), g.data(), state[1][0][k].data(), state[1][1][k].data(), n, 1e-3f, 0.9f,
+                  0.95f, 1e-8f, 0.1f, step);
             int first = info.unit == 0                    ? 0
                         : info.unit <= desc.config.layers ? gpt_block_first_param(info.unit - 1)
                                                           : params - 3;

@@ -77,7 +77,7 @@ fi
     mesh saved 2 2 2 $run --steps 3 --threads-as-ranks --checkpoint here
     for axes in '1 4 2' '4 1 1' '2 2 2'; do
         mesh "at $axes" $axes --resume here --threads-as-ranks
-        grep -q 'goes on from step 3' "at $axes.out" || fail "at $axes: it did not say where it goes on"
+        grep -q 'continues after step 3' "at $axes.out" || fail "at $axes: it does not report where it continues"
         same_hash "at $axes" saved
         mesh "on $axes" $axes --resume here --steps 6 --threads-as-ranks --checkpoint "there${axes%% *}"
         close "on $axes" rest

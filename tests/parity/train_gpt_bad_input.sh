@@ -49,12 +49,12 @@ for ranks in 1 2; do
     wrong "was trained with --batch 8, not 16" $small --batch 16 --resume good.ckpt text
     wrong "other text" $small --resume good.ckpt other
     wrong "use --steps 2 or more" $small --steps 1 --resume good.ckpt text
-    wrong "cut short" $small --resume half.ckpt --checkpoint half.ckpt text
-    wrong "cut short" $small --resume stub.ckpt text
+    wrong "truncated" $small --resume half.ckpt --checkpoint half.ckpt text
+    wrong "truncated" $small --resume stub.ckpt text
     wrong "damaged" $small --resume damaged.ckpt --checkpoint damaged.ckpt text
-    wrong "no checkpoint" $small --resume text text
-    wrong "no checkpoint" $small --resume folder text
-    wrong "no checkpoint" $small --resume empty text
+    wrong "not a checkpoint" $small --resume text text
+    wrong "not a checkpoint" $small --resume folder text
+    wrong "not a checkpoint" $small --resume empty text
     wrong "No such file" $small --resume missing.ckpt text
 done
 wrong "use --batch 8" --ranks 4 --micro-batch 2 --batch 6 --context 16 text

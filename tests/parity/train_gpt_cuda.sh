@@ -177,7 +177,7 @@ rm stages.json
     cuda from_made --resume made --steps 6 --dtype f32 --ranks 2
     cuda from_cut --resume made_cut --steps 6 --dtype f32 --tp 2
     for name in end_here end_folder end_cut from_whole from_here from_folder from_made from_cut; do
-        grep -q 'goes on from step 4' "$name.out" || fail "$name did not say where it goes on"
+        grep -q 'continues after step 4' "$name.out" || fail "$name does not report where it continues"
         close $name end
     done
     same_hash from_here from_folder
@@ -289,7 +289,7 @@ before=$(state)
     wrong "cannot be written" $short --checkpoint missing/folder/ text
     wrong "cannot be written" $short --timeline missing/file text
     wrong "was trained with --layers 2, not 3" --resume here --layers 3 text
-    wrong "this is no checkpoint" --resume text text
+    wrong "not a checkpoint" --resume text text
     wrong "cannot be written" --write-random missing/file
     wrong "give shards alone" --threads-as-ranks tokens.bin text
     wrong "give shards alone" --threads-as-ranks text tokens.bin

@@ -56,9 +56,14 @@ peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
     train_with hybrid "$program" --resume here.1 --ranks 4 --replicas 2 --strategy grad
     train_with end "$program" --resume there --ranks 2 --strategy optim
     for name in one four hybrid end; do
-        grep -q 'goes on from step' $name.out || fail "$name did not say where it goes on"
+        grep -q 'continues after step' $name.out || fail "$name does not report where it continues"
         [ "$(hash_of $name)" = "$(hash_of eight)" ] || fail "$name: resumed $(hash_of $name), uninterrupted $(hash_of eight)"
     done
+
+    # The learning rate is that of --lr-decay-steps, also in a run that stops earlier and is continued.
+    train_with early "$program" $run --batch 8 --steps 50 --lr-decay-steps 60 --ranks 2 --checkpoint early
+    train_with late "$program" --resume early --steps 60 --ranks 1
+    [ "$(hash_of late)" = "$(hash_of eight)" ] || fail "stopped at step 50 and resumed: $(hash_of late), uninterrupted $(hash_of eight)"
 
     train_with uncut "$whole" $run --batch 8 --steps 400 --ranks 1
     "$program" $run --batch 8 --steps 400 --ranks 1 --strategy grad --checkpoint killed text > killed.out 2> killed.err &

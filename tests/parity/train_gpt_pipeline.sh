@@ -38,7 +38,9 @@ tables='/^  schedule/,/^$/d; /^  ranks  /,/^$/d; /^$/d'
     train_with stages "$program" $model --batch 16 --steps $steps --ranks 2 --schedule looped-BFS --stages 6 --micro-batches 8
     same sixteen stages
 }
-grep -q 'bubble predicted' ZB-V.all || fail "no table"
+grep -q 'predicted bubble' ZB-V.all || fail "no table"
+grep -q '^  schedule.svg: ' ZB-V.all || fail "it does not report that it wrote schedule.svg"
+grep -q '^  trace.json: ' ZB-V.all || fail "it does not report that it wrote trace.json"
 grep -q 'looped-BFS  *2  *6  *8 ' stages.all || fail "not 6 stages and 8 micro-batches: $(cat stages.all)"
 grep -q '<svg' schedule.svg || fail "schedule.svg is no picture"
 python3 - << 'END' || fail "trace.json is no trace of the last step"

@@ -39,7 +39,7 @@ if [ "$slowdown" -gt 1 ]; then worlds=2; fi
 for ranks in $worlds; do
     # Omitted flags come from the checkpoint.
     timeout "$limit" "$program" --ranks $ranks --resume middle.ckpt --checkpoint again.ckpt text > again.out 2> again.err || fail "$(cat again.err)"
-    grep -q 'goes on from step' again.out || fail "the run on $ranks ranks did not say where it goes on"
+    grep -q 'continues after step' again.out || fail "the run on $ranks ranks does not report where it continues"
     [ "$(hash_of again.out)" = "$hash" ] || fail "resumed on $ranks ranks: $(hash_of again.out), uninterrupted $hash"
     cmp -s again.ckpt whole.ckpt || [ $ranks -ne 2 ] || fail "the last checkpoints differ"
 done
@@ -47,11 +47,19 @@ done
 timeout "$limit" "$program" $run --ranks 2 --threads-as-ranks --resume middle.ckpt > again.out 2> again.err || fail "$(cat again.err)"
 [ "$(hash_of again.out)" = "$hash" ] || fail "resumed on threads: $(hash_of again.out), uninterrupted $hash"
 
-# A checkpoint of the end continues for no step, or for more steps.
+# A checkpoint of the end continues for no step, or for more steps at the final learning rate.
 timeout "$limit" "$program" --ranks 2 --resume whole.ckpt text > end.out 2> end.err || fail "$(cat end.err)"
 [ "$(hash_of end.out)" = "$hash" ] || fail "resumed at the end: $(hash_of end.out), uninterrupted $hash"
 timeout "$limit" "$program" --ranks 2 --resume whole.ckpt --steps 410 text > more.out 2> more.err || fail "$(cat more.err)"
 [ "$(hash_of more.out)" != "$hash" ] || fail "ten more steps changed nothing"
+
+# The learning rate is that of --lr-decay-steps, also in a run that stops earlier and is continued.
+# shellcheck disable=SC2086
+{
+    timeout "$limit" "$program" $run --ranks 2 --steps 390 --lr-decay-steps 400 --checkpoint early.ckpt > early.out 2> early.err || fail "$(cat early.err)"
+    timeout "$limit" "$program" --ranks 1 --resume early.ckpt --steps 400 text > late.out 2> late.err || fail "$(cat late.err)"
+}
+[ "$(hash_of late.out)" = "$hash" ] || fail "stopped at step 390 and resumed: $(hash_of late.out), uninterrupted $hash"
 
 # Killed while it runs, without a chance to tidy up, and resumed.
 # shellcheck disable=SC2086

@@ -57,7 +57,7 @@ sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
     train_with four "$program" --resume two.ckpt --ranks 4 --tp 4 --threads-as-ranks
     train_with one "$whole" --resume two.ckpt --ranks 1
     for name in four one; do
-        grep -q 'goes on from step 3' $name.out || fail "$name did not say where it goes on"
+        grep -q 'continues after step 3' $name.out || fail "$name does not report where it continues"
         [ "$(hash_of $name)" = "$(hash_of two)" ] || fail "$name: resumed $(hash_of $name), saved $(hash_of two)"
     done
     train_with there "$program" --resume half.ckpt --steps 6 --ranks 4 --tp 2 --threads-as-ranks --sequence-parallel --checkpoint there.ckpt

@@ -11,6 +11,7 @@ CONTENTS      (search for the tags)
 #include <pthread.h>
 
 #include "../../examples/gpt/gpt.h"
+#include "../support/adamw.h"
 
 /* [-1, 1). */
 static double uniform(uint64_t i) { return (double)(gpt_random(99, i) >> 11) / 9007199254740992.0 * 2 - 1; }
@@ -620,36 +621,7 @@ static void test_sampling_follows_the_distribution(void **state) {
     assert_int_equal(gpt_sample(logits, 3, 0, 0.01), 1);
 }
 
-//== optimizer =========================================================================== >>optimizer
-
-static void test_adamw(void **state) {
-    enum { N = 101 };
-    float w[N], m[N] = {0}, v[N] = {0}, w2[N], m2[N] = {0}, v2[N] = {0}, g[N];
-    double dw[N], dm[N] = {0}, dv[N] = {0};
-    (void)state;
-    fill(w, N, 1);
-    memcpy(w2, w, sizeof w);
-    for (int i = 0; i < N; i++) dw[i] = w[i];
-    for (int step = 1; step <= 5; step++) {
-        fill(g, N, (uint64_t)(10 + step));
-        gpt_adamw(w, g, m, v, N, 1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, step, 0.5f);
-        for (int at = 0; at < N; at += 7) { /* in shards: the same bits */
-            size_t n = at + 7 < N ? 7 : (size_t)(N - at);
-            gpt_adamw(w2 + at, g + at, m2 + at, v2 + at, n, 1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, step, 0.5f);
-        }
-        for (int i = 0; i < N; i++) {
-            double gi = 0.5 * g[i];
-            dm[i] = 0.9 * dm[i] + 0.1 * gi;
-            dv[i] = 0.99 * dv[i] + 0.01 * gi * gi;
-            dw[i] -= 1e-2
-                     * (dm[i] / (1 - pow(0.9, step)) / (sqrt(dv[i] / (1 - pow(0.99, step))) + 1e-8)
-                        + 0.1 * dw[i]);
-            assert_near(w[i], dw[i], 3e-6, "adamw", i);
-        }
-        assert_memory_equal(w, w2, sizeof w);
-        assert_memory_equal(v, v2, sizeof v);
-    }
-}
+//== training ============================================================================ >>training
 
 /* All parts together: a small model memorizes a repeating text. */
 static void test_training_learns(void **state) {
@@ -677,8 +649,8 @@ static void test_training_learns(void **state) {
         for (int i = 0; i < head; i++) {
             gpt_param p;
             gpt_param_info(&f.model.config, i, &p);
-            gpt_adamw(f.model.values[i], f.model.grads[i], m[i], v[i], (size_t)p.count, 1e-2f, 0.9f, 0.95f,
-                      1e-8f, 0.0f, step, 1.0f);
+            adamw(f.model.values[i], f.model.grads[i], m[i], v[i], (size_t)p.count, 1e-2f, 0.9f, 0.95f, 1e-8f,
+                  0.0f, step);
         }
     }
     assert_true(loss < 0.1);
@@ -711,7 +683,6 @@ int main(void) {
 #endif
         cmocka_unit_test(test_incremental_logits_are_those_of_the_whole),
         cmocka_unit_test(test_sampling_follows_the_distribution),
-        cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_training_learns),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -694,7 +694,7 @@ static void bad_optimizers_are_told_what_is_wrong(void **state) {
 
 //== learning rates =========================================================================
 
-/* As examples/gpt/train_gpt.c has it. */
+/* Linear warm-up over a tenth of the steps, at most 100, then a cosine down to a tenth of lr. */
 static float learning_rate(double lr, int64_t steps, int64_t step) {
     int64_t warm = steps / 10 < 100 ? steps / 10 : 100;
     if (step <= warm) return (float)(lr * (double)step / (double)warm);
@@ -703,7 +703,7 @@ static float learning_rate(double lr, int64_t steps, int64_t step) {
                       + 0.45 * cos(3.14159265358979323846 * (double)(step - warm) / (double)(steps - warm))));
 }
 
-static void the_cosine_is_that_of_train_gpt(void **state) {
+static void the_cosine_has_the_values_of_its_formula(void **state) {
     static const double rates[] = {3e-3, 6e-4, 1e-3, 0.1, 7.3e-4, 1e-9, 9.87654321};
     static const int64_t lengths[] = {1, 7, 20, 100, 1000, 3001};
     (void)state;
@@ -1036,7 +1036,7 @@ int main(void) {
         cmocka_unit_test(a_device_computes_itself),
         cmocka_unit_test(scaled_gradients_are_the_products),
         cmocka_unit_test(bad_optimizers_are_told_what_is_wrong),
-        cmocka_unit_test(the_cosine_is_that_of_train_gpt),
+        cmocka_unit_test(the_cosine_has_the_values_of_its_formula),
         cmocka_unit_test(schedules_have_the_values_computed_by_hand),
         cmocka_unit_test(bad_schedules_are_told_what_is_wrong),
         cmocka_unit_test(the_scale_follows_pytorchs_rules),
