@@ -144,15 +144,15 @@ static ddp_result take_figures(ddp_pipeline *pipeline, const ddp_schedule *s, fi
     ddp_action_time *times = (ddp_action_time *)zeros((size_t)action_count(s), sizeof *times);
     ddp_schedule_report report = DDP_ZERO;
     ddp_pipeline_stats stats;
-    TRY(ddp_pipeline_get_times(pipeline, costs, times));
-    TRY(ddp_pipeline_get_stats(pipeline, &stats));
+    DDP_TRY(ddp_pipeline_get_times(pipeline, costs, times));
+    DDP_TRY(ddp_pipeline_get_stats(pipeline, &stats));
     analyse(s, times, f, step);
     for (int stage = 0; stage < stages; stage++) {
         f->of[COSTS][step] += (costs[stage].forward + costs[stage].input_grad + costs[stage].weight_grad)
                               / stages;
         costs[stage].transfer = 0;
     }
-    TRY(ddp_schedule_simulate(s, costs, &report));
+    DDP_TRY(ddp_schedule_simulate(s, costs, &report));
     f->of[STEP][step] = stats.step_seconds;
     f->of[IDEAL][step] = report.makespan;
     f->of[OF_IDEAL][step] = report.makespan / stats.step_seconds;
@@ -197,9 +197,9 @@ static ddp_result wait_action(const ddp_pipeline_call *c, void *user) {
     int forward = c->kind == DDP_ACTION_FORWARD;
     struct timespec deadline;
     if (forward && c->input_count)
-        TRY(compare(&c->inputs[0], mark(c->stage - 1, c->microbatch, 0), "the input"));
+        DDP_TRY(compare(&c->inputs[0], mark(c->stage - 1, c->microbatch, 0), "the input"));
     if (!forward && c->output_count)
-        TRY(compare(&c->output_grads[0], mark(c->stage + 1, c->microbatch, 1), "the output's gradient"));
+        DDP_TRY(compare(&c->output_grads[0], mark(c->stage + 1, c->microbatch, 1), "the output's gradient"));
     if (forward && c->output_count) fill(&c->outputs[0], mark(c->stage, c->microbatch, 0));
     if (c->kind == DDP_ACTION_INPUT_GRAD && c->input_count)
         fill(&c->input_grads[0], mark(c->stage, c->microbatch, 1));
@@ -300,9 +300,9 @@ static ddp_result waits_init(waits *m, ddp_group *world, const setup *u, const p
         m->waiters[i].seconds = costs[i].forward = costs[i].input_grad = costs[i].weight_grad = u->seconds;
         m->waiters[i].late = late;
     }
-    TRY(ddp_schedule_simulate(m->schedule, costs, &m->expected));
+    DDP_TRY(ddp_schedule_simulate(m->schedule, costs, &m->expected));
     free(costs);
-    TRY(ddp_group_split(world, 0, ddp_rank(world), &m->group));
+    DDP_TRY(ddp_group_split(world, 0, ddp_rank(world), &m->group));
     return create_waits(&m->pipeline, m->group, m->schedule, m->waiters);
 }
 
@@ -351,14 +351,14 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
                "in flight | replayed, ms | gap on the rank, us | "
                "gap between ranks, us |\n|---|---|---|---|---|---|---|---|---|---|---|\n",
                u->ranks, u->microbatches, u->seconds * 1e3, u->steps);
-    for (int i = 0; i < PLANS; i++) TRY(waits_init(&of[i], world, u, &plans[i], &late));
+    for (int i = 0; i < PLANS; i++) DDP_TRY(waits_init(&of[i], world, u, &plans[i], &late));
     for (int step = -1; step < u->steps; step++)
         for (int i = 0; i < PLANS; i++) {
             if (!of[i].schedule) continue;
-            TRY(ddp_barrier(world));
+            DDP_TRY(ddp_barrier(world));
             late = 0;
-            TRY(ddp_pipeline_step(of[i].pipeline));
-            if (step >= 0) TRY(take_figures(of[i].pipeline, of[i].schedule, &of[i].figures, step));
+            DDP_TRY(ddp_pipeline_step(of[i].pipeline));
+            if (step >= 0) DDP_TRY(take_figures(of[i].pipeline, of[i].schedule, &of[i].figures, step));
         }
     for (int i = 0; i < PLANS; i++) {
         if (of[i].schedule && ddp_rank(world) == 0)
@@ -384,14 +384,14 @@ static ddp_result build_trainer(trainer *t, const setup *u, run_options *options
     r->plan.config.context = 128;
     r->plan.config.micro_batch = 4, r->plan.config.batch = 4 * u->microbatches,
     r->plan.config.steps = u->steps + 1, r->plan.config.seed = 1;
-    r->plan.text_bytes = 1 << 16, r->plan.train_bytes = r->plan.text_bytes / 10 * 9;
-    r->text.count = r->text.capacity = r->plan.text_bytes;
-    r->text.bytes = (uint8_t *)zeros((size_t)r->plan.text_bytes, 1);
-    for (int64_t i = 0; i < r->plan.text_bytes; i++)
+    r->plan.text_tokens = 1 << 16, r->plan.train_tokens = r->plan.text_tokens / 10 * 9;
+    r->text.count = r->text.capacity = r->plan.text_tokens;
+    r->text.bytes = (uint8_t *)zeros((size_t)r->plan.text_tokens, 1);
+    for (int64_t i = 0; i < r->plan.text_tokens; i++)
         r->text.bytes[i] = (uint8_t)(32 + gpt_random(7, (uint64_t)i) % 96);
-    TRY(make_schedule(t));
-    TRY(run_build_model(r, GPT_OWN_VALUES));
-    TRY(build_params(t));
+    DDP_TRY(make_schedule(t));
+    DDP_TRY(run_build_model(r, GPT_OWN_VALUES));
+    DDP_TRY(build_params(t));
     return build_parallel(t);
 }
 
@@ -403,12 +403,12 @@ static ddp_result measure_gpt(ddp_group *world, const setup *u, const char *name
     memset(&options, 0, sizeof options);
     memset(&j, 0, sizeof j);
     options.strategy = name, options.chunks = chunks;
-    TRY(build_trainer(t, u, &options, world, &j));
+    DDP_TRY(build_trainer(t, u, &options, world, &j));
     for (int step = -1; step < u->steps; step++) {
-        for (int i = 0; i < t->run.plan.config.batch; i++) t->starts[i] = next_window(&t->run);
-        TRY(ddp_barrier(world));
-        TRY(ddp_pipeline_step(t->pipeline));
-        if (step >= 0) TRY(take_figures(t->pipeline, t->schedule, f, step));
+        for (int i = 0; i < t->run.plan.config.batch; i++) t->starts[i] = next_sequence(&t->run);
+        DDP_TRY(ddp_barrier(world));
+        DDP_TRY(ddp_pipeline_step(t->pipeline));
+        if (step >= 0) DDP_TRY(take_figures(t->pipeline, t->schedule, f, step));
     }
     if (ddp_rank(world) == 0) {
         double of_ideal = median(f->of[OF_IDEAL], u->steps), step = median(f->of[STEP], u->steps);
@@ -444,7 +444,7 @@ static ddp_result gpt_rank(ddp_group *world, void *user) {
                "|\n|---|---|---|---|---|---|---|---|---|---|---|---|\n",
                u->layers, u->channels, u->microbatches, u->steps);
     for (size_t i = 0; i < sizeof schedules / sizeof schedules[0]; i++)
-        TRY(measure_gpt(world, u, schedules[i].name, schedules[i].chunks));
+        DDP_TRY(measure_gpt(world, u, schedules[i].name, schedules[i].chunks));
     return DDP_OK;
 }
 

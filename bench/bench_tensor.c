@@ -56,11 +56,11 @@ static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_gr
     r->plan.config.layers = 1, r->plan.config.channels = u->channels, r->plan.config.heads = u->heads,
     r->plan.config.context = u->context;
     r->plan.config.micro_batch = r->plan.config.batch = u->sequences, r->plan.config.seed = 1;
-    TRY(build_model(t));
+    DDP_TRY(build_model(t));
     for (int i = 0; i < m->param_count; i++)
         floats += GPT_ROUND_UP((size_t)(m->pieces[i].rows * m->pieces[i].columns), 16);
     t->grads[0] = (float *)calloc(floats, sizeof(float));
-    if (!t->grads[0]) return run_no_room();
+    if (!t->grads[0]) return run_out_of_memory();
     for (int i = 1; i < m->param_count; i++)
         t->grads[i] = t->grads[i - 1]
                       + GPT_ROUND_UP((size_t)(m->pieces[i - 1].rows * m->pieces[i - 1].columns), 16);
@@ -76,15 +76,15 @@ static ddp_result run_block(trainer *t, figures *f, int round) {
     double seconds, waiting;
     for (int64_t i = 0; i < m->rows * m->config.channels; i++) t->d[i] = 0x1p-10f * t->streams[0][i];
     ddp_tp_reset_stats(m->tp);
-    TRY(ddp_barrier(t->run.world));
+    DDP_TRY(ddp_barrier(t->run.world));
     seconds = ddp_now();
-    TRY(gpt_tensor_block_forward(m, 0, t->streams[0], &t->acts[0], t->streams[1]));
-    TRY(gpt_tensor_block_backward(m, 0, t->streams[0], &t->acts[0], t->d, t->d));
+    DDP_TRY(gpt_tensor_block_forward(m, 0, t->streams[0], &t->acts[0], t->streams[1]));
+    DDP_TRY(gpt_tensor_block_backward(m, 0, t->streams[0], &t->acts[0], t->d, t->d));
     seconds = ddp_now() - seconds;
-    TRY(ddp_tp_get_stats(m->tp, &stats));
+    DDP_TRY(ddp_tp_get_stats(m->tp, &stats));
     waiting = stats.comm_seconds;
-    TRY(ddp_all_reduce(t->run.world, &seconds, &seconds, 1, DDP_F64, DDP_OP_MAX, NULL));
-    TRY(ddp_all_reduce(t->run.world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
+    DDP_TRY(ddp_all_reduce(t->run.world, &seconds, &seconds, 1, DDP_F64, DDP_OP_MAX, NULL));
+    DDP_TRY(ddp_all_reduce(t->run.world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
     if (t->run.rank == 0 && round >= 0)
         f->seconds[round] = seconds, f->waiting[round] = waiting, f->elements = (double)stats.elements_sent;
     return DDP_OK;
@@ -103,13 +103,13 @@ static ddp_result measure(ddp_group *world, ddp_group *one, setup *u, trainer *t
         options[v].tensor = ddp_world_size(group);
         options[v].sequence_parallel = variants[v].sequence_parallel;
         options[v].chunks = variants[v].chunks;
-        TRY(build(&trainers[v], u, &options[v], group, j));
+        DDP_TRY(build(&trainers[v], u, &options[v], group, j));
     }
     for (int round = -1; round < u->rounds; round++)
         for (int v = 0; v < count; v++) {
             int turn = round % 2 ? count - 1 - v : v;
-            TRY(ddp_barrier(world));
-            if (trainers[turn].model.tp) TRY(run_block(&trainers[turn], &u->of[u->world][turn], round));
+            DDP_TRY(ddp_barrier(world));
+            if (trainers[turn].model.tp) DDP_TRY(run_block(&trainers[turn], &u->of[u->world][turn], round));
         }
     return DDP_OK;
 }
@@ -122,7 +122,7 @@ static ddp_result rank(ddp_group *world, void *user) {
     job j;
     memset(&j, 0, sizeof j);
     result = trainers && options ? ddp_group_split(world, ddp_rank(world) == 0 ? 0 : -1, 0, &one)
-                                 : run_no_room();
+                                 : run_out_of_memory();
     if (result == DDP_OK) result = measure(world, one, (setup *)user, trainers, options, &j);
     for (int v = VARIANTS - 1; v >= 0 && trainers; v--) {
         if (trainers[v].grads) free(trainers[v].grads[0]);

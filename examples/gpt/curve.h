@@ -1,4 +1,4 @@
-/*  curve.h - a loss curve, kept while training and drawn as an SVG at the end. */
+/*  curve.h - collects a loss curve during training and draws it as an SVG at the end */
 #ifndef DDP_EXAMPLE_CURVE_H
 #define DDP_EXAMPLE_CURVE_H
 
@@ -15,14 +15,15 @@ typedef struct curve {
     int count;
 } curve;
 
-/* Points beyond CURVE_POINTS, and those that are not finite, are left out. */
+/* Ignores points that are not finite, and those after the first CURVE_POINTS. */
 static void curve_add(curve *c, double step, double loss) {
     if (c->count == CURVE_POINTS || !isfinite(loss)) return;
     c->step[c->count] = step;
-    c->loss[c->count++] = loss;
+    c->loss[c->count] = loss;
+    c->count++;
 }
 
-/* The drawing is 900 x 480; the plot lies between these. */
+/* The picture has 900 x 480 pixels. The edges of the plot inside it: */
 #define PLOT_LEFT 70.0
 #define PLOT_RIGHT 880.0
 #define PLOT_TOP 50.0
@@ -30,8 +31,8 @@ static void curve_add(curve *c, double step, double loss) {
 
 typedef struct plot {
     FILE *file;
-    double x0, x1, y0, y1;
-} plot; /* what the edges of the plot stand for */
+    double x0, x1, y0, y1; /* the values at the edges of the plot */
+} plot;
 
 static double plot_x(const plot *p, double x) {
     return PLOT_LEFT + (x - p->x0) / (p->x1 - p->x0) * (PLOT_RIGHT - PLOT_LEFT);
@@ -40,7 +41,7 @@ static double plot_y(const plot *p, double y) {
     return PLOT_BOTTOM - (y - p->y0) / (p->y1 - p->y0) * (PLOT_BOTTOM - PLOT_TOP);
 }
 
-/* 1, 2 or 5 times a power of ten, so that at most `ticks` of them fit into the range. */
+/* The distance between ticks: 1, 2 or 5 times a power of ten, with at most `ticks` steps in the range. */
 static double tick_step(double range, int ticks) {
     double power = pow(10, floor(log10(range / ticks)));
     for (int i = 0; i < 3; i++) {
@@ -90,8 +91,8 @@ static void plot_legend(plot *p, int row, const char *style, const char *label) 
             PLOT_RIGHT - 260, y, PLOT_RIGHT - 222, y + 4, label);
 }
 
-/* Draws the training and the validation loss over the steps from first to last, and the unigram entropy as a dashed line. The file is replaced
-   as a whole. */
+/* Draws the training loss and the validation loss over the steps from first to last, and the unigram entropy
+   as a dashed line. Writes a temporary file, which then replaces the one at path. */
 static ddp_result curve_draw(const char *path, const char *title, double first, double last,
                              const curve *training, const curve *validation, double entropy) {
     char label[96], temporary[4096];

@@ -1,28 +1,31 @@
-/*  folder.h - what the trainers on ddp_fsdp.h share: names of strategies, and checkpoints that are a folder that ddp_fsdp_save writes.
+/*  folder.h - for the trainers that use ddp_fsdp.h: names of strategies, and checkpoint folders
 
-    Tensors are whole, whatever ranks had which part of them. What decides the bits of the run is in the state: whole numbers in `user`, others in `rng`. */
+    ddp_fsdp_save writes complete tensors, so a checkpoint does not depend on the ranks that wrote it. The
+    configuration of the run is stored in the ddp_fsdp_state: see folder_state. */
 #ifndef DDP_EXAMPLE_FOLDER_H
 #define DDP_EXAMPLE_FOLDER_H
 
 #include "../../ddp_fsdp.h"
 #include "train.h"
 
-#define FOLDER_MAGIC UINT64_C(0x6770742d) /* "gpt-", the upper half of rng[3] */
+#define FOLDER_MAGIC UINT64_C(0x6770742d) /* "gpt-": the upper half of rng[3] */
 enum { STRATEGY_COUNT = 4 };
 
-/* What --strategy calls a ddp_fsdp_strategy. */
+/* The value of --strategy for a ddp_fsdp_strategy. */
 static inline const char *strategy_name(int strategy) {
     static const char *const names[STRATEGY_COUNT] = {"full", "grad", "optim", "none"};
     return names[strategy];
 }
 
-/* NULL = the default; STRATEGY_COUNT = there is none of that name. */
+/* The ddp_fsdp_strategy of a name. NULL is the default; STRATEGY_COUNT = invalid. */
 static inline int find_strategy(const char *name) {
     int s = 0;
     while (s < STRATEGY_COUNT && name && strcmp(name, strategy_name(s))) s++;
     return s;
 }
 
+/* Stores the configuration of the run: seven integers and the vocabulary in user; seed, hash of the text,
+   bits of lr, and FOLDER_MAGIC with lr_decay_steps in rng. */
 static void folder_state(ddp_fsdp_state *s, const run_plan *p) {
     const run_config *c = &p->config;
     const int32_t numbers[] = {c->layers, c->heads,       c->channels, c->context,
@@ -50,8 +53,8 @@ static void folder_state_read(const ddp_fsdp_state *s, run_saved *saved) {
     saved->data = s->sampler;
 }
 
-/* Reads count numbers behind "key": in a state.json; 0 when they are not there. */
-static int numbers_after(const char *text, const char *key, int count, uint64_t *out) {
+/* Reads `count` integers after `key` in the text of a state.json. Returns 0 if they are missing. */
+static int find_numbers(const char *text, const char *key, int count, uint64_t *out) {
     const char *at = strstr(text, key);
     char *end;
     if (!at) return 0;
@@ -65,7 +68,8 @@ static int numbers_after(const char *text, const char *key, int count, uint64_t 
     return 1;
 }
 
-/* Rank 0: the run that a checkpoint is from, which decides the model's shape; ddp_fsdp_load reads all of it, and finds what is damaged. */
+/* Rank 0: reads the configuration of the checkpoint, from which the model's shape follows. ddp_fsdp_load
+   reads and verifies the rest. */
 static ddp_result folder_read(const run_options *o, run_saved *saved) {
     const char *path = o->resume;
     char name[4096], text[8192];
@@ -76,57 +80,74 @@ static ddp_result folder_read(const run_options *o, run_saved *saved) {
     snprintf(name, sizeof name, "%s/state.json", path);
     file = fopen(name, "rb");
     if (!file)
-        return WRONG("--resume %s: %s; give a folder that --checkpoint has written", name, strerror(errno));
+        return ddp_fail(DDP_ERR_INVALID, "--resume %s: %s; give a folder that --checkpoint wrote", name,
+                        strerror(errno));
     size = fread(text, 1, sizeof text - 1, file);
     text[size] = 0;
     fclose(file);
-    if (!numbers_after(text, "\"step\"", 1, &step) || !numbers_after(text, "\"rng\"", 4, state.rng)
-        || !numbers_after(text, "\"user\"", 8, user) || state.rng[3] >> 32 != FOLDER_MAGIC)
-        return WRONG("--resume %s: this is no checkpoint of %s; give a folder that --checkpoint has written",
-                     path, o->program->name);
+    if (!find_numbers(text, "\"step\"", 1, &step) || !find_numbers(text, "\"rng\"", 4, state.rng)
+        || !find_numbers(text, "\"user\"", 8, user) || state.rng[3] >> 32 != FOLDER_MAGIC)
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--resume %s: not a checkpoint of %s; give a folder that --checkpoint wrote", path,
+                        o->program->name);
     state.step = (int64_t)step;
-    memcpy(state.user, user, sizeof user); /* the file has the bits of doubles */
+    memcpy(state.user, user, sizeof user); /* the file stores the bits of the doubles as integers */
     folder_state_read(&state, saved);
     return DDP_OK;
 }
 
-/* Rank 0: whether a folder has queries, keys and values as this run needs them: apart, or as one tensor. ddp_fsdp_load looks at all else. instead: what to
-   do with the other kind. */
-static inline ddp_result folder_check_qkv(const char *path, int apart, const char *instead) {
+/* Rank 0: checks whether a checkpoint stores queries, keys and values as this run expects: in separate
+   tensors (separate = 1) or in one (0). remedy: the advice at the end of the error. ddp_fsdp_load checks all
+   else. */
+static inline ddp_result folder_check_qkv(const char *path, int separate, const char *remedy) {
     char name[4096], *text = NULL;
     size_t capacity = 0;
-    int other = 0;
+    int mismatch = 0;
     FILE *file;
     snprintf(name, sizeof name, "%s/model.safetensors.index.json", path);
     file = fopen(name, "rb");
     if (!file) return DDP_OK;
     if (getdelim(&text, &capacity, 0, file) > 0)
-        other = strstr(text, apart ? ".attn.qkv.weight\"" : ".attn.q.weight\"") != NULL;
+        mismatch = strstr(text, separate ? ".attn.qkv.weight\"" : ".attn.q.weight\"") != NULL;
     free(text);
     fclose(file);
-    if (!other) return DDP_OK;
-    return WRONG("--resume %s has queries, keys and values %s, and this run needs them %s; %s", path,
-                 apart ? "in one tensor" : "apart", apart ? "apart" : "in one tensor", instead);
+    if (!mismatch) return DDP_OK;
+    if (separate)
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--resume %s has queries, keys and values in one tensor, but this run needs separate "
+                        "tensors; %s",
+                        path, remedy);
+    return ddp_fail(DDP_ERR_INVALID,
+                    "--resume %s has queries, keys and values in separate tensors, but this run needs one "
+                    "tensor; %s",
+                    path, remedy);
 }
 
-/* Whether a checkpoint can be made there or replaced, asked at the start. Leaves everything as it was. */
+/* Checks at the start whether a checkpoint can be written to the folder, and leaves it unchanged. */
 static ddp_result folder_check(const char *path) {
     char state[4096];
     struct stat info;
     struct dirent *entry;
-    int there = stat(path, &info) == 0, files = 0;
+    int exists = stat(path, &info) == 0, files = 0, writable;
     DIR *folder;
-    if (there && !S_ISDIR(info.st_mode))
-        return WRONG("%s cannot be written, it is not a folder; remove it or choose another place", path);
-    if (there ? access(path, W_OK) != 0 : mkdir(path, 0777) != 0 || rmdir(path) != 0)
-        return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
-    folder = there ? opendir(path) : NULL;
+    if (exists && !S_ISDIR(info.st_mode))
+        return ddp_fail(DDP_ERR_INVALID, "%s cannot be written: it is not a folder; choose another path",
+                        path);
+    if (exists)
+        writable = access(path, W_OK) == 0;
+    else
+        writable = mkdir(path, 0777) == 0 && rmdir(path) == 0;
+    if (!writable)
+        return ddp_fail(DDP_ERR_INVALID, "%s cannot be written: %s; choose another path", path,
+                        strerror(errno));
+    folder = exists ? opendir(path) : NULL;
     while (folder && (entry = readdir(folder)) != NULL)
         files += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
     if (folder) closedir(folder);
     snprintf(state, sizeof state, "%s/state.json", path);
     if (files && stat(state, &info) != 0)
-        return WRONG("%s cannot be written, it holds other files; choose another place", path);
+        return ddp_fail(DDP_ERR_INVALID, "%s cannot be written: it holds other files; choose another folder",
+                        path);
     return DDP_OK;
 }
 

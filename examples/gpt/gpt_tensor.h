@@ -76,11 +76,13 @@ static int nearest_divisor(int number, int wish) {
 /* Rank 0, once the plan is made: whether the tokens of a micro-batch can be dealt out. */
 static ddp_result gpt_tensor_check(const run *r, int ranks) {
     const run_config *c = &r->plan.config;
-    if (c->micro_batch > INT32_MAX / c->context) return run_no_room();
+    if (c->micro_batch > INT32_MAX / c->context) return run_out_of_memory();
     if (r->options->sequence_parallel && c->micro_batch * c->context % ranks)
-        return WRONG("--sequence-parallel deals the tokens of --micro-batch %d x --context %d out to --tp %d "
-                     "ranks; use --context %d",
-                     c->micro_batch, c->context, ranks, (c->context + ranks - 1) / ranks * ranks);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--sequence-parallel deals the tokens of --micro-batch %d x --context %d out to --tp %d "
+            "ranks; use --context %d",
+            c->micro_batch, c->context, ranks, (c->context + ranks - 1) / ranks * ranks);
     return DDP_OK;
 }
 
@@ -114,17 +116,17 @@ static ddp_result gpt_tensor_build_layers(gpt_tensor *m, int chunks) {
     tp.chunk_count = chunks;
     tp.gemm = gpt_tensor_multiply;
     tp.gemm_user = m->scratch;
-    TRY(ddp_tp_create(&m->tp, m->group, &tp));
+    DDP_TRY(ddp_tp_create(&m->tp, m->group, &tp));
     embedding.vocab = m->config.vocab, embedding.channels = C;
-    TRY(ddp_tp_embedding_create(&m->embedding, m->tp, &embedding));
+    DDP_TRY(ddp_tp_embedding_create(&m->embedding, m->tp, &embedding));
     norm.channels = C;
-    TRY(ddp_tp_layer_norm_create(&m->norm, m->tp, &norm));
+    DDP_TRY(ddp_tp_layer_norm_create(&m->norm, m->tp, &norm));
     qkv.split = DDP_TP_COLUMN, qkv.in_features = C, qkv.heads = m->config.heads;
-    TRY(ddp_tp_linear_create(&m->qkv, m->tp, &qkv));
+    DDP_TRY(ddp_tp_linear_create(&m->qkv, m->tp, &qkv));
     proj.split = DDP_TP_ROW, proj.in_features = proj.out_features = C;
-    TRY(ddp_tp_linear_create(&m->proj, m->tp, &proj));
+    DDP_TRY(ddp_tp_linear_create(&m->proj, m->tp, &proj));
     mlp.channels = C, mlp.hidden = 4 * C;
-    TRY(ddp_tp_mlp_create(&m->mlp, m->tp, &mlp));
+    DDP_TRY(ddp_tp_mlp_create(&m->mlp, m->tp, &mlp));
     head.split = DDP_TP_COLUMN, head.in_features = C, head.out_features = m->config.vocab, head.no_bias = 1;
     return ddp_tp_linear_create(&m->head, m->tp, &head);
 }
@@ -141,12 +143,12 @@ static ddp_result gpt_tensor_find_piece(const gpt_tensor *m, int index, const gp
     for (int k = 0; k < p->box_count; k++) {
         ddp_tensor_box *box = &p->box[k];
         if (linear)
-            TRY(info->ndim > 1 ? ddp_tp_linear_weight_box(linear, k, box)
-                               : ddp_tp_linear_bias_box(linear, k, box));
+            DDP_TRY(info->ndim > 1 ? ddp_tp_linear_weight_box(linear, k, box)
+                                   : ddp_tp_linear_bias_box(linear, k, box));
         else if (index == 0 || info->tied_to == 0)
-            TRY(ddp_tp_embedding_box(m->embedding, box));
+            DDP_TRY(ddp_tp_embedding_box(m->embedding, box));
         else
-            TRY(ddp_placement_shard_box(DDP_REPLICATE, info->ndim, info->shape, 0, 1, box));
+            DDP_TRY(ddp_placement_shard_box(DDP_REPLICATE, info->ndim, info->shape, 0, 1, box));
         p->columns = box->ndim > 1 ? box->shape[1] : 1;
         p->rows += box->shape[0];
         for (int d = 0; d < box->ndim; d++)
@@ -173,13 +175,14 @@ static ddp_result gpt_tensor_create(gpt_tensor *m, const run *r, ddp_group *grou
     m->pieces = (gpt_piece *)calloc((size_t)m->param_count, sizeof *m->pieces);
     C = (size_t)m->config.channels, L = (size_t)m->own.channels, M = (size_t)m->tokens, S = (size_t)m->rows;
     m->memory = (float *)calloc(2 * S * C + 4 * M * L + 4 * 16, sizeof(float));
-    if (!m->scratch || !m->pieces || !m->memory) return run_no_room();
+    if (!m->scratch || !m->pieces || !m->memory) return run_out_of_memory();
     m->d_middle = gpt__take(m->memory, &used, S * C);
     m->d_norm = gpt__take(m->memory, &used, S * C);
     m->d_attention = gpt__take(m->memory, &used, M * L);
     m->d_qkv = gpt__take(m->memory, &used, M * 3 * L);
-    TRY(gpt_tensor_build_layers(m, r->options->chunks));
-    for (int i = 0; i < m->param_count; i++) TRY(gpt_tensor_find_piece(m, i, &r->infos[i], &m->pieces[i]));
+    DDP_TRY(gpt_tensor_build_layers(m, r->options->chunks));
+    for (int i = 0; i < m->param_count; i++)
+        DDP_TRY(gpt_tensor_find_piece(m, i, &r->infos[i], &m->pieces[i]));
     return DDP_OK;
 }
 
@@ -256,7 +259,7 @@ static float *gpt_tensor_position(const gpt_tensor *m, float *const *table, int6
 /* out (S, C) from tokens (M). */
 static ddp_result gpt_tensor_embed_forward(const gpt_tensor *m, const int *tokens, float *out) {
     int64_t C = m->config.channels;
-    TRY(ddp_tp_embedding_forward(m->embedding, m->values[0], tokens, m->tokens, out));
+    DDP_TRY(ddp_tp_embedding_forward(m->embedding, m->values[0], tokens, m->tokens, out));
     for (int64_t i = 0; i < m->rows; i++)
         gpt_tensor_add(out + i * C, gpt_tensor_position(m, m->values, i), C);
     return DDP_OK;
@@ -268,14 +271,14 @@ static ddp_result gpt_tensor_block_forward(const gpt_tensor *m, int layer, const
     gpt_block w = gpt_block_view(m->values, layer);
     const void *const mlp[4] = {w.fc_weight, w.fc_bias, w.mlp_weight, w.mlp_bias};
     gpt_pass pass = gpt_tensor_pass(m);
-    TRY(ddp_tp_layer_norm_forward(m->norm, w.ln1_weight, w.ln1_bias, in, m->rows, a->ln1_stats, a->ln1));
-    TRY(ddp_tp_linear_forward(m->qkv, w.qkv_weight, w.qkv_bias, a->ln1, m->tokens, a->qkv));
+    DDP_TRY(ddp_tp_layer_norm_forward(m->norm, w.ln1_weight, w.ln1_bias, in, m->rows, a->ln1_stats, a->ln1));
+    DDP_TRY(ddp_tp_linear_forward(m->qkv, w.qkv_weight, w.qkv_bias, a->ln1, m->tokens, a->qkv));
     gpt_attention(&pass, a->attention, a->lse, a->qkv);
-    TRY(ddp_tp_linear_forward(m->proj, w.attn_weight, w.attn_bias, a->attention, m->tokens, a->middle));
+    DDP_TRY(ddp_tp_linear_forward(m->proj, w.attn_weight, w.attn_bias, a->attention, m->tokens, a->middle));
     gpt_tensor_add(a->middle, in, m->rows * m->config.channels);
-    TRY(ddp_tp_layer_norm_forward(m->norm, w.ln2_weight, w.ln2_bias, a->middle, m->rows, a->ln2_stats,
-                                  a->ln2));
-    TRY(ddp_tp_mlp_forward(m->mlp, mlp, a->ln2, m->tokens, a->mlp, out));
+    DDP_TRY(ddp_tp_layer_norm_forward(m->norm, w.ln2_weight, w.ln2_bias, a->middle, m->rows, a->ln2_stats,
+                                      a->ln2));
+    DDP_TRY(ddp_tp_mlp_forward(m->mlp, mlp, a->ln2, m->tokens, a->mlp, out));
     gpt_tensor_add(out, a->middle, m->rows * m->config.channels);
     return DDP_OK;
 }
@@ -286,14 +289,14 @@ static ddp_result gpt_tensor_head_forward(const gpt_tensor *m, const float *in, 
     gpt_head w = gpt_head_view(&m->config, m->values);
     ddp_tp_loss_desc desc = DDP_ZERO;
     desc.vocab = m->config.vocab;
-    TRY(ddp_tp_layer_norm_forward(m->norm, w.ln_weight, w.ln_bias, in, m->rows, a->ln_stats, a->ln));
-    TRY(ddp_tp_linear_forward(m->head, w.weight, NULL, a->ln, m->tokens, a->logits));
+    DDP_TRY(ddp_tp_layer_norm_forward(m->norm, w.ln_weight, w.ln_bias, in, m->rows, a->ln_stats, a->ln));
+    DDP_TRY(ddp_tp_linear_forward(m->head, w.weight, NULL, a->ln, m->tokens, a->logits));
     return ddp_tp_cross_entropy(m->tp, &desc, a->logits, targets, m->tokens, NULL, loss,
                                 with_grads ? a->logits : NULL);
 }
 
 static ddp_result gpt_tensor_ready(const gpt_tensor *m, int last, int first) {
-    for (int i = last; i >= first && m->ready; i--) TRY(m->ready(m->ready_user, i));
+    for (int i = last; i >= first && m->ready; i--) DDP_TRY(m->ready(m->ready_user, i));
     return DDP_OK;
 }
 
@@ -301,9 +304,10 @@ static ddp_result gpt_tensor_ready(const gpt_tensor *m, int last, int first) {
 static ddp_result gpt_tensor_head_backward(const gpt_tensor *m, const float *in,
                                            const gpt_tensor_head_acts *a, float *d_in) {
     gpt_head w = gpt_head_view(&m->config, m->values), g = gpt_head_view(&m->config, m->grads);
-    TRY(ddp_tp_linear_backward(m->head, w.weight, a->ln, a->logits, m->tokens, m->d_norm, g.weight, NULL));
-    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln_weight, in, a->ln_stats, m->d_norm, m->rows, d_in,
-                                   g.ln_weight, g.ln_bias));
+    DDP_TRY(
+        ddp_tp_linear_backward(m->head, w.weight, a->ln, a->logits, m->tokens, m->d_norm, g.weight, NULL));
+    DDP_TRY(ddp_tp_layer_norm_backward(m->norm, w.ln_weight, in, a->ln_stats, m->d_norm, m->rows, d_in,
+                                       g.ln_weight, g.ln_bias));
     return gpt_tensor_ready(m, w.first + 2, w.first);
 }
 
@@ -315,21 +319,21 @@ static ddp_result gpt_tensor_block_backward(const gpt_tensor *m, int layer, cons
     void *const mlp_grads[4] = {g.fc_weight, g.fc_bias, g.mlp_weight, g.mlp_bias};
     int64_t count = m->rows * m->config.channels;
     gpt_pass pass = gpt_tensor_pass(m);
-    TRY(ddp_tp_mlp_backward(m->mlp, mlp, a->ln2, a->mlp, d_out, m->tokens, m->d_norm, mlp_grads));
-    TRY(gpt_tensor_ready(m, w.first + GPT_MLP_BIAS, w.first + GPT_FC_WEIGHT));
-    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln2_weight, a->middle, a->ln2_stats, m->d_norm, m->rows,
-                                   m->d_middle, g.ln2_weight, g.ln2_bias));
-    TRY(gpt_tensor_ready(m, w.first + GPT_LN2_BIAS, w.first + GPT_LN2_WEIGHT));
+    DDP_TRY(ddp_tp_mlp_backward(m->mlp, mlp, a->ln2, a->mlp, d_out, m->tokens, m->d_norm, mlp_grads));
+    DDP_TRY(gpt_tensor_ready(m, w.first + GPT_MLP_BIAS, w.first + GPT_FC_WEIGHT));
+    DDP_TRY(ddp_tp_layer_norm_backward(m->norm, w.ln2_weight, a->middle, a->ln2_stats, m->d_norm, m->rows,
+                                       m->d_middle, g.ln2_weight, g.ln2_bias));
+    DDP_TRY(gpt_tensor_ready(m, w.first + GPT_LN2_BIAS, w.first + GPT_LN2_WEIGHT));
     gpt_tensor_add(m->d_middle, d_out, count);
-    TRY(ddp_tp_linear_backward(m->proj, w.attn_weight, a->attention, m->d_middle, m->tokens, m->d_attention,
-                               g.attn_weight, g.attn_bias));
-    TRY(gpt_tensor_ready(m, w.first + GPT_ATTN_BIAS, w.first + GPT_ATTN_WEIGHT));
+    DDP_TRY(ddp_tp_linear_backward(m->proj, w.attn_weight, a->attention, m->d_middle, m->tokens,
+                                   m->d_attention, g.attn_weight, g.attn_bias));
+    DDP_TRY(gpt_tensor_ready(m, w.first + GPT_ATTN_BIAS, w.first + GPT_ATTN_WEIGHT));
     gpt_attention_backward(&pass, m->d_qkv, m->d_attention, a->attention, a->lse, a->qkv);
-    TRY(ddp_tp_linear_backward(m->qkv, w.qkv_weight, a->ln1, m->d_qkv, m->tokens, m->d_norm, g.qkv_weight,
-                               g.qkv_bias));
-    TRY(gpt_tensor_ready(m, w.first + GPT_QKV_BIAS, w.first + GPT_QKV_WEIGHT));
-    TRY(ddp_tp_layer_norm_backward(m->norm, w.ln1_weight, in, a->ln1_stats, m->d_norm, m->rows, d_in,
-                                   g.ln1_weight, g.ln1_bias));
+    DDP_TRY(ddp_tp_linear_backward(m->qkv, w.qkv_weight, a->ln1, m->d_qkv, m->tokens, m->d_norm, g.qkv_weight,
+                                   g.qkv_bias));
+    DDP_TRY(gpt_tensor_ready(m, w.first + GPT_QKV_BIAS, w.first + GPT_QKV_WEIGHT));
+    DDP_TRY(ddp_tp_layer_norm_backward(m->norm, w.ln1_weight, in, a->ln1_stats, m->d_norm, m->rows, d_in,
+                                       g.ln1_weight, g.ln1_bias));
     gpt_tensor_add(d_in, m->d_middle, count);
     return gpt_tensor_ready(m, w.first + GPT_LN1_BIAS, w.first + GPT_LN1_WEIGHT);
 }
@@ -342,8 +346,8 @@ static ddp_result gpt_tensor_embed_backward(const gpt_tensor *m, const int *toke
     memset(m->grads[1], 0, positions * sizeof(float));
     for (int64_t i = 0; i < m->rows; i++) gpt_tensor_add(gpt_tensor_position(m, m->grads, i), d + i * C, C);
     if (m->sequence_parallel)
-        TRY(ddp_all_reduce(m->group, m->grads[1], m->grads[1], positions, DDP_F32, DDP_OP_SUM, NULL));
-    TRY(ddp_tp_embedding_backward(m->embedding, tokens, d, m->tokens, m->grads[0]));
+        DDP_TRY(ddp_all_reduce(m->group, m->grads[1], m->grads[1], positions, DDP_F32, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp_tp_embedding_backward(m->embedding, tokens, d, m->tokens, m->grads[0]));
     return gpt_tensor_ready(m, 1, 0);
 }
 

@@ -1,16 +1,18 @@
-/*  train.h - what the trainers of this folder share, whatever their strategy: flags, the plan of a run, text, batches, the report.
+/*  train.h - shared by all GPT trainers: flags, the plan of a run, text, batches, the report
 
-    A trainer's own part is how parameters, gradients and optimizer state lie on ranks, how a step is computed on them, and its checkpoints. It holds
-    a `run`, which is everything else, and looks like this:
+    The parallel strategy is in the trainer itself: where parameters, gradients and optimizer state are
+    stored, a training step, and checkpoints. Everything else is in a `run`, the first member of each trainer:
 
-        parse_options      anywhere; what is wrong is said later, by rank 0
-        run_start          rank 0 makes the plan, everybody gets it and the text
-        run_build_model    activations, batches, the sampler
-        its own memory, then step by step: windows, its own step, run_mean_loss, run_report_step
-        run_finish         sample, table, drawing, losses, hash
+        parse_options      stores the flags; rank 0 reports invalid ones later
+        run_start          rank 0 makes the plan and broadcasts it with the text
+        run_build_model    allocates activations and batches
+        (the trainer)      allocates parameters; for each step: loads sequences, computes, calls run_mean_loss
+                           and run_report_step
+        run_finish         writes the loss curve, prints the losses and a hash of the weights
 
-    Rank 0 alone reads files, writes files and prints, but for checkpoints that all ranks write together, and token shards: of these rank 0 reads all once,
-    to know and to check them, and each rank a window when a batch needs it. No rank ever holds more of them. */
+    Only rank 0 reads files, writes files and prints. There are two exceptions. Checkpoints of ddp_fsdp are
+    written by all ranks. Token shards are checked by rank 0; then each rank reads the sequences of its
+    batches from them, so no rank holds all tokens. */
 #ifndef DDP_EXAMPLE_TRAIN_H
 #define DDP_EXAMPLE_TRAIN_H
 
@@ -42,24 +44,19 @@
 #define TRAIN_PROMISE \
     "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit."
 #endif
-#ifndef TRAIN_RANKS /* how many are started without --ranks */
+#ifndef TRAIN_RANKS /* for --help: the default of --ranks */
 #define TRAIN_RANKS "one per core"
 #endif
-#ifndef TRAIN_MAX_RANKS /* over all machines; 0 = as many as there are */
+#ifndef TRAIN_MAX_RANKS /* limit over all machines; 0 = none */
 #define TRAIN_MAX_RANKS 0
 #endif
-#define TRAIN_MAX_AXIS 65536 /* ranks along a dimension of a mesh: what a flag takes */
-#define TRY(call)                                    \
-    do {                                             \
-        ddp_result try_result = (call);              \
-        if (try_result != DDP_OK) return try_result; \
-    } while (0)
-#define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
+#define TRAIN_MAX_AXIS 65536 /* the largest size of a mesh dimension that a flag accepts */
 
-//== options ============================================================================================== >>options
+//== options ================================================================================== >>options
 
-/* What decides the bits of a run: a checkpoint stores it and a resumed run shares it. 0 (seed -1) = not given; vocab 0: bytes, otherwise the text is token
-   shards of so many different tokens. */
+/* Everything that determines the bits of a run. A checkpoint stores it, and a resumed run uses it. 0 = not
+   given, for seed -1. vocab: 0 = the text is bytes; otherwise it is token shards with this vocabulary size.
+   */
 typedef struct run_config {
     int32_t layers, heads, channels, context, batch, micro_batch, steps, lr_decay_steps, vocab;
     int64_t seed;
@@ -76,27 +73,27 @@ typedef struct run_options {
     const char *strategy, *checkpoint, *resume;
     const char **paths;
     int path_count;
-    int dealt;        /* micro-batches go to the ranks one by one in turn; 0 = in blocks */
-    int reads_tokens; /* this program trains on token shards too */
-    /* of train_gpt_cuda */
+    int round_robin; /* 1 = micro-batch i belongs to rank i % world_size; 0 = each rank has a block of them */
+    int reads_tokens; /* 1 = this program accepts token shards */
+    /* only for train_gpt_cuda */
     int32_t offload, memory_limit, no_graphs, profile;
     const char *gpus, *schedule, *dtype, *timeline, *init, *write_random;
-    char wrong[512]; /* what is wrong with the command line, or "" */
+    char wrong[512]; /* the error in the command line; "" = none */
 } run_options;
 
 typedef enum flag_kind { FLAG_SWITCH, FLAG_INT32, FLAG_INT64, FLAG_DOUBLE, FLAG_TEXT } flag_kind;
 typedef enum flag_rule {
     NOT_SAVED,
-    SAVED /* a flag overrides the checkpoint */,
-    FIXED /* a flag that differs is an error */
+    SAVED, /* stored in a checkpoint; the flag overrides it */
+    FIXED  /* stored in a checkpoint; a flag with another value is an error */
 } flag_rule;
 
 typedef struct flag {
     const char *name;
     flag_kind kind;
     flag_rule rule;
-    size_t offset; /* in options */
-    double least, most;
+    size_t offset; /* in run_options */
+    double min, max;
     const char *help;
 } flag;
 
@@ -107,72 +104,35 @@ struct run_program {
 };
 
 #define AT(field) offsetof(run_options, field)
-#define TRAIN_FLAGS                                                                                      \
-    {"--ranks",                                                                                          \
-     FLAG_INT32,                                                                                         \
-     NOT_SAVED,                                                                                          \
-     AT(ranks),                                                                                          \
-     1,                                                                                                  \
-     DDP_MAX_LOCAL_RANKS,                                                                                \
-     "N ranks to start; default: " TRAIN_RANKS},                                                         \
-        {"--threads-as-ranks",                                                                           \
-         FLAG_SWITCH,                                                                                    \
-         NOT_SAVED,                                                                                      \
-         AT(threads_as_ranks),                                                                           \
-         0,                                                                                              \
-         1,                                                                                              \
-         "ranks are threads of one process"},                                                            \
-        {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"},      \
-        {"--batch",                                                                                      \
-         FLAG_INT32,                                                                                     \
-         FIXED,                                                                                          \
-         AT(config.batch),                                                                               \
-         1,                                                                                              \
-         1e6,                                                                                            \
-         "N windows per step, over all ranks; default near 16"},                                         \
-        {"--micro-batch",                                                                                \
-         FLAG_INT32,                                                                                     \
-         FIXED,                                                                                          \
-         AT(config.micro_batch),                                                                         \
-         1,                                                                                              \
-         1e6,                                                                                            \
-         "N windows per forward and backward; default 4"},                                               \
-        {"--context",                                                                                    \
-         FLAG_INT32,                                                                                     \
-         FIXED,                                                                                          \
-         AT(config.context),                                                                             \
-         1,                                                                                              \
-         65536,                                                                                          \
-         "N bytes that a prediction sees; default 128"},                                                 \
-        {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"},  \
-        {"--heads", FLAG_INT32, FIXED, AT(config.heads), 1, 1000, "N attention heads; default 4"},       \
-        {"--channels",                                                                                   \
-         FLAG_INT32,                                                                                     \
-         FIXED,                                                                                          \
-         AT(config.channels),                                                                            \
-         1,                                                                                              \
-         65536,                                                                                          \
-         "N width, divisible by heads; default 128"},                                                    \
-        {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, \
-        {"--lr-decay-steps",                                                                             \
-         FLAG_INT32,                                                                                     \
-         SAVED,                                                                                          \
-         AT(config.lr_decay_steps),                                                                      \
-         1,                                                                                              \
-         1e9,                                                                                            \
-         "N the step at which the learning rate reaches a tenth of --lr, and stays there; default: "     \
-         "--steps, "                                                                                     \
-         "or with --resume that of the checkpoint"},                                                     \
-    {                                                                                                    \
-        "--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15,                                           \
-            "N of the initial weights and the order of the text; default 1"                              \
-    }
+// clang-format off
+#define TRAIN_FLAGS \
+    {"--ranks", FLAG_INT32, NOT_SAVED, AT(ranks), 1, DDP_MAX_LOCAL_RANKS, \
+     "N ranks to start; default: " TRAIN_RANKS}, \
+    {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, \
+     "ranks are threads of one process"}, \
+    {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, \
+     "N optimizer steps in total; default 500, or with --resume those of the checkpoint"}, \
+    {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, \
+     "N sequences per step, over all ranks; default about 16"}, \
+    {"--micro-batch", FLAG_INT32, FIXED, AT(config.micro_batch), 1, 1e6, \
+     "N sequences per forward and backward pass; default 4"}, \
+    {"--context", FLAG_INT32, FIXED, AT(config.context), 1, 65536, \
+     "N tokens per sequence; default 128"}, \
+    {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"}, \
+    {"--heads", FLAG_INT32, FIXED, AT(config.heads), 1, 1000, "N attention heads; default 4"}, \
+    {"--channels", FLAG_INT32, FIXED, AT(config.channels), 1, 65536, \
+     "N embedding size, a multiple of --heads; default 128"}, \
+    {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, \
+    {"--lr-decay-steps", FLAG_INT32, SAVED, AT(config.lr_decay_steps), 1, 1e9, \
+     "N steps until the learning rate has decayed to a tenth of --lr, where it stays;\n" \
+     "                        default: --steps, or with --resume that of the checkpoint"}, \
+    {"--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15, \
+     "N seed of the initial weights and of the data order; default 1"}
 
-#define RECOMPUTE_FLAG                                                                \
-    {                                                                                 \
-        "--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1,                   \
-            "keep only the inputs of blocks, and run their forward again in backward" \
-    }
+#define RECOMPUTE_FLAG \
+    {"--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1, \
+     "activation checkpointing: store only the inputs of blocks, and repeat their forward pass in backward"}
+// clang-format on
 
 static void print_help(const run_program *program) {
     printf("%s [flags] [files or folders]: %s\n", program->name, program->purpose);
@@ -197,9 +157,9 @@ static void flag_set(const flag *f, run_options *o, const char *value) {
     }
     errno = 0;
     number = f->kind == FLAG_DOUBLE ? strtod(value, &end) : (double)strtoll(value, &end, 10);
-    if (end == value || *end || errno || !(number >= f->least && number <= f->most)) {
+    if (end == value || *end || errno || !(number >= f->min && number <= f->max)) {
         snprintf(o->wrong, sizeof o->wrong, "%s %.60s: give %s from %.15g to %.15g", f->name, value,
-                 f->kind == FLAG_DOUBLE ? "a number" : "a whole number", f->least, f->most);
+                 f->kind == FLAG_DOUBLE ? "a number" : "an integer", f->min, f->max);
         return;
     }
     if (f->kind == FLAG_DOUBLE)
@@ -213,13 +173,13 @@ static void flag_set(const flag *f, run_options *o, const char *value) {
     }
 }
 
-/* Fills *o. What is wrong goes to o->wrong, so that rank 0 alone says it, under any launcher. */
+/* Fills *o. An error is stored in o->wrong, so that under any launcher only rank 0 prints it. */
 static void parse_options(const run_program *program, int argc, char **argv, run_options *o) {
     memset(o, 0, sizeof *o);
     o->program = program;
     o->config.seed = -1;
     o->paths = (const char **)calloc((size_t)argc + 1, sizeof *o->paths);
-    if (!o->paths) snprintf(o->wrong, sizeof o->wrong, "%d arguments do not fit in memory", argc);
+    if (!o->paths) snprintf(o->wrong, sizeof o->wrong, "no memory for %d arguments", argc);
     for (int i = 1; i < argc && !o->wrong[0]; i++) {
         const char *value = strchr(argv[i], '=');
         size_t length = value ? (size_t)(value - argv[i]) : strlen(argv[i]);
@@ -232,7 +192,7 @@ static void parse_options(const run_program *program, int argc, char **argv, run
             if (strlen(program->flags[j].name) == length && !strncmp(argv[i], program->flags[j].name, length))
                 f = &program->flags[j];
         if (!f)
-            snprintf(o->wrong, sizeof o->wrong, "there is no flag %.60s; --help lists the flags", argv[i]);
+            snprintf(o->wrong, sizeof o->wrong, "unknown flag %.60s; --help lists the flags", argv[i]);
         else if (f->kind == FLAG_SWITCH && value)
             snprintf(o->wrong, sizeof o->wrong, "%s takes no value", f->name);
         else if (f->kind == FLAG_SWITCH) {
@@ -245,27 +205,27 @@ static void parse_options(const run_program *program, int argc, char **argv, run
     }
 }
 
-//== plan ==================================================================================================== >>plan
+//== plan ======================================================================================== >>plan
 
-static uint64_t hash_bytes(uint64_t hash, const void *data,
-                           size_t size_bytes) { /* FNV-1a; start from HASH_START */
+/* FNV-1a. The first call starts from HASH_START. */
+static uint64_t hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
     const uint8_t *byte = (const uint8_t *)data;
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ byte[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
 
-/* What rank 0 finds and decides before anything starts; then it is the same on every rank. */
+/* Rank 0 makes the plan and broadcasts it. */
 typedef struct run_plan {
     run_config config;
-    ddp_sampler_state data; /* resumed: where the sampler stood */
-    int64_t first_step;     /* > 0: resumed */
-    int64_t text_bytes;     /* all of it, in tokens (bytes, but for shards), of which */
-    int64_t train_bytes;    /* the start is trained on, the rest is for validation */
+    ddp_sampler_state data; /* with --resume: the position of the sampler */
+    int64_t first_step;     /* with --resume: steps completed by the checkpoint; otherwise 0 */
+    int64_t text_tokens;    /* a token is a byte, except in token shards */
+    int64_t train_tokens;   /* tokens [0, train_tokens) are for training, the others for validation */
     uint64_t text_hash;
     double entropy; /* nats per token */
 } run_plan;
 
-/* What a checkpoint remembers of its run. */
+/* The part of a checkpoint that is not tensors. */
 typedef struct run_saved {
     run_config config;
     ddp_sampler_state data;
@@ -289,38 +249,41 @@ static double flag_value(const flag *f, const void *at) {
     return number;
 }
 
-/* What the command line leaves open comes from the checkpoint; what contradicts it is an error. */
+/* Fills in from the checkpoint every flag that is not given. A FIXED flag that differs is an error. */
 static ddp_result config_merge(const run_program *program, run_config *config, const run_config *saved,
                                const char *path) {
     for (int i = 0; i < program->flag_count; i++) {
         const flag *f = &program->flags[i];
         size_t offset = f->offset - AT(config);
-        double given, had;
+        double given, stored;
         if (f->rule == NOT_SAVED) continue;
         given = flag_value(f, (const char *)config + offset);
-        had = flag_value(f, (const char *)saved + offset);
+        stored = flag_value(f, (const char *)saved + offset);
         if (given == (f->kind == FLAG_INT64 ? -1 : 0))
             memcpy((char *)config + offset, (const char *)saved + offset,
                    f->kind == FLAG_INT32 ? sizeof(int32_t) : sizeof(int64_t));
-        else if (f->rule == FIXED && given != had)
-            return WRONG(
+        else if (f->rule == FIXED && given != stored)
+            return ddp_fail(
+                DDP_ERR_INVALID,
                 "%s was trained with %s %.15g, not %.15g; leave %s out, or resume from another checkpoint",
-                path, f->name, had, given, f->name);
+                path, f->name, stored, given, f->name);
     }
     return DDP_OK;
 }
 
-static int is_power(int64_t number) { return number > 0 && (number & (number - 1)) == 0; }
+static int is_power_of_two(int64_t number) { return number > 0 && (number & (number - 1)) == 0; }
 
-/* Batches that split: over the ranks, into micro-batches, and on several ranks so that sums keep their tree. Blocks of a rank are 2^k micro-batches;
-   dealt, a round of micro-batches is 2^k, or all there is. */
-static int batch_splits(int64_t batch, int64_t micro_batch, int64_t ranks, int dealt) {
+/* Returns whether a batch splits into micro-batches of all ranks, so that gradients are added in the same
+   binary tree on any number of ranks. For this each rank needs a block of 2^k micro-batches; with round_robin
+   the number of ranks is 2^k, or each rank has one micro-batch. */
+static int batch_splits(int64_t batch, int64_t micro_batch, int64_t ranks, int round_robin) {
     int64_t share = batch / (micro_batch * ranks);
     if (share < 1 || batch % (micro_batch * ranks)) return 0;
-    return ranks == 1 || is_power(dealt ? ranks : share) || share == 1;
+    return ranks == 1 || share == 1 || is_power_of_two(round_robin ? ranks : share);
 }
 
-static ddp_result config_resolve(run_config *c, int ranks, int dealt) {
+/* Fills in defaults, and checks that channels and batch can be divided. */
+static ddp_result config_resolve(run_config *c, int ranks, int round_robin) {
     if (!c->layers) c->layers = 4;
     if (!c->heads) c->heads = 4;
     if (!c->channels) c->channels = 128;
@@ -332,88 +295,98 @@ static ddp_result config_resolve(run_config *c, int ranks, int dealt) {
     if (!c->lr_decay_steps) c->lr_decay_steps = c->steps;
     if (!c->batch) {
         c->batch = c->micro_batch * ranks;
-        while (c->batch * 3 / 2 < 16 && batch_splits(c->batch * 2, c->micro_batch, ranks, dealt))
+        while (c->batch * 3 / 2 < 16 && batch_splits(c->batch * 2, c->micro_batch, ranks, round_robin))
             c->batch *= 2;
     }
     if (c->channels % c->heads) {
         int below = c->channels / c->heads * c->heads, above = below + c->heads;
-        return WRONG("--channels %d is not divisible by --heads %d; use --channels %d", c->channels, c->heads,
-                     below > 0 && c->channels - below <= above - c->channels ? below : above);
+        return ddp_fail(DDP_ERR_INVALID, "--channels %d is not divisible by --heads %d; use --channels %d",
+                        c->channels, c->heads,
+                        below > 0 && c->channels - below <= above - c->channels ? below : above);
     }
-    if (!batch_splits(c->batch, c->micro_batch, ranks, dealt)) {
-        int64_t unit = (int64_t)c->micro_batch * ranks, below = unit, above = unit;
-        int one = dealt && !is_power(ranks), every = dealt || ranks == 1;
-        while (above < c->batch && !one) {
+    if (!batch_splits(c->batch, c->micro_batch, ranks, round_robin)) {
+        int64_t unit = (int64_t)c->micro_batch * ranks, below = unit, above = unit; /* batches that split */
+        int only_one = round_robin && !is_power_of_two(ranks), any_count = round_robin || ranks == 1;
+        const char *parts = "1, 2, 4, 8 ... micro-batches";
+        if (any_count) parts = "micro-batches";
+        if (only_one) parts = "one micro-batch";
+        while (above < c->batch && !only_one) {
             below = above;
-            above = every ? above + unit : above * 2;
+            above = any_count ? above + unit : above * 2;
         }
-        return WRONG(
-            "--batch %d does not split into %s of %d on each of %d ranks; use --batch %lld", c->batch,
-            one     ? "one micro-batch"
-            : every ? "micro-batches"
-                    : "1, 2, 4, 8 ... micro-batches",
-            c->micro_batch, ranks, (long long)(c->batch - below <= above - c->batch ? below : above));
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--batch %d does not split into %s of %d on each of %d ranks; use --batch %lld",
+                        c->batch, parts, c->micro_batch, ranks,
+                        (long long)(c->batch - below <= above - c->batch ? below : above));
     }
     return DDP_OK;
 }
 
-/* Whether path can be replaced at the end, asked at the start. Leaves everything as it was. */
+/* Checks at the start whether the file can be written at the end, and leaves it unchanged. */
 static ddp_result check_writable(const char *path) {
     char temporary[4096];
     struct stat info;
     int existed, fd;
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     if (stat(path, &info) == 0 && !S_ISREG(info.st_mode))
-        return WRONG("%s cannot be written, it is not a file; remove it or choose another place", path);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s cannot be written: it is not a regular file; remove it or choose another path",
+                        path);
     existed = stat(temporary, &info) == 0;
     fd = open(temporary, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
-    if (fd < 0) return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
+    if (fd < 0)
+        return ddp_fail(DDP_ERR_INVALID, "%s cannot be written: %s; choose another path", path,
+                        strerror(errno));
     close(fd);
     if (!existed) unlink(temporary);
     return DDP_OK;
 }
 
-/* Rank 0: what can be wrong with the command line alone. */
+/* Rank 0: checks the flags that do not depend on other input. */
 static ddp_result check_options(const run_options *o, int ranks) {
-    if (o->wrong[0]) return WRONG("%s", o->wrong);
+    if (o->wrong[0]) return ddp_fail(DDP_ERR_INVALID, "%s", o->wrong);
     if (o->ranks && o->ranks != ranks)
-        return WRONG("--ranks %d, but the launcher started %d; leave --ranks out", o->ranks, ranks);
+        return ddp_fail(DDP_ERR_INVALID, "--ranks %d, but the launcher started %d; leave --ranks out",
+                        o->ranks, ranks);
     if (TRAIN_MAX_RANKS && ranks > TRAIN_MAX_RANKS)
-        return WRONG("the launcher started %d ranks; this program runs on %d at most", ranks,
-                     TRAIN_MAX_RANKS);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "the launcher started %d ranks, but this program runs on at most %d; start fewer",
+                        ranks, TRAIN_MAX_RANKS);
     return check_writable(SVG_PATH);
 }
 
-/* What a token is called, how many different ones there are, and how many bytes each takes in the text. */
+/* The name of a token in messages, the size of the vocabulary, and the bytes of a token in the text. */
 static const char *plan_token(const run_plan *p) { return p->config.vocab ? "token" : "byte"; }
 static int plan_vocab(const run_plan *p) { return p->config.vocab ? p->config.vocab : 256; }
 static int plan_token_bytes(const run_plan *p) { return p->config.vocab ? 2 : 1; }
 
-/* What a unit of the model takes, in blocks: the embedding, blocks, the head. */
+/* The estimated cost of a unit of the model, relative to a block. */
 static inline double unit_cost(const run_plan *p, int unit) {
-    return unit == 0 ? 0.05 : unit <= p->config.layers ? 1 : plan_vocab(p) / (12.0 * p->config.channels);
+    if (unit == 0) return 0.05; /* embedding */
+    if (unit <= p->config.layers) return 1;
+    return plan_vocab(p) / (12.0 * p->config.channels); /* head */
 }
 
-/* The text, and what its tokens are. */
+/* Opens the text: token shards if the paths are such, otherwise bytes. */
 static ddp_result plan_text(run_plan *p, const run_options *o, const run_saved *saved, text_buffer *t) {
     p->config.vocab = 0;
-    if (o->reads_tokens) TRY(text_open_shards(t, o->paths, o->path_count));
+    if (o->reads_tokens) DDP_TRY(text_open_shards(t, o->paths, o->path_count));
     if (t->shards.count) p->config.vocab = TEXT_SHARD_VOCAB;
     if (saved && saved->config.vocab != p->config.vocab)
-        return WRONG("%s was trained on %s, and this is %s; %s", o->resume,
-                     saved->config.vocab ? "token shards" : "bytes",
-                     p->config.vocab ? "a token shard" : "text",
-                     o->reads_tokens ? "give what it was trained on" : "go on with train_gpt_cuda");
+        return ddp_fail(DDP_ERR_INVALID, "%s was trained on %s, but the input is %s; %s", o->resume,
+                        saved->config.vocab ? "token shards" : "bytes",
+                        p->config.vocab ? "a token shard" : "text",
+                        o->reads_tokens ? "give the same files" : "use train_gpt_cuda");
     return p->config.vocab ? DDP_OK : text_load(t, o->paths, o->path_count);
 }
 
-/* One pass over the text, piece by piece: its hash, whether every token is one, and nats per token of a model that knows how often each comes, and nothing
-   else. */
+/* Reads the text once, piece by piece. Computes its hash, checks that every token is below the vocabulary
+   size, and computes the unigram entropy: the loss of a model that predicts each token by its frequency. */
 static ddp_result plan_scan(run_plan *p, const text_buffer *t) {
     uint16_t piece[32768];
     int size = plan_token_bytes(p), vocab = plan_vocab(p);
     int64_t *count = (int64_t *)calloc((size_t)vocab, sizeof *count);
-    ddp_result result = count ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "counts of %d tokens", vocab);
+    ddp_result result = count ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for %d counts", vocab);
     size_t n = 0;
     p->text_hash = HASH_START;
     for (int64_t at = 0; result == DDP_OK && at < t->count; at += (int64_t)n) {
@@ -430,51 +403,56 @@ static ddp_result plan_scan(run_plan *p, const text_buffer *t) {
     }
     for (int i = 0; result == DDP_OK && i < vocab; i++)
         if (count[i])
-            p->entropy -= (double)count[i] / (double)p->text_bytes
-                          * log((double)count[i] / (double)p->text_bytes);
+            p->entropy -= (double)count[i] / (double)p->text_tokens
+                          * log((double)count[i] / (double)p->text_tokens);
     free(count);
     return result;
 }
 
-/* Rank 0: the rest of what can be wrong with the input, before anything is written. saved: what --resume says, or NULL. */
+/* Rank 0: makes the plan and checks the remaining input before any file is written. saved: from the
+   checkpoint of --resume, or NULL. */
 static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const run_saved *saved,
                             text_buffer *t) {
     int64_t window, validation;
     memset(p, 0, sizeof *p);
     p->config = o->config;
     if (saved) {
-        TRY(config_merge(o->program, &p->config, &saved->config, o->resume));
+        DDP_TRY(config_merge(o->program, &p->config, &saved->config, o->resume));
         p->data = saved->data;
         p->first_step = saved->step;
     }
-    TRY(config_resolve(&p->config, ranks, o->dealt));
+    DDP_TRY(config_resolve(&p->config, ranks, o->round_robin));
     if (p->first_step > p->config.steps)
-        return WRONG("%s has %lld steps behind it; use --steps %lld or more", o->resume,
-                     (long long)p->first_step, (long long)p->first_step);
-    TRY(plan_text(p, o, saved, t));
+        return ddp_fail(DDP_ERR_INVALID, "%s was saved after step %lld; use --steps %lld or more", o->resume,
+                        (long long)p->first_step, (long long)p->first_step);
+    DDP_TRY(plan_text(p, o, saved, t));
     window = p->config.context + 1;
-    p->text_bytes = t->count / plan_token_bytes(p);
-    validation = p->text_bytes / 10 > window ? p->text_bytes / 10 : window;
-    if (p->text_bytes < 2 * window)
-        return WRONG("the text has %lld %ss, and training and validation need %lld each with --context %d; "
-                     "give more text or use a shorter --context",
-                     (long long)p->text_bytes, plan_token(p), (long long)window, p->config.context);
-    p->train_bytes = p->text_bytes - validation;
-    TRY(plan_scan(p, t));
+    p->text_tokens = t->count / plan_token_bytes(p);
+    validation = p->text_tokens / 10 > window ? p->text_tokens / 10 : window;
+    if (p->text_tokens < 2 * window)
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "the text has %lld %ss, but training and validation need %lld each with --context %d; "
+            "give more text or use a shorter --context",
+            (long long)p->text_tokens, plan_token(p), (long long)window, p->config.context);
+    p->train_tokens = p->text_tokens - validation;
+    DDP_TRY(plan_scan(p, t));
     if (saved && p->text_hash != saved->text_hash)
-        return WRONG("%s was trained on other text; give the same files, unchanged", o->resume);
+        return ddp_fail(DDP_ERR_INVALID, "%s was trained on other text; give the same files", o->resume);
     return DDP_OK;
 }
 
-//== report ================================================================================================ >>report
+//== report ==================================================================================== >>report
 
-/* What rank 0 shows. Points of the curve are means over `every` steps, so that there are never more than CURVE_POINTS. */
+/* Progress of the run, for rank 0. Each point of the training curve is a mean over `every` steps, so that it
+   has at most CURVE_POINTS. */
 typedef struct run_report {
     curve training, validation;
-    int every, pending; /* steps per point of the training curve; steps in the one that is being filled */
-    double pending_loss;
-    double start, shown; /* of the run; of the last progress line */
-    int terminal;
+    int every;           /* steps per point of the training curve */
+    int pending;         /* steps since the last point */
+    double pending_loss; /* sum of their losses */
+    double start, shown; /* times of the start and of the last progress line */
+    int terminal;        /* 1 = stdout is a terminal */
 } run_report;
 
 static void report_start(run_report *r, const run_plan *p) {
@@ -492,15 +470,15 @@ static void report_loss(run_report *r, int64_t step, double loss) {
     r->pending_loss = 0;
 }
 
-/* A line that ends where it began on a terminal, or a plain one every twentieth of the run. */
+/* On a terminal: overwrites the progress line, at most ten times a second. Otherwise prints a line for each
+   twentieth of the run. */
 static void report_progress(run_report *r, const run_plan *p, int64_t step, double loss, double norm,
                             double tokens_per_second) {
     double now = ddp_now();
     double left = (now - r->start) / (double)(step - p->first_step) * (double)(p->config.steps - step);
     int64_t interval = p->config.steps / 20 > 1 ? p->config.steps / 20 : 1;
-    if (r->terminal ? now - r->shown < 0.1 && step < p->config.steps
-                    : step % interval != 0 && step < p->config.steps)
-        return;
+    int due = r->terminal ? now - r->shown >= 0.1 : step % interval == 0;
+    if (!due && step < p->config.steps) return;
     r->shown = now;
     printf("%sstep %4lld/%d   loss %.4f   %.0f tokens/s   gradient norm %.4g   ETA %d:%02d%s",
            r->terminal ? "\r" : "", (long long)step, p->config.steps, loss, tokens_per_second, norm,
@@ -524,9 +502,9 @@ static ddp_result draw_curve(const run_report *r, const run_plan *p) {
                       p->entropy);
 }
 
-//== run ====================================================================================================== >>run
+//== run ========================================================================================== >>run
 
-/* One rank, whatever its strategy: the first thing in every trainer. */
+/* The state of a rank that does not depend on the strategy. The first member of every trainer. */
 typedef struct run {
     const run_options *options;
     ddp_group *world;
@@ -534,39 +512,39 @@ typedef struct run {
     run_plan plan;
     ddp_lr_desc lr; /* for ddp_lr_at */
     text_buffer text;
-    gpt_model model;         /* its own activations; values and gradients are the strategy's */
+    gpt_model model;         /* owns the activations; the trainer sets the pointers to values and gradients */
     gpt_param *infos;        /* model.param_count */
-    int64_t parameter_count; /* numbers in all values, those that share another's not counted */
+    int64_t parameter_count; /* elements of all values; a tied value counts once */
     ddp_sampler sampler;
     uint64_t epoch;
     int micro_count;       /* micro-batches of this rank in a step */
     int *tokens, *targets; /* (micro_batch, context) */
-    double *
-        losses; /* one per micro-batch of all ranks, in the order of the global batch; zeros but for this rank's */
+    /* One per micro-batch of all ranks, in the order of the global batch. Those of other ranks are 0. */
+    double *losses;
     double train_seconds;
-    void *everyones;   /* what run_gather has gathered last */
+    void *gathered;    /* the result of the last run_gather */
     run_report report; /* rank 0 */
 } run;
 
-/* Rank 0's result and its sentence become everybody's, so that all ranks stop together and say the same. Collective. */
-static ddp_result share_result(ddp_group *world, ddp_result result) {
+/* Broadcasts rank 0's result and error text, so that all ranks stop together. Collective. */
+static ddp_result broadcast_result(ddp_group *world, ddp_result result) {
     char sentence[512] = "";
     int32_t code = result;
     if (result != DDP_OK) snprintf(sentence, sizeof sentence, "%s", ddp_last_error());
-    TRY(ddp_broadcast(world, &code, 1, DDP_I32, 0, NULL));
+    DDP_TRY(ddp_broadcast(world, &code, 1, DDP_I32, 0, NULL));
     if (code == DDP_OK) return DDP_OK;
-    TRY(ddp_broadcast(world, sentence, sizeof sentence, DDP_U8, 0, NULL));
-    ddp_barrier(world); /* all have heard it before the first one leaves */
+    DDP_TRY(ddp_broadcast(world, sentence, sizeof sentence, DDP_U8, 0, NULL));
+    ddp_barrier(world); /* every rank has the error before one exits */
     return ddp_fail((ddp_result)code, "%s", sentence);
 }
 
-/* r->everyones: what each rank has in `mine`, in the order of ranks, until the next call. Collective. */
+/* All-gathers `mine` of all ranks into r->gathered, which is valid until the next call. Collective. */
 static ddp_result run_gather(run *r, const void *mine, size_t size_bytes) {
-    void *all = realloc(r->everyones, (size_t)r->world_size * size_bytes);
+    void *all = realloc(r->gathered, (size_t)r->world_size * size_bytes);
     if (!all)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "%zu bytes of each of %d ranks do not fit in memory", size_bytes,
+        return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for %zu bytes of each of %d ranks", size_bytes,
                         r->world_size);
-    r->everyones = all;
+    r->gathered = all;
     return ddp_all_gather(r->world, mine, all, size_bytes, DDP_U8, NULL);
 }
 
@@ -576,7 +554,7 @@ typedef struct shards_found {
     char wrong[240];
 } shards_found;
 
-/* What tells these shards from others: where each begins, and the tokens at both of its ends. */
+/* Hashes the sizes of the shards, and the first and last tokens of each: enough to find other files. */
 static ddp_result run_sample_shards(const run *r, uint64_t *hash) {
     const text_buffer *t = &r->text;
     uint8_t piece[4096];
@@ -584,15 +562,15 @@ static ddp_result run_sample_shards(const run *r, uint64_t *hash) {
     for (int i = 0; i < t->shards.count; i++) {
         int64_t all = t->first[i + 1] - t->first[i],
                 n = all < (int64_t)sizeof piece ? all : (int64_t)sizeof piece;
-        TRY(text_read(t, t->first[i], (size_t)n, piece));
+        DDP_TRY(text_read(t, t->first[i], (size_t)n, piece));
         *hash = hash_bytes(*hash, piece, (size_t)n);
-        TRY(text_read(t, t->first[i + 1] - n, (size_t)n, piece));
+        DDP_TRY(text_read(t, t->first[i + 1] - n, (size_t)n, piece));
         *hash = hash_bytes(*hash, piece, (size_t)n);
     }
     return DDP_OK;
 }
 
-/* Token shards stay where they are, and every rank reads there what it needs. Collective. */
+/* Opens the token shards on every rank, and compares them with those of rank 0. Collective. */
 static ddp_result run_open_shards(run *r) {
     ddp_result result = DDP_OK;
     const shards_found *found;
@@ -600,22 +578,26 @@ static ddp_result run_open_shards(run *r) {
     memset(&mine, 0, sizeof mine);
     if (r->rank != 0)
         result = text_open_shards(&r->text, r->options->paths,
-                                  r->options->path_count); /* rank 0 has, for the plan */
+                                  r->options->path_count); /* plan_text opened them on rank 0 */
     if (result == DDP_OK && r->text.count) result = run_sample_shards(r, &mine.hash);
     if (result != DDP_OK) snprintf(mine.wrong, sizeof mine.wrong, "%.239s", ddp_last_error());
     mine.tokens = r->text.count / 2;
-    TRY(run_gather(r, &mine, sizeof mine));
-    found = (const shards_found *)r->everyones;
+    DDP_TRY(run_gather(r, &mine, sizeof mine));
+    found = (const shards_found *)r->gathered;
     for (int i = 0; i < r->world_size; i++) {
-        if (found[i].wrong[0]) return WRONG("rank %d: %s", i, found[i].wrong);
-        if (found[i].tokens != r->plan.text_bytes)
-            return WRONG("rank %d finds token shards of %lld tokens, and rank 0 of %lld; every machine needs "
-                         "the same shards in the same place",
-                         i, (long long)found[i].tokens, (long long)r->plan.text_bytes);
+        if (found[i].wrong[0]) return ddp_fail(DDP_ERR_INVALID, "rank %d: %s", i, found[i].wrong);
+        if (found[i].tokens != r->plan.text_tokens)
+            return ddp_fail(
+                DDP_ERR_INVALID,
+                "rank %d has token shards of %lld tokens, but rank 0 of %lld; give the same shards at "
+                "the same path on every machine",
+                i, (long long)found[i].tokens, (long long)r->plan.text_tokens);
         if (found[i].hash != found[0].hash)
-            return WRONG("rank %d finds other tokens in its shards than rank 0; every machine needs the same "
-                         "shards in the same place",
-                         i);
+            return ddp_fail(
+                DDP_ERR_INVALID,
+                "rank %d has other tokens in its shards than rank 0; give the same shards at the same "
+                "path on every machine",
+                i);
     }
     return DDP_OK;
 }
@@ -631,26 +613,27 @@ static ddp_lr_desc run_lr_desc(const run_config *c) {
     return lr;
 }
 
-/* The plan and the text, which rank 0 has made with the given result, for everybody. Collective. */
-static ddp_result run_start(run *r, ddp_result made) {
-    TRY(share_result(r->world, made));
-    TRY(ddp_broadcast(r->world, &r->plan, sizeof r->plan, DDP_U8, 0, NULL));
+/* Broadcasts the plan and the text of rank 0, or its error. planned: the result of rank 0's plan. Collective.
+   */
+static ddp_result run_start(run *r, ddp_result planned) {
+    DDP_TRY(broadcast_result(r->world, planned));
+    DDP_TRY(ddp_broadcast(r->world, &r->plan, sizeof r->plan, DDP_U8, 0, NULL));
     r->lr = run_lr_desc(&r->plan.config);
     if (r->plan.config.vocab) return run_open_shards(r);
     if (r->rank != 0) {
-        r->text.count = r->text.capacity = r->plan.text_bytes;
+        r->text.count = r->text.capacity = r->plan.text_tokens;
         r->text.bytes = (uint8_t *)malloc((size_t)r->text.count);
         if (!r->text.bytes)
-            return ddp_fail(DDP_ERR_NO_MEMORY,
-                            "a text of %lld bytes does not fit in memory; give fewer files",
+            return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a text of %lld bytes; give fewer files",
                             (long long)r->text.count);
     }
     return ddp_broadcast(r->world, r->text.bytes, (size_t)r->text.count, DDP_U8, 0, NULL);
 }
 
-/* Validation windows: so many that they cover the validation text once, at most VALIDATION_WINDOWS, in whole micro-batches. */
+/* Micro-batches of a validation: they cover the validation text once, with about VALIDATION_WINDOWS sequences
+   at most. */
 static int64_t validation_micro_batches(const run_plan *p) {
-    int64_t windows = (p->text_bytes - p->train_bytes) / (p->config.context + 1);
+    int64_t windows = (p->text_tokens - p->train_tokens) / (p->config.context + 1);
     if (windows > VALIDATION_WINDOWS) windows = VALIDATION_WINDOWS;
     return (windows + p->config.micro_batch - 1) / p->config.micro_batch;
 }
@@ -666,13 +649,13 @@ static gpt_config run_model_config(const run *r) {
     return config;
 }
 
-static ddp_result run_no_room(void) {
+static ddp_result run_out_of_memory(void) {
     return ddp_fail(
         DDP_ERR_NO_MEMORY,
-        "the model does not fit in memory; use a smaller --channels, --layers, --context or --micro-batch");
+        "no memory for the model; use a smaller --channels, --layers, --context or --micro-batch");
 }
 
-/* The parameters' shapes, and arrays for a micro-batch and its losses. */
+/* Allocates the list of parameters, a micro-batch of tokens, and the losses. */
 static ddp_result run_build_arrays(run *r) {
     const run_config *c = &r->plan.config;
     int64_t tokens = (int64_t)c->micro_batch * c->context, losses = c->batch / c->micro_batch,
@@ -681,13 +664,12 @@ static ddp_result run_build_arrays(run *r) {
     int count = gpt_param_count(&config);
     r->micro_count = (int)losses / r->world_size;
     if (losses < validation) losses = validation;
-    if (tokens > INT32_MAX / 4 / c->channels) return run_no_room();
+    if (tokens > INT32_MAX / 4 / c->channels) return run_out_of_memory();
     r->infos = (gpt_param *)calloc((size_t)count, sizeof *r->infos);
     r->tokens = (int *)calloc((size_t)tokens, sizeof *r->tokens);
     r->targets = (int *)calloc((size_t)tokens, sizeof *r->targets);
     r->losses = (double *)calloc((size_t)losses, sizeof *r->losses);
-    if (!r->infos || !r->tokens || !r->targets || !r->losses)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", count);
+    if (!r->infos || !r->tokens || !r->targets || !r->losses) return run_out_of_memory();
     for (int i = 0; i < count; i++) {
         gpt_param_info(&config, i, &r->infos[i]);
         if (r->infos[i].tied_to < 0) r->parameter_count += r->infos[i].count;
@@ -695,19 +677,19 @@ static ddp_result run_build_arrays(run *r) {
     return DDP_OK;
 }
 
-/* These, and the model's activations. own: GPT_OWN_VALUES, or 0. */
+/* Calls run_build_arrays, and allocates the activations. own: GPT_OWN_VALUES or 0. */
 static inline ddp_result run_build_model(run *r, int own) {
     gpt_config config = run_model_config(r);
-    TRY(run_build_arrays(r));
+    DDP_TRY(run_build_arrays(r));
     if (gpt_model_create(&r->model, &config, r->plan.config.micro_batch,
                          own | (r->options->recompute ? GPT_RECOMPUTE : 0))
         != 0)
-        return run_no_room();
+        return run_out_of_memory();
     r->model.clock = ddp_now;
     return DDP_OK;
 }
 
-/* A parameter as the library wants it; no values yet. */
+/* Describes a parameter to the library, without value.data. */
 static void run_describe(const run *r, int index, ddp_param *param) {
     param->name = r->infos[index].name;
     param->value.dtype = DDP_F32;
@@ -715,11 +697,11 @@ static void run_describe(const run *r, int index, ddp_param *param) {
     for (int k = 0; k < param->value.ndim; k++) param->value.shape[k] = r->infos[index].shape[k];
 }
 
-/* The windows of one of `replicas` parts of each global batch, in the same order whatever replicas is. */
+/* The sampler of one of `replicas` blocks of each global batch. A sample is a start of a sequence in the
+   text. The global batches are the same for any number of replicas. */
 static ddp_sampler_desc run_sampler_desc(const run *r, int replicas, int replica) {
     ddp_sampler_desc sampler = DDP_ZERO;
-    sampler.dataset_size = r->plan.train_bytes
-                           - r->plan.config.context; /* every start of a window of context + 1 tokens */
+    sampler.dataset_size = r->plan.train_tokens - r->plan.config.context;
     sampler.num_replicas = replicas;
     sampler.rank = replica;
     sampler.seed = (uint64_t)r->plan.config.seed;
@@ -730,7 +712,7 @@ static ddp_sampler_desc run_sampler_desc(const run *r, int replicas, int replica
 
 static ddp_result run_build_sampler(run *r, int replicas, int replica) {
     ddp_sampler_desc sampler = run_sampler_desc(r, replicas, replica);
-    TRY(ddp_sampler_init(&r->sampler, &sampler));
+    DDP_TRY(ddp_sampler_init(&r->sampler, &sampler));
     r->epoch = r->plan.data.epoch;
     return r->plan.first_step > 0 ? ddp_sampler_load(&r->sampler, &r->plan.data) : DDP_OK;
 }
@@ -743,18 +725,18 @@ static void run_free(run *r) {
     free(r->tokens);
     free(r->targets);
     free(r->losses);
-    free(r->everyones);
+    free(r->gathered);
 }
 
-/* Tokens [at, at + count) of the text. */
+/* Reads tokens [at, at + count) of the text. */
 static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
-    uint8_t *narrow = (uint8_t *)(out + count)
-                      - 2 * (ptrdiff_t)count; /* read into the end of out, and widened from its beginning */
+    /* 16-bit tokens are read into the second half of out, then converted to int from its beginning */
+    uint8_t *narrow = (uint8_t *)(out + count) - 2 * (ptrdiff_t)count;
     if (!r->plan.config.vocab) {
         for (int i = 0; i < count; i++) out[i] = r->text.bytes[at + i];
         return DDP_OK;
     }
-    TRY(text_read(&r->text, 2 * at, 2 * (size_t)count, narrow));
+    DDP_TRY(text_read(&r->text, 2 * at, 2 * (size_t)count, narrow));
     for (int i = 0; i < count; i++) {
         uint16_t token;
         memcpy(&token, narrow + 2 * i, 2);
@@ -765,37 +747,41 @@ static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
     return DDP_OK;
 }
 
-/* Row `row` of the micro-batch: context tokens from start on, and for each the one that follows. */
-static ddp_result take_window(run *r, int row, int64_t start) {
+/* Loads sequence `row` of the micro-batch: context tokens from `start`, and the next token of each as target.
+   */
+static ddp_result load_sequence(run *r, int row, int64_t start) {
     int context = r->plan.config.context;
-    TRY(run_tokens(r, start, context, r->tokens + row * context));
+    DDP_TRY(run_tokens(r, start, context, r->tokens + row * context));
     return run_tokens(r, start + 1, context, r->targets + row * context);
 }
 
-static inline int64_t next_window(run *r) {
+/* The start of the next sequence. At the end of an epoch the next one begins. */
+static inline int64_t next_sequence(run *r) {
     int64_t start = ddp_sampler_next(&r->sampler, NULL);
     if (start >= 0) return start;
-    ddp_sampler_set_epoch(&r->sampler, ++r->epoch);
+    r->epoch++;
+    ddp_sampler_set_epoch(&r->sampler, r->epoch);
     return ddp_sampler_next(&r->sampler, NULL);
 }
 
-/* Micro-batch `index` of validation_micro_batches: windows spread evenly over the validation text. */
-static ddp_result take_validation_windows(run *r, int64_t index) {
+/* Loads micro-batch `index` of validation_micro_batches: sequences at equal distances in the validation text.
+   */
+static ddp_result load_validation_batch(run *r, int64_t index) {
     const run_config *c = &r->plan.config;
-    int64_t windows = validation_micro_batches(&r->plan) * c->micro_batch;
-    int64_t room = r->plan.text_bytes - r->plan.train_bytes - c->context
-                   - 1; /* of the first byte of a window */
-    for (int row = 0; row < c->micro_batch; row++)
-        TRY(take_window(r, row,
-                        r->plan.train_bytes
-                            + (windows > 1 ? room * (index * c->micro_batch + row) / (windows - 1) : 0)));
+    int64_t count = validation_micro_batches(&r->plan) * c->micro_batch;
+    int64_t last_start = r->plan.text_tokens - r->plan.train_tokens - c->context - 1;
+    for (int row = 0; row < c->micro_batch; row++) {
+        int64_t start = count > 1 ? last_start * (index * c->micro_batch + row) / (count - 1) : 0;
+        DDP_TRY(load_sequence(r, row, r->plan.train_tokens + start));
+    }
     return DDP_OK;
 }
 
-/* The mean of the first `count` losses, added in their order, whoever has computed them. Collective. */
+/* The mean of the first `count` losses of all ranks. They are added in the order of the global batch, so the
+   bits do not depend on the number of ranks. Collective. */
 static ddp_result run_mean_loss(run *r, int64_t count, double *mean) {
     double sum = 0;
-    TRY(ddp_all_reduce(r->world, r->losses, r->losses, (size_t)count, DDP_F64, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp_all_reduce(r->world, r->losses, r->losses, (size_t)count, DDP_F64, DDP_OP_SUM, NULL));
     for (int64_t i = 0; i < count; i++) sum += r->losses[i];
     memset(r->losses, 0, (size_t)count * sizeof *r->losses);
     *mean = sum / (double)count;
@@ -809,7 +795,8 @@ static double tokens_per_second(const run *r, int64_t step) {
 
 static ddp_result run_check_step(int64_t step, double loss, float norm) {
     if (isfinite(loss) && isfinite(norm)) return DDP_OK;
-    return WRONG("the loss is not a number any more at step %lld; use a smaller --lr", (long long)step);
+    return ddp_fail(DDP_ERR_INVALID, "the loss is not finite at step %lld; use a smaller --lr",
+                    (long long)step);
 }
 
 static void run_report_start(run *r) {
@@ -818,7 +805,7 @@ static void run_report_start(run *r) {
     if (r->rank != 0) return;
     report_start(&r->report, &r->plan);
     printf("%lld parameters, %lld %ss of text, %d %s%s\n", (long long)r->parameter_count,
-           (long long)r->plan.text_bytes, plan_token(&r->plan), r->world_size,
+           (long long)r->plan.text_tokens, plan_token(&r->plan), r->world_size,
            r->world_size == 1 ? "rank" : "ranks", threads);
     if (ddp_local_world_size(r->world) > cores)
         printf("%d ranks share %ld cores: they compute in turns, so times are those of %ld cores\n",
@@ -838,17 +825,17 @@ static int is_validation_step(const run *r, int64_t step) {
     return step % interval == 0 || step == steps;
 }
 
-//== the end ================================================================================================== >>end
+//== end of the run =============================================================================== >>end
 
-/* What the model goes on from: the first *prompt tokens of the validation text. */
+/* The prompt of the sample: the first *prompt tokens of the validation text. */
 static ddp_result sample_prompt(const run *r, int *tokens, int *prompt) {
     *prompt = r->plan.config.context < 32 ? r->plan.config.context : 32;
-    return run_tokens(r, r->plan.train_bytes, *prompt, tokens);
+    return run_tokens(r, r->plan.train_tokens, *prompt, tokens);
 }
 
-/* Bytes as text, other tokens as numbers. */
+/* Prints bytes as text, other tokens as numbers. */
 static void print_sample(const run_plan *p, const int *tokens, int prompt) {
-    printf("\n--- the model goes on from %d %ss of the validation text ---\n", prompt, plan_token(p));
+    printf("\n--- %d %ss of the validation text, continued by the model ---\n", prompt, plan_token(p));
     for (int i = 0; i < prompt + SAMPLE_BYTES; i++)
         if (p->config.vocab)
             printf("%d%c", tokens[i], i % 20 == 19 ? '\n' : ' ');
@@ -880,19 +867,20 @@ static inline void run_print_recompute(const run *r) {
     printf("  peak resident memory of this process: %.1f MiB\n\n", (double)usage.ru_maxrss / 1024);
 }
 
-/* Drawing, both losses, and the hash of the weights, which all ranks must agree on. Collective. */
+/* Writes the loss curve, prints the losses, and compares the hashes of the weights of all ranks. Collective.
+   */
 static ddp_result run_finish(run *r, double validation, uint64_t hash) {
     const uint64_t *hashes;
     ddp_result result = DDP_OK;
-    TRY(run_gather(r, &hash, sizeof hash));
-    hashes = (const uint64_t *)r->everyones;
+    DDP_TRY(run_gather(r, &hash, sizeof hash));
+    hashes = (const uint64_t *)r->gathered;
     for (int i = 1; i < r->world_size; i++)
         if (hashes[i] != hashes[0])
             return ddp_fail(
                 DDP_ERR_CORRUPT,
-                "rank %d has other weights than rank 0: its machine or its build computes differently", i);
+                "rank %d ends with other weights than rank 0: use the same build on machines of one type", i);
     if (r->rank == 0) result = draw_curve(&r->report, &r->plan);
-    TRY(share_result(r->world, result));
+    DDP_TRY(broadcast_result(r->world, result));
     if (r->rank == 0) {
         printf("%s: the loss curve\n", SVG_PATH);
         printf("unigram entropy: %.4f nats per %s\n", r->plan.entropy, plan_token(&r->plan));
@@ -904,8 +892,8 @@ static ddp_result run_finish(run *r, double validation, uint64_t hash) {
 
 typedef struct job {
     run_options options;
-    int ranks; /* to start where --ranks does not say; 0 = one per core */
-    int quiet; /* this process is a rank of a launcher, and not rank 0 */
+    int ranks; /* ranks to start without --ranks; 0 = one per core */
+    int quiet; /* 1 = a launcher started this process, and it is not rank 0 */
 } job;
 
 static void run_init(run *r, ddp_group *world, job *j) {
@@ -913,27 +901,27 @@ static void run_init(run *r, ddp_group *world, job *j) {
     r->world = world;
     r->rank = ddp_rank(world);
     r->world_size = ddp_world_size(world);
-    if (r->rank != 0 && !j->options.threads_as_ranks) j->quiet = 1; /* forked ranks write to their own copy */
+    if (r->rank != 0 && !j->options.threads_as_ranks) j->quiet = 1; /* a forked rank sets only its own copy */
 }
 
-/* A rank's part: a trainer of size_bytes, which begins with its run and is zeros otherwise, trains and ends. */
+/* Runs one rank. Allocates a zeroed trainer of size_bytes, which starts with its run, calls train, then end.
+   */
 static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_result (*train)(void *trainer),
                               void (*end)(void *trainer)) {
     run *r = (run *)calloc(1, size_bytes);
     char cause[1024];
     ddp_result result;
-    if (!r) return ddp_fail(DDP_ERR_NO_MEMORY, "a trainer");
+    if (!r) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the trainer");
     run_init(r, world, j);
     result = train(r);
     if (result != DDP_OK && r->report.terminal && r->report.shown > 0) printf("\n");
-    snprintf(cause, sizeof cause, "%s",
-             result == DDP_OK ? "" : ddp_last_error()); /* what is freed may have failed, too */
+    snprintf(cause, sizeof cause, "%s", ddp_last_error()); /* before `end`, which may set another error */
     end(r);
     free(r);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", cause);
 }
 
-/* Starts the ranks, or joins those of a launcher. Returns the status of the process. */
+/* Starts the ranks, or joins those of a launcher. Returns the exit status of the process. */
 static int run_main(job *j, ddp_rank_fn rank_main) {
     ddp_launch_desc desc = DDP_ZERO;
     ddp_result result;

@@ -1,25 +1,28 @@
-/*  train_gpt.c - trains a byte-level GPT on text, on every core, and gets the same bits on any number of ranks.
+/*  train_gpt.c - trains a byte-level GPT with data parallelism (DDP); the same bits on any number of ranks
 
 USAGE
     cc -O3 -march=native examples/gpt/train_gpt.c -o train_gpt -lm -lpthread
-    ./train_gpt [flags] [files or folders]         without files: the text of this repository; --help lists the flags
-    mpirun -n 2 ./train_gpt                        the ranks of a launcher
+    ./train_gpt [flags] [files or folders]  without files: the text of this repository; --help lists the flags
+    mpirun -n 2 ./train_gpt                 under a launcher
     torchrun --no-python --nproc_per_node 2 ./train_gpt
 
 A STEP
-    The sampler gives every rank a contiguous block of the global batch, micro-batch by micro-batch:
+    The sampler gives each rank a contiguous block of the micro-batches of the global batch:
 
-        global batch   | micro 0 | micro 1 | micro 2 | micro 3 |        windows of context + 1 bytes
+        global batch   | micro 0 | micro 1 | micro 2 | micro 3 |     sequences of context + 1 bytes
         1 rank         | rank 0                                |
         2 ranks        | rank 0            | rank 1            |
 
-    Each micro-batch's backward announces a gradient as soon as it is final. The accumulator adds micro-batches pairwise,
-    (0+1)+(2+3); with the last one it passes the announcement on to the reducer, which adds over ranks in the same tree while
-    backward goes on, and divides once. So who computed which micro-batch leaves no trace in the sum. Clipping takes
-    an exact norm, AdamW runs on every rank alike, and the last line of the output is a hash of the weights that
-    is the same for 1, 2 or 4 ranks with the same --batch and --micro-batch.
+    Backward reports each gradient as soon as it is final. The accumulator adds the micro-batches of a rank as
+    a binary tree, (0+1)+(2+3). With the last micro-batch it passes the reports on to the reducer. The reducer
+    adds the sums of the ranks in the same tree while backward continues, and divides once. Therefore the sums
+    do not depend on the number of ranks. Clipping uses an exact norm, and every rank performs the same AdamW
+    step.
 
-    Rank 0 alone reads files, writes files and prints. */
+    The last line is a hash of the weights. With the same --batch and --micro-batch it is the same for 1, 2
+    and 4 ranks.
+
+    Only rank 0 reads files, writes files and prints. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "checkpoint.h"
@@ -28,39 +31,38 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
-     "FILE save there at every validation and at the end"},
+     "FILE write a checkpoint there after each validation"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "FILE go on from a checkpoint, on any number of ranks"},
+     "FILE continue from a checkpoint, on any number of ranks"},
     RECOMPUTE_FLAG,
-    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
+    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on text with data-parallel ranks",
                                     FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-//== trainer ============================================================================================== >>trainer
+//== trainer ================================================================================== >>trainer
 
-/* One rank. What it points to is the same on every rank, but for the sampler, the batch, gradients before the reduction, and
-   what rank 0 alone has. */
+/* The state of a rank. */
 typedef struct trainer {
     run run;
-    text_buffer saved; /* rank 0: the file of --resume, its header is in saved_header */
-    checkpoint_header saved_header;
-    ddp_param *params; /* model.param_count */
-    int value_count;   /* the parameters except the last, head.weight, whose value is that of wte */
+    text_buffer saved;              /* rank 0: the file of --resume */
+    checkpoint_header saved_header; /* its header */
+    ddp_param *params;              /* model.param_count */
+    int value_count; /* the parameters except the last, head.weight, which shares the value of wte */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     ddp_optimizer *optimizer;
-    ddp_result ready_result; /* first failure inside a backward */
-    double gather_seconds;
+    ddp_result ready_result; /* the first error in gradient_ready */
+    double gather_seconds;   /* time of averaging losses */
 } trainer;
 
-/* Rank 0: everything that can be wrong with the input is found here, before training and before anything is written. */
+/* Rank 0: checks all input before training, and before any file is written. */
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
-    TRY(check_options(o, r->world_size));
-    if (o->checkpoint) TRY(check_writable(o->checkpoint));
-    if (o->resume) TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
+    DDP_TRY(check_options(o, r->world_size));
+    if (o->checkpoint) DDP_TRY(check_writable(o->checkpoint));
+    if (o->resume) DDP_TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
     return make_plan(&r->plan, o, r->world_size, o->resume ? &t->saved_header.run : NULL, &r->text);
 }
 
@@ -87,7 +89,7 @@ static ddp_result init_values(trainer *t) {
         gpt_model_init(&r->model, (uint64_t)r->plan.config.seed);
         return DDP_OK;
     }
-    TRY(share_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
+    DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
     if (r->rank != 0) return DDP_OK;
     from = t->saved.bytes + sizeof(checkpoint_header);
     for (int i = 0; i < t->value_count; i++) {
@@ -106,9 +108,9 @@ static ddp_result load_moments(trainer *t) {
         for (int i = 0; i < t->value_count; i++) {
             size_t count = (size_t)r->infos[i].count;
             ddp_tensor moment;
-            TRY(ddp_optimizer_get_state(t->optimizer, i, which, NULL, &moment));
+            DDP_TRY(ddp_optimizer_get_state(t->optimizer, i, which, NULL, &moment));
             if (r->rank == 0) memcpy(moment.data, t->saved.bytes + at, count * sizeof(float));
-            TRY(ddp_broadcast(r->world, moment.data, count, DDP_F32, 0, NULL));
+            DDP_TRY(ddp_broadcast(r->world, moment.data, count, DDP_F32, 0, NULL));
             at += count * sizeof(float);
         }
     ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
@@ -117,75 +119,76 @@ static ddp_result load_moments(trainer *t) {
     return DDP_OK;
 }
 
-/* What makes the trainer parallel: reducer, accumulator, and a sampler for this rank's block of the batch. Collective. */
+/* Creates reducer, accumulator, optimizer, and the sampler of this rank's block of the batch. Collective. */
 static ddp_result build_parallel(trainer *t) {
     run *r = &t->run;
     ddp_reducer_desc reducer = DDP_ZERO;
     ddp_accumulator_desc accumulator = DDP_ZERO;
     ddp_optimizer_desc adamw = DDP_ZERO;
 
-    reducer.params =
-        t->params; /* gradients are NULL: the reducer places them in group memory, bucket by bucket */
+    reducer.params = t->params; /* grad.data is NULL: the reducer allocates the gradients, bucket by bucket */
     reducer.param_count = r->model.param_count;
     reducer.micro_batch_count = r->micro_count;
-    TRY(ddp_reducer_create(&t->reducer, r->world, &reducer));
+    DDP_TRY(ddp_reducer_create(&t->reducer, r->world, &reducer));
     for (int i = 0; i < r->model.param_count; i++) r->model.grads[i] = (float *)t->params[i].grad.data;
 
     accumulator.params = t->params;
     accumulator.param_count = r->model.param_count;
     accumulator.micro_batch_count = r->micro_count;
     accumulator.reducer = t->reducer;
-    TRY(ddp_accumulator_create(&t->accumulator, r->world, &accumulator));
+    DDP_TRY(ddp_accumulator_create(&t->accumulator, r->world, &accumulator));
 
     adamw.params = t->params;
     adamw.param_count = t->value_count; /* the reducer has added the gradient of head.weight to that of wte */
     adamw.beta2 = 0.95f;
     adamw.weight_decay = 0.1f;
     adamw.decay_matrices_only = 1;
-    TRY(ddp_optimizer_create(&t->optimizer, r->world, &adamw));
-    if (r->plan.first_step > 0) TRY(load_moments(t));
+    DDP_TRY(ddp_optimizer_create(&t->optimizer, r->world, &adamw));
+    if (r->plan.first_step > 0) DDP_TRY(load_moments(t));
     return run_build_sampler(r, r->world_size, r->rank);
 }
 
-//== training ============================================================================================ >>training
+//== training ================================================================================ >>training
 
-/* Called by backward for each gradient; only the last micro-batch's call sends something on its way. */
+/* Called by backward for each gradient. In the last micro-batch of a step, the reducer sends a bucket once
+   all of its gradients are ready. */
 static void gradient_ready(void *user, int index) {
     trainer *t = (trainer *)user;
     ddp_result result = ddp_accumulator_ready(t->accumulator, index);
     if (t->ready_result == DDP_OK) t->ready_result = result;
 }
 
-/* One optimizer step. *loss is the global batch's, *norm that of the gradient before clipping. Collective. */
+/* One optimizer step. *loss is the mean over the global batch, *norm that of the gradients before clipping.
+   Collective. */
 static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
     run *r = &t->run;
     const run_config *c = &r->plan.config;
     double start = ddp_now(), gather;
     for (int micro = 0; micro < r->micro_count; micro++) {
-        for (int row = 0; row < c->micro_batch; row++) TRY(take_window(r, row, next_window(r)));
+        for (int row = 0; row < c->micro_batch; row++) DDP_TRY(load_sequence(r, row, next_sequence(r)));
         r->losses[r->rank * r->micro_count + micro] = gpt_model_forward_backward(
             &r->model, r->tokens, r->targets, c->micro_batch, c->context, gradient_ready, t);
-        TRY(t->ready_result);
-        TRY(ddp_accumulator_next(t->accumulator, NULL));
+        DDP_TRY(t->ready_result);
+        DDP_TRY(ddp_accumulator_next(t->accumulator, NULL));
     }
-    TRY(ddp_reducer_wait(t->reducer));
-    TRY(ddp_reducer_clip_grad_norm(t->reducer, 1.0f, norm));
-    TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(&r->lr, step)));
+    DDP_TRY(ddp_reducer_wait(t->reducer));
+    DDP_TRY(ddp_reducer_clip_grad_norm(t->reducer, 1.0f, norm));
+    DDP_TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(&r->lr, step)));
     gather = ddp_now();
-    TRY(run_mean_loss(r, (int64_t)r->micro_count * r->world_size, loss));
+    DDP_TRY(run_mean_loss(r, (int64_t)r->micro_count * r->world_size, loss));
     t->gather_seconds += ddp_now() - gather;
     r->train_seconds += ddp_now() - start;
     return run_check_step(step, *loss, *norm);
 }
 
-/* Mean loss over the validation windows. Ranks take contiguous shares of the micro-batches, which are the same on any number of ranks.
-   Collective. */
+/* Mean loss over the validation text. Each rank computes a contiguous block of the micro-batches, which are
+   the same on any number of ranks. Collective. */
 static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
     const run_config *c = &r->plan.config;
     int64_t count = validation_micro_batches(&r->plan), share = (count + r->world_size - 1) / r->world_size;
     for (int64_t i = r->rank * share; i < (r->rank + 1) * share && i < count; i++) {
-        TRY(take_validation_windows(r, i));
+        DDP_TRY(load_validation_batch(r, i));
         r->losses[i] = gpt_model_forward(&r->model, r->tokens, r->targets, c->micro_batch, c->context);
     }
     return run_mean_loss(r, count, loss);
@@ -202,7 +205,7 @@ static uint64_t hash_weights(const trainer *t) {
 static ddp_result save_checkpoint(const trainer *t, const char *path, int64_t step) {
     const run *r = &t->run;
     checkpoint_writer w;
-    TRY(checkpoint_begin(&w, r, path, step));
+    DDP_TRY(checkpoint_begin(&w, r, path, step));
     for (int i = 0; i < t->value_count; i++)
         checkpoint_put(&w, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
     for (int which = 0; which < 2; which++)
@@ -214,58 +217,58 @@ static ddp_result save_checkpoint(const trainer *t, const char *path, int64_t st
     return checkpoint_end(&w, path);
 }
 
-/* The validation loss, and after training steps a checkpoint. Collective. */
+/* Computes the validation loss. After training steps, writes a checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     ddp_result result = DDP_OK;
-    TRY(validate(t, loss));
+    DDP_TRY(validate(t, loss));
     if (r->rank == 0) {
         report_validation(&r->report, &r->plan, step, *loss);
         if (r->options->checkpoint && step > r->plan.first_step)
             result = save_checkpoint(t, r->options->checkpoint, step);
     }
-    return r->options->checkpoint ? share_result(r->world, result) : DDP_OK;
+    return r->options->checkpoint ? broadcast_result(r->world, result) : DDP_OK;
 }
 
 static ddp_result train_steps(trainer *t, double *validation) {
     run *r = &t->run;
     double loss;
     float norm;
-    TRY(evaluate(t, r->plan.first_step, validation));
+    DDP_TRY(evaluate(t, r->plan.first_step, validation));
     for (int64_t step = r->plan.first_step + 1; step <= r->plan.config.steps; step++) {
-        TRY(train_step(t, step, &loss, &norm));
+        DDP_TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
-        if (is_validation_step(r, step)) TRY(evaluate(t, step, validation));
+        if (is_validation_step(r, step)) DDP_TRY(evaluate(t, step, validation));
     }
     return DDP_OK;
 }
 
-//== the end ================================================================================================== >>end
+//== end of the run =============================================================================== >>end
 
-/* Rank 0, once each rank's share of time is gathered. */
+/* Rank 0: r->gathered has, for each rank, the fraction of time that it waited for communication. */
 static void print_table(const run *r) {
-    const double *exposed = (const double *)r->everyones;
+    const double *exposed = (const double *)r->gathered;
     double mean = 0, worst = 0;
     for (int i = 0; i < r->world_size; i++) {
         mean += exposed[i] / r->world_size;
         worst = exposed[i] > worst ? exposed[i] : worst;
     }
-    printf("\n  ranks   tokens/s   communication not hidden by compute\n");
-    printf("  %5d   %8.0f   %.2f%% of the time, %.2f%% on the rank that waited longest\n\n", r->world_size,
+    printf("\n  ranks   tokens/s   waiting for communication\n");
+    printf("  %5d   %8.0f   %.2f%% of the time, %.2f%% on the slowest rank\n\n", r->world_size,
            tokens_per_second(r, r->plan.config.steps), 100 * mean, 100 * worst);
 }
 
-/* Sample, table, and what every run ends with. Collective. */
+/* Prints a sample and a table, and finishes the run. Collective. */
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     ddp_reducer_stats stats = DDP_ZERO;
     double exposed;
-    TRY(ddp_reducer_get_stats(t->reducer, &stats));
+    DDP_TRY(ddp_reducer_get_stats(t->reducer, &stats));
     exposed = r->train_seconds > 0 ? (stats.total_wait_seconds + t->gather_seconds) / r->train_seconds : 0;
-    TRY(run_gather(r, &exposed, sizeof exposed));
+    DDP_TRY(run_gather(r, &exposed, sizeof exposed));
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt;
-        TRY(sample_prompt(r, tokens, &prompt));
+        DDP_TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
         print_table(r);
@@ -278,13 +281,13 @@ static ddp_result train(void *user) {
     trainer *t = (trainer *)user;
     run *r = &t->run;
     double validation = 0;
-    TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
-    TRY(run_build_model(r, GPT_OWN_VALUES));
-    TRY(build_params(t));
-    TRY(init_values(t));
-    TRY(build_parallel(t));
+    DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
+    DDP_TRY(run_build_model(r, GPT_OWN_VALUES));
+    DDP_TRY(build_params(t));
+    DDP_TRY(init_values(t));
+    DDP_TRY(build_parallel(t));
     run_report_start(r);
-    TRY(train_steps(t, &validation));
+    DDP_TRY(train_steps(t, &validation));
     return finish(t, validation);
 }
 

@@ -109,18 +109,19 @@ static void find_mesh(trainer *t) {
 static ddp_result check_mesh(const trainer *t, int heads) {
     int64_t ranks = t->run.world_size, rest = (int64_t)t->pp * t->tp, all = rest * t->dp;
     if (all != ranks && all > DDP_MAX_LOCAL_RANKS)
-        return WRONG("--pp %d x --dp %d x --tp %d are %lld ranks, and there are %lld; start as many under "
-                     "mpirun, or use %d at most",
-                     t->pp, t->dp, t->tp, (long long)all, (long long)ranks, DDP_MAX_LOCAL_RANKS);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--pp %d x --dp %d x --tp %d are %lld ranks, and there are %lld; start as many under "
+                        "mpirun, or use %d at most",
+                        t->pp, t->dp, t->tp, (long long)all, (long long)ranks, DDP_MAX_LOCAL_RANKS);
     if (ranks % rest)
-        return WRONG("--pp %d x --tp %d does not divide %lld ranks; use --ranks %lld", t->pp, t->tp,
-                     (long long)ranks, (long long)((ranks + rest - 1) / rest * rest));
+        return ddp_fail(DDP_ERR_INVALID, "--pp %d x --tp %d does not divide %lld ranks; use --ranks %lld",
+                        t->pp, t->tp, (long long)ranks, (long long)((ranks + rest - 1) / rest * rest));
     if (all != ranks)
-        return WRONG("--pp %d x --dp %d x --tp %d are not %lld ranks; use --dp %lld", t->pp, t->dp, t->tp,
-                     (long long)ranks, (long long)(ranks / rest));
+        return ddp_fail(DDP_ERR_INVALID, "--pp %d x --dp %d x --tp %d are not %lld ranks; use --dp %lld",
+                        t->pp, t->dp, t->tp, (long long)ranks, (long long)(ranks / rest));
     if (heads % t->tp)
-        return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, t->tp,
-                     nearest_divisor(heads, t->tp));
+        return ddp_fail(DDP_ERR_INVALID, "--heads %d cannot be dealt out to --tp %d ranks; use --tp %d",
+                        heads, t->tp, nearest_divisor(heads, t->tp));
     return DDP_OK;
 }
 
@@ -130,8 +131,9 @@ static ddp_result make_schedule(trainer *t) {
     t->unit_count = c->layers + 2;
     t->micro_count = c->batch / c->micro_batch / t->dp;
     if (t->pp > t->unit_count)
-        return WRONG("--pp %d: stages for an embedding, %d blocks and a head; use --layers %d or more", t->pp,
-                     c->layers, t->pp - 2);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--pp %d: stages for an embedding, %d blocks and a head; use --layers %d or more",
+                        t->pp, c->layers, t->pp - 2);
     desc.rank_count = t->pp;
     desc.microbatch_count = t->micro_count;
     return ddp_schedule_create(&t->schedule, &desc);
@@ -143,15 +145,15 @@ static ddp_result plan_run(trainer *t) {
     const run_options *o = r->options;
     run_saved saved;
     memset(&saved, 0, sizeof saved);
-    TRY(check_options(o, r->world_size));
-    if (o->checkpoint) TRY(folder_check(o->checkpoint));
-    if (o->resume) TRY(folder_read(o, &saved));
+    DDP_TRY(check_options(o, r->world_size));
+    if (o->checkpoint) DDP_TRY(folder_check(o->checkpoint));
+    if (o->resume) DDP_TRY(folder_read(o, &saved));
     if (o->resume)
-        TRY(folder_check_qkv(o->resume, 1, "go on with train_gpt_fsdp, or with train_gpt_cuda --tp 1"));
-    TRY(check_mesh(t, o->config.heads ? o->config.heads : o->resume ? saved.config.heads : 4));
-    TRY(make_plan(&r->plan, o, t->dp, o->resume ? &saved : NULL, &r->text));
-    TRY(gpt_tensor_check(r, t->tp));
-    TRY(make_schedule(t));
+        DDP_TRY(folder_check_qkv(o->resume, 1, "go on with train_gpt_fsdp, or with train_gpt_cuda --tp 1"));
+    DDP_TRY(check_mesh(t, o->config.heads ? o->config.heads : o->resume ? saved.config.heads : 4));
+    DDP_TRY(make_plan(&r->plan, o, t->dp, o->resume ? &saved : NULL, &r->text));
+    DDP_TRY(gpt_tensor_check(r, t->tp));
+    DDP_TRY(make_schedule(t));
     ddp_schedule_destroy(t->schedule);
     t->schedule = NULL;
     return DDP_OK;
@@ -177,28 +179,28 @@ static ddp_result build_model(trainer *t) {
     t->each = (double *)calloc((size_t)t->micro_count, sizeof *t->each);
     if (!cost || !t->first_unit || !t->values || !t->units || !t->starts || !t->each) {
         free(cost);
-        return run_no_room();
+        return run_out_of_memory();
     }
     t->grads = t->values + count;
     for (int u = 0; u < t->unit_count; u++) cost[u] = unit_cost(&r->plan, u);
     result = ddp_pipeline_partition(cost, t->unit_count, t->pp, t->first_unit);
     t->first_unit[t->pp] = t->unit_count;
     free(cost);
-    TRY(result);
-    TRY(run_build_arrays(r));
+    DDP_TRY(result);
+    DDP_TRY(run_build_arrays(r));
 
     mesh.ndim = 3, mesh.names[0] = "pp", mesh.names[1] = "dp", mesh.names[2] = "tp";
     mesh.shape[0] = t->pp, mesh.shape[1] = t->dp, mesh.shape[2] = t->tp;
-    TRY(ddp_mesh_create(&t->mesh, r->world, &mesh));
+    DDP_TRY(ddp_mesh_create(&t->mesh, r->world, &mesh));
     t->column = ddp_mesh_group(t->mesh, "pp");
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->stage = ddp_rank(t->column);
-    TRY(gpt_tensor_create(&t->model, r, ddp_mesh_group(t->mesh, "tp"), t->values, t->grads));
+    DDP_TRY(gpt_tensor_create(&t->model, r, ddp_mesh_group(t->mesh, "tp"), t->values, t->grads));
     for (int i = 0; i < t->model.param_count; i++)
         largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->whole = (float *)calloc(largest, sizeof(float));
     t->d = (float *)calloc((size_t)t->model.rows * (size_t)config.channels, sizeof(float));
-    return t->whole && t->d ? DDP_OK : run_no_room();
+    return t->whole && t->d ? DDP_OK : run_out_of_memory();
 }
 
 //== shards ================================================================================================ >>shards
@@ -239,7 +241,7 @@ static ddp_result build_slices(trainer *t) {
     t->slices = (slice *)calloc(room, sizeof *t->slices);
     t->params = (ddp_fsdp_param *)calloc(room, sizeof *t->params);
     t->pointers = (ddp_param **)calloc(room, sizeof *t->pointers);
-    if (!t->slices || !t->params || !t->pointers) return run_no_room();
+    if (!t->slices || !t->params || !t->pointers) return run_out_of_memory();
     for (int i = 0; i < t->model.param_count; i++)
         for (int k = 0; k < t->model.pieces[i].box_count && (t->run.infos[i].tied_to < 0 || t->pp == 1);
              k++) {
@@ -248,7 +250,7 @@ static ddp_result build_slices(trainer *t) {
             describe_slice(t, s, &t->params[t->slice_count++]);
         }
     for (int pass = 0; pass < 2; pass++) {
-        if (pass && !(t->fused = (float *)calloc(fused + 1, sizeof(float)))) return run_no_room();
+        if (pass && !(t->fused = (float *)calloc(fused + 1, sizeof(float)))) return run_out_of_memory();
         fused = 0;
         for (int i = 0; i < t->model.param_count; i++) {
             const gpt_piece *piece = &t->model.pieces[i];
@@ -289,12 +291,13 @@ static ddp_result build_shards(trainer *t) {
     desc.state = &t->state;
     desc.keep_checkpoints = 2;
     desc.checkpoint_group = r->world;
-    TRY(ddp_fsdp_create(&t->fsdp, t->replicas, &desc));
+    DDP_TRY(ddp_fsdp_create(&t->fsdp, t->replicas, &desc));
     if (r->plan.first_step == 0) return DDP_OK;
-    TRY(ddp_fsdp_load(t->fsdp, r->options->resume));
+    DDP_TRY(ddp_fsdp_load(t->fsdp, r->options->resume));
     if (t->state.step != r->plan.first_step)
-        return WRONG("--resume %s: another run has just written it; give a checkpoint that stays",
-                     r->options->resume);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--resume %s: another run has just written it; give a checkpoint that stays",
+                        r->options->resume);
     r->plan.data = t->state.sampler;
     return DDP_OK;
 }
@@ -318,7 +321,7 @@ static ddp_result gather_stage(int stage, void *user) {
     trainer *t = (trainer *)user;
     int head = t->model.param_count - 1;
     (void)stage;
-    TRY(ddp_fsdp_unshard(t->fsdp, 0));
+    DDP_TRY(ddp_fsdp_unshard(t->fsdp, 0));
     for (int i = 0; i < t->slice_count; i++) {
         const slice *s = &t->slices[i];
         if (!s->here || t->model.pieces[s->param].box_count > 1) continue;
@@ -372,9 +375,10 @@ static ddp_result begin(trainer *t, const ddp_pipeline_call *c) {
     int rows = r->plan.config.micro_batch;
     int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
     if (c->evaluating)
-        TRY(take_validation_windows(r, index < last ? index : last));
+        DDP_TRY(load_validation_batch(r, index < last ? index : last));
     else
-        for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
+        for (int row = 0; row < rows; row++)
+            DDP_TRY(load_sequence(r, row, t->starts[c->microbatch * rows + row]));
     place_units(t, (float *)c->saved);
     return DDP_OK;
 }
@@ -388,18 +392,19 @@ static const float *input_of(const trainer *t, const ddp_pipeline_call *c, int u
 
 static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
-    TRY(begin(t, c));
+    DDP_TRY(begin(t, c));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         const float *in = input_of(t, c, u);
         unit_memory *unit = &t->units[u];
         float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? unit->out
                                                                              : (float *)c->outputs[0].data;
         if (u == 0)
-            TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, out));
+            DDP_TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, out));
         else if (u + 1 < t->unit_count)
-            TRY(gpt_tensor_block_forward(&t->model, u - 1, in, &unit->acts, out));
+            DDP_TRY(gpt_tensor_block_forward(&t->model, u - 1, in, &unit->acts, out));
         else
-            TRY(gpt_tensor_head_forward(&t->model, in, t->run.targets, &unit->head, c->loss, !c->evaluating));
+            DDP_TRY(
+                gpt_tensor_head_forward(&t->model, in, t->run.targets, &unit->head, c->loss, !c->evaluating));
     }
     return DDP_OK;
 }
@@ -407,18 +412,18 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
 static ddp_result stage_backward(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     const float *d_out = c->output_count ? (const float *)c->output_grads[0].data : NULL;
-    TRY(begin(t, c));
+    DDP_TRY(begin(t, c));
     for (int u = t->first_unit[c->stage + 1] - 1; u >= t->first_unit[c->stage]; u--) {
         float *d_in = u > t->first_unit[c->stage] ? t->d
                       : c->input_count            ? (float *)c->input_grads[0].data
                                                   : NULL;
         if (u == 0)
-            TRY(gpt_tensor_embed_backward(&t->model, t->run.tokens, d_out));
+            DDP_TRY(gpt_tensor_embed_backward(&t->model, t->run.tokens, d_out));
         else if (u + 1 < t->unit_count)
-            TRY(gpt_tensor_block_backward(&t->model, u - 1, input_of(t, c, u), &t->units[u].acts, d_out,
-                                          d_in));
+            DDP_TRY(gpt_tensor_block_backward(&t->model, u - 1, input_of(t, c, u), &t->units[u].acts, d_out,
+                                              d_in));
         else
-            TRY(gpt_tensor_head_backward(&t->model, input_of(t, c, u), &t->units[u].head, d_in));
+            DDP_TRY(gpt_tensor_head_backward(&t->model, input_of(t, c, u), &t->units[u].head, d_in));
         d_out = d_in;
     }
     move_fused(t, 1);
@@ -431,7 +436,7 @@ static ddp_result build_pipeline(trainer *t) {
     ddp_pipeline_desc desc = DDP_ZERO;
     ddp_pipeline_stage *stages = (ddp_pipeline_stage *)calloc((size_t)t->pp, sizeof *stages), *own;
     ddp_result result;
-    if (!stages) return run_no_room();
+    if (!stages) return run_out_of_memory();
     own = stages + t->stage;
     own->forward = stage_forward;
     own->backward = stage_backward;
@@ -456,7 +461,7 @@ static ddp_result build_pipeline(trainer *t) {
     desc.boundary.shape[0] = t->model.rows, desc.boundary.shape[1] = t->model.config.channels;
     result = ddp_pipeline_create(&t->pipeline, t->column, &desc);
     free(stages);
-    TRY(result);
+    DDP_TRY(result);
     return run_build_sampler(&t->run, t->dp, ddp_rank(t->replicas));
 }
 
@@ -471,15 +476,15 @@ static ddp_result clip(trainer *t, float *norm) {
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].counted) continue;
-        TRY(gradient_of(t, i, &grad));
+        DDP_TRY(gradient_of(t, i, &grad));
         if (grad.data)
             device->sum_squares(&sum, grad.data, (size_t)grad.shape[0],
                                 (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
     }
-    TRY(ddp_all_reduce(t->run.world, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp_all_reduce(t->run.world, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     *norm = (float)sqrt(ddp_exact_sum_value(&sum));
     for (int i = 0; i<t->slice_count && * norm> 1; i++) {
-        TRY(gradient_of(t, i, &grad));
+        DDP_TRY(gradient_of(t, i, &grad));
         if (grad.data) device->scale(grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, 1 / *norm);
     }
     return DDP_OK;
@@ -488,7 +493,7 @@ static ddp_result clip(trainer *t, float *norm) {
 /* Losses of this replica's micro-batches, number `first` of all and the next ones: one rank says them. */
 static ddp_result keep_losses(trainer *t, int64_t first, int64_t end) {
     double unused;
-    TRY(ddp_pipeline_get_loss(t->pipeline, &unused, t->each));
+    DDP_TRY(ddp_pipeline_get_loss(t->pipeline, &unused, t->each));
     for (int64_t i = 0; i < t->micro_count && first + i < end; i++)
         if (t->stage == 0 && ddp_rank(t->model.group) == 0) t->run.losses[first + i] = t->each[i];
     return DDP_OK;
@@ -499,12 +504,12 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     run *r = &t->run;
     int64_t first = (int64_t)ddp_rank(t->replicas) * t->micro_count, count = (int64_t)t->micro_count * t->dp;
     double start = ddp_now();
-    for (int i = 0; i < r->plan.config.batch / t->dp; i++) t->starts[i] = next_window(r);
-    TRY(ddp_pipeline_step(t->pipeline));
-    TRY(keep_losses(t, first, count));
-    TRY(clip(t, norm));
-    TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(&r->lr, step)));
-    TRY(run_mean_loss(r, count, loss));
+    for (int i = 0; i < r->plan.config.batch / t->dp; i++) t->starts[i] = next_sequence(r);
+    DDP_TRY(ddp_pipeline_step(t->pipeline));
+    DDP_TRY(keep_losses(t, first, count));
+    DDP_TRY(clip(t, norm));
+    DDP_TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(&r->lr, step)));
+    DDP_TRY(run_mean_loss(r, count, loss));
     r->train_seconds += ddp_now() - start;
     return run_check_step(step, *loss, *norm);
 }
@@ -517,8 +522,8 @@ static ddp_result validate(trainer *t, double *loss) {
             first = ddp_rank(t->replicas) * share;
     int64_t end = first + share < count ? first + share : count;
     for (t->validating = first; t->validating < first + share; t->validating += t->micro_count) {
-        TRY(ddp_pipeline_evaluate(t->pipeline));
-        TRY(keep_losses(t, t->validating, end));
+        DDP_TRY(ddp_pipeline_evaluate(t->pipeline));
+        DDP_TRY(keep_losses(t, t->validating, end));
     }
     return run_mean_loss(r, count, loss);
 }
@@ -526,11 +531,11 @@ static ddp_result validate(trainer *t, double *loss) {
 /* The validation loss, and after training steps, and at the end, a checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
-    TRY(validate(t, loss));
+    DDP_TRY(validate(t, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
     if (!r->options->checkpoint || (step == r->plan.first_step && step < r->plan.config.steps)) return DDP_OK;
     folder_state(&t->state, &r->plan);
-    TRY(ddp_sampler_save(&r->sampler, &t->state.sampler));
+    DDP_TRY(ddp_sampler_save(&r->sampler, &t->state.sampler));
     return ddp_fsdp_save(t->fsdp, r->options->checkpoint);
 }
 
@@ -544,7 +549,7 @@ static ddp_result gather_whole(trainer *t, int param) {
         ddp_tensor rows;
         int64_t first;
         if (t->slices[i].param != param || !t->slices[i].counted) continue;
-        TRY(ddp_fsdp_get_shard(t->fsdp, 0, i, &rows, NULL, &first));
+        DDP_TRY(ddp_fsdp_get_shard(t->fsdp, 0, i, &rows, NULL, &first));
         for (int64_t j = 0; rows.data && j < rows.shape[0]; j++)
             memcpy(t->whole + gpt_box_row(box_of(t, &t->slices[i]), first + j),
                    (float *)rows.data + (size_t)j * columns, columns * sizeof(float));
@@ -555,7 +560,7 @@ static ddp_result gather_whole(trainer *t, int param) {
 static ddp_result print_table(const trainer *t) {
     const run *r = &t->run;
     ddp_fsdp_memory memory = DDP_ZERO;
-    TRY(ddp_fsdp_get_memory(t->fsdp, &memory));
+    DDP_TRY(ddp_fsdp_get_memory(t->fsdp, &memory));
     if (r->rank != 0) return DDP_OK;
     printf("\n  ranks   pp   dp   tp   micro-batches   tokens/s   bubble predicted   measured   bytes of "
            "values and moments on rank 0\n");
@@ -571,21 +576,21 @@ static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     uint64_t hash = HASH_START;
     if (r->rank == 0 && gpt_model_create(&r->model, &t->model.config, 1, GPT_OWN_VALUES) != 0)
-        return run_no_room();
+        return run_out_of_memory();
     for (int i = 0; i < t->model.param_count; i++) {
         size_t size_bytes = (size_t)r->infos[i].count * sizeof(float);
         if (r->infos[i].tied_to >= 0) continue;
-        TRY(gather_whole(t, i));
+        DDP_TRY(gather_whole(t, i));
         hash = hash_bytes(hash, t->whole, size_bytes);
         if (r->rank == 0) memcpy(r->model.values[i], t->whole, size_bytes);
     }
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt;
-        TRY(sample_prompt(r, tokens, &prompt));
+        DDP_TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
     }
-    TRY(print_table(t));
+    DDP_TRY(print_table(t));
     return run_finish(r, validation, hash);
 }
 
@@ -595,19 +600,19 @@ static ddp_result train(void *user) {
     double validation = 0, loss;
     float norm;
     find_mesh(t);
-    TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
-    TRY(make_schedule(t));
-    TRY(build_model(t));
-    TRY(build_slices(t));
-    TRY(build_shards(t));
-    TRY(build_pipeline(t));
+    DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
+    DDP_TRY(make_schedule(t));
+    DDP_TRY(build_model(t));
+    DDP_TRY(build_slices(t));
+    DDP_TRY(build_shards(t));
+    DDP_TRY(build_pipeline(t));
     run_report_start(r);
-    TRY(evaluate(t, r->plan.first_step, &validation));
+    DDP_TRY(evaluate(t, r->plan.first_step, &validation));
     for (int64_t step = r->plan.first_step + 1; step <= r->plan.config.steps; step++) {
-        TRY(train_step(t, step, &loss, &norm));
+        DDP_TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
-        if (step == r->plan.config.steps) TRY(ddp_pipeline_get_stats(t->pipeline, &t->stats));
-        if (is_validation_step(r, step)) TRY(evaluate(t, step, &validation));
+        if (step == r->plan.config.steps) DDP_TRY(ddp_pipeline_get_stats(t->pipeline, &t->stats));
+        if (is_validation_step(r, step)) DDP_TRY(evaluate(t, step, &validation));
     }
     return finish(t, validation);
 }

@@ -16,7 +16,7 @@ RANKS
     A group of GPUs is made along each axis.
 
     Without --stages the model's units are gathered and released one by one, as in train_gpt_fsdp: full and grad add gradients over ranks after each
-    micro-batch, and micro-batches are dealt in turn. With --stages each rank has one stage, which is gathered whole, as in train_gpt_3d.
+    micro-batch, and micro-batch i belongs to rank i % ranks. With --stages each rank has one stage, which is gathered whole, as in train_gpt_3d.
 
 A STEP
     The host puts a step on the streams and does not wait inside of it. While the device works at step s, the host packs the windows of step s + 1, which a
@@ -56,6 +56,8 @@ CHECKPOINTS
 #include "folder.h"
 #include "../extras/llmc.h"
 #include "train.h"
+#define TRY DDP_TRY
+#define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
 
 #include <float.h>
 
@@ -148,7 +150,7 @@ static int check_flags(run_options *o) {
     int gpus[GPU_LIST], strategy = find_strategy(o->strategy), count = read_gpus(o->gpus, gpus);
     int64_t least = (int64_t)(o->stages ? o->stages : 1) * (o->tensor ? o->tensor : 1);
     o->reads_tokens = 1;
-    o->dealt = !(o->stages > 1) && (strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD);
+    o->round_robin = !(o->stages > 1) && (strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD);
     if (o->wrong[0]) return 1;
     if (strategy == STRATEGY_COUNT)
         snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: give full, grad, optim or none", o->strategy);
@@ -428,7 +430,7 @@ static ddp_result cut_stages(trainer *t) {
     cost = (double *)calloc((size_t)t->unit_count, sizeof *cost);
     if (!cost || !t->stage_begin) {
         free(cost);
-        return run_no_room();
+        return run_out_of_memory();
     }
     for (int u = 0; u < t->unit_count; u++) cost[u] = unit_cost(&t->run.plan, u);
     result = ddp_pipeline_partition(cost, t->unit_count, t->pp, t->stage_begin);
@@ -443,7 +445,7 @@ static ddp_result cut_stages(trainer *t) {
 static ddp_result count_slots(trainer *t) {
     ddp_rank_report *ranks = (ddp_rank_report *)calloc((size_t)t->pp, sizeof *ranks);
     ddp_schedule_report report = DDP_ZERO;
-    ddp_result result = ranks ? DDP_OK : run_no_room();
+    ddp_result result = ranks ? DDP_OK : run_out_of_memory();
     report.ranks = ranks;
     if (result == DDP_OK) result = ddp_schedule_simulate(t->schedule, NULL, &report);
     if (result == DDP_OK) t->slots = ranks[t->stage].peak_in_flight;
@@ -515,7 +517,7 @@ static ddp_result build_slices(trainer *t) {
     t->pointers = (ddp_param **)calloc(room, sizeof *t->pointers);
     t->slice_of = (int *)calloc((size_t)t->param_count + 1, sizeof *t->slice_of);
     t->units = (ddp_fsdp_unit_desc *)calloc((size_t)fsdp_units, sizeof *t->units);
-    if (!t->slices || !t->params || !t->pointers || !t->slice_of || !t->units) return run_no_room();
+    if (!t->slices || !t->params || !t->pointers || !t->slice_of || !t->units) return run_out_of_memory();
     for (int i = 0; i < t->param_count; i++) {
         gpt_cuda_box box[3];
         int unit = t->pp > 1 ? 0 : t->run.infos[i].unit, boxes = gpt_cuda_param_boxes(&t->desc, i, box);
@@ -723,9 +725,9 @@ static ddp_result compare_seats(trainer *t, const seat *seats) {
                 needed += seats[k].needed, ranks++;
         t->any_share |= ranks > 1;
         if (needed <= seats[i].there) continue;
-        if (r->rank != 0) return share_result(r->world, DDP_OK);
+        if (r->rank != 0) return broadcast_result(r->world, DDP_OK);
         say_savings(t, savings, sizeof savings);
-        return share_result(
+        return broadcast_result(
             r->world,
             ddp_fail(
                 DDP_ERR_NO_MEMORY,
@@ -752,7 +754,7 @@ static ddp_result check_memory(trainer *t) {
     if (r->options->memory_limit && mine.there > r->options->memory_limit * MIB)
         mine.there = r->options->memory_limit * MIB;
     TRY(run_gather(r, &mine, sizeof mine));
-    return compare_seats(t, (const seat *)r->everyones);
+    return compare_seats(t, (const seat *)r->gathered);
 }
 
 /* Where memory runs out although it was there before, the error says what takes less. */
@@ -861,11 +863,11 @@ static ddp_result map_checkpoint(trainer *t) {
     ddp_result result = r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK;
     struct stat info;
     int file;
-    TRY(share_result(r->world, result));
+    TRY(broadcast_result(r->world, result));
     free(t->saved.bytes);
     memset(&t->saved, 0, sizeof t->saved);
     t->offset = (int64_t *)calloc((size_t)t->param_count, sizeof *t->offset);
-    if (!t->offset) return run_no_room();
+    if (!t->offset) return run_out_of_memory();
     for (int i = 0; i < t->param_count; i++) {
         t->offset[i] = r->infos[i].tied_to < 0 ? next : t->offset[r->infos[i].tied_to];
         if (r->infos[i].tied_to < 0) next += r->infos[i].count;
@@ -926,7 +928,7 @@ static ddp_result build_shards(trainer *t) {
     for (int i = 0; i < t->param_count; i++)
         largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->whole = (float *)malloc(largest * sizeof(float));
-    if (!t->whole) return run_no_room();
+    if (!t->whole) return run_out_of_memory();
     if (o->init && r->rank != 0) TRY(llmc_open(&t->init, o->init));
     if (r->plan.first_step > 0 && !is_folder(o->resume)) TRY(map_checkpoint(t));
     desc.units = t->units;
@@ -970,16 +972,16 @@ static ddp_result fetch_window(void *user, int64_t index, void *const *fields) {
     return run_tokens(r, index, r->plan.config.context + 1, (int *)fields[0]);
 }
 
-/* The loader gives this rank's part of each global batch; where micro-batches are dealt, all of it. */
+/* The loader gives this rank's part of each global batch; with round_robin, all of it. */
 static ddp_result build_loader(trainer *t) {
     run *r = &t->run;
     const run_config *c = &r->plan.config;
-    int dealt = r->options->dealt, micros = t->micro_count;
+    int round_robin = r->options->round_robin, micros = t->micro_count;
     size_t bytes = t->batch_ints * sizeof(int32_t);
     ddp_loader_desc desc = DDP_ZERO;
     ddp_tensor window = DDP_ZERO;
     window.dtype = DDP_I32, window.ndim = 1, window.shape[0] = c->context + 1;
-    desc.sampler = run_sampler_desc(r, dealt ? 1 : t->dp, dealt ? 0 : t->replica);
+    desc.sampler = run_sampler_desc(r, round_robin ? 1 : t->dp, round_robin ? 0 : t->replica);
     desc.fields = &window;
     desc.field_count = 1;
     desc.fetch = fetch_window;
@@ -988,10 +990,10 @@ static ddp_result build_loader(trainer *t) {
     TRY(ddp_loader_create(&t->loader, &desc));
     if (r->plan.first_step > 0) TRY(ddp_loader_load(t->loader, &r->plan.data));
     TRY(run_build_sampler(r, 1, 0)); /* what checkpoints are written with */
-    t->loaded_first = dealt ? t->replica : 0;
-    t->loaded_every = dealt ? t->dp : 1;
+    t->loaded_first = round_robin ? t->replica : 0;
+    t->loaded_every = round_robin ? t->dp : 1;
     t->batch = (int32_t **)calloc((size_t)t->slots, sizeof *t->batch);
-    if (!t->batch) return run_no_room();
+    if (!t->batch) return run_out_of_memory();
     for (int k = 0; k < 2; k++) {
         CUDA(cudaHostAlloc((void **)&t->pinned[k], bytes * (size_t)micros, cudaHostAllocDefault));
         CUDA(cudaHostAlloc((void **)&t->sums[k], (size_t)micros * sizeof(double), cudaHostAllocDefault));
@@ -1167,7 +1169,7 @@ static ddp_result write_timeline(trainer *t) {
             fprintf(file, "{\"traceEvents\":[\n%.*s", (int)length, text);
     }
     if (result == DDP_OK) result = run_gather(r, &length, sizeof length);
-    lengths = (const size_t *)r->everyones;
+    lengths = (const size_t *)r->gathered;
     for (int i = 1; i < r->world_size && result == DDP_OK; i++) {
         char *theirs = r->rank == 0 ? (char *)malloc(lengths[i]) : text;
         if (r->rank == i) result = ddp_send(r->world, text, length, DDP_U8, 0, 0, NULL);
@@ -1378,7 +1380,7 @@ static ddp_result build_tables(trainer *t) {
     size_t count = 2 * (size_t)t->unit_count;
     t->tables = (void *(*)[3 * GPT_BLOCK_PARAMS]) calloc(count, sizeof *t->tables);
     t->table_of = (void *const **)calloc(count, sizeof *t->table_of);
-    if (!t->tables || !t->table_of) return run_no_room();
+    if (!t->tables || !t->table_of) return run_out_of_memory();
     for (size_t i = 0; i < count; i++) t->table_of[i] = t->tables[i];
     return DDP_OK;
 }
@@ -1437,7 +1439,7 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     if (c->loss) *c->loss = 0; /* it is read later */
     if (c->evaluating) {
         int64_t last = validation_micro_batches(&t->run.plan) - 1, index = t->validating + c->microbatch;
-        TRY(take_validation_windows(&t->run, index < last ? index : last));
+        TRY(load_validation_batch(&t->run, index < last ? index : last));
         TRY(place_tokens(t, slot));
     } else
         TRY(place_batch(t, c->microbatch, slot));
@@ -1473,7 +1475,7 @@ static ddp_result build_pipeline(trainer *t) {
     t->free_slots = (int *)calloc((size_t)t->slots, sizeof *t->free_slots);
     if (!stages || !t->slot_of || !t->free_slots) {
         free(stages);
-        return run_no_room();
+        return run_out_of_memory();
     }
     while (t->free_count < t->slots)
         t->free_slots[t->free_count] = t->slots - 1 - t->free_count, t->free_count++;
@@ -1576,7 +1578,7 @@ static ddp_result put_update(trainer *t, int64_t step) {
 
 /* Number of this rank's micro-batch among those of the global batch. */
 static int micro_number(const trainer *t, int micro) {
-    return t->run.options->dealt ? micro * t->dp + t->replica : t->replica * t->micro_count + micro;
+    return t->run.options->round_robin ? micro * t->dp + t->replica : t->replica * t->micro_count + micro;
 }
 
 /* Loss and norm of the last step that was put whole on the streams, once the device has done it. Collective. */
@@ -1616,7 +1618,7 @@ static ddp_result validate(trainer *t, double *loss) {
             TRY(ddp_pipeline_evaluate(t->pipeline));
         else {
             if (t->validating < end) {
-                TRY(take_validation_windows(r, t->validating));
+                TRY(load_validation_batch(r, t->validating));
                 TRY(place_tokens(t, 0));
             }
             TRY(forward(t, t->unit_count - 1, t->validating < end));
@@ -1669,7 +1671,7 @@ static ddp_result save_file(trainer *t, const char *path, int64_t step) {
     memset(&w, 0, sizeof w);
     if (result == DDP_OK) result = ddp_sampler_load(&r->sampler, &state);
     if (result == DDP_OK && r->rank == 0) result = checkpoint_begin(&w, r, path, step);
-    result = share_result(r->world, result);
+    result = broadcast_result(r->world, result);
     for (int which = -1; which < 2; which++)
         for (int i = 0; i < t->param_count && result == DDP_OK; i++) {
             if (r->infos[i].tied_to >= 0) continue;
@@ -1682,7 +1684,7 @@ static ddp_result save_file(trainer *t, const char *path, int64_t step) {
         unlink(w.temporary);
     }
     if (result != DDP_OK) return result;
-    return share_result(r->world, r->rank == 0 ? checkpoint_end(&w, path) : DDP_OK);
+    return broadcast_result(r->world, r->rank == 0 ? checkpoint_end(&w, path) : DDP_OK);
 }
 
 static ddp_result save_checkpoint(trainer *t, int64_t step) {
@@ -1742,7 +1744,7 @@ static ddp_result generate(trainer *t) {
     TRY(sample_prompt(r, tokens, &prompt));
     float *near = (float *)malloc((size_t)vocab * sizeof *near);
     ddp_result result = near ? t->memory->alloc(t->along_dp, (size_t)vocab * sizeof *near, &logits)
-                             : run_no_room();
+                             : run_out_of_memory();
     if (result == DDP_OK) result = ddp_fsdp_no_grad(t->fsdp, 1);
     for (int at = prompt; at < prompt + SAMPLE_BYTES && result == DDP_OK; at++) {
         if (at - start > context) start = at - (context + 1) / 2;

@@ -1,27 +1,29 @@
-/*  train_gpt_fsdp.c - train_gpt with parameters, gradients and optimizer state split over ranks, and the same bits.
+/*  train_gpt_fsdp.c - train_gpt with sharded parameters, gradients and optimizer state (FSDP); the same bits
 
 USAGE
     cc -O3 -march=native examples/gpt/train_gpt_fsdp.c -o train_gpt_fsdp -lm -lpthread
-    ./train_gpt_fsdp [flags] [files or folders]    --strategy full, grad, optim or none; --help lists the flags
-    mpirun -n 2 ./train_gpt_fsdp                   the ranks of a launcher
+    ./train_gpt_fsdp [flags] [files or folders]   --strategy full, grad, optim or none; --help lists all flags
+    mpirun -n 2 ./train_gpt_fsdp                  under a launcher
 
 A STEP
-    The model's units are the embedding, the blocks and the head. One at a time is whole on a rank:
+    The units of the model are the embedding, each block and the head. With full, a rank has the full parameters
+    of one unit at a time:
 
-        forward     gather embedding, compute, release; gather block 0, ...; gather head
-        backward    gather head, compute, reduce, release; ...; gather embedding, compute, reduce, release
+        forward     unshard embedding, compute, reshard; unshard block 0, ...; unshard head, compute, reshard
+        backward    unshard head, compute, reduce, reshard; ...; unshard embedding, compute, reduce, reshard
 
-    Under full and grad, gradients are added over ranks after every micro-batch; so micro-batches are dealt to ranks in turn,
-    number k W + r to rank r, and the sums over ranks, then over k, are the tree of train_gpt. Under optim and none a rank
-    adds up its own first, and has a block of them, as in train_gpt:
+    With full and grad, gradients are reduced after every micro-batch. With optim and none, a rank first
+    accumulates all of its micro-batches. The assignment of micro-batches to ranks differs accordingly, so
+    that gradients are always added in the binary tree of train_gpt:
 
         micro-batch         0       1       2       3
         full, grad        rank 0  rank 1  rank 0  rank 1
         optim, none       rank 0  rank 0  rank 1  rank 1
 
-    So the hash in the last line is that of train_gpt with the same --batch and --micro-batch, whatever the strategy and on any number of
-    ranks, and a checkpoint of one goes on under another. First values are made row by row where they lie, validation and
-    the sample at the end gather unit by unit: under full no rank ever holds the whole model. */
+    Therefore the hash in the last line is that of train_gpt with the same --batch and --micro-batch, for
+    every strategy and number of ranks. A checkpoint continues under any other strategy and number of
+    ranks. Initial values are computed on the rank that stores them, and validation and the sample unshard
+    unit by unit: with full, no rank ever holds the whole model. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
 #include "folder.h"
@@ -30,74 +32,77 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
-     "NAME what ranks split: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
+     "NAME full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
     {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS,
-     "N groups of ranks, each with all shards; default 1"},
+     "N hybrid sharding: N groups of ranks, each with all shards; default 1"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
-     "DIR save there at every validation and at the end; DIR.1 is the one before"},
+     "DIR write a checkpoint there after each validation; DIR.1 is the previous one"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "DIR go on from a checkpoint, on any number of ranks under any strategy"},
+     "DIR continue from a checkpoint, with any --strategy and number of ranks"},
     RECOMPUTE_FLAG,
-    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
+    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks",
                                     FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-/* What follows from the strategy before ranks start. */
+/* Checks --strategy, and sets the assignment of micro-batches that it needs. */
 static void check_strategy(run_options *o) {
     int s = find_strategy(o->strategy);
     if (s == STRATEGY_COUNT && !o->wrong[0])
         snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: give full, grad, optim or none", o->strategy);
-    o->dealt = s == DDP_FSDP_FULL_SHARD || s == DDP_FSDP_SHARD_GRAD;
+    o->round_robin = s == DDP_FSDP_FULL_SHARD || s == DDP_FSDP_SHARD_GRAD;
 }
 
-//== trainer ============================================================================================== >>trainer
+//== trainer ================================================================================== >>trainer
 
-/* One rank. */
+/* The state of a rank. */
 typedef struct trainer {
     run run;
     ddp_fsdp_strategy strategy;
-    ddp_group *shard_group,
-        *copies; /* with --replicas: the ranks that split the model, and those that hold the same shard */
+    ddp_group *shard_group;    /* the ranks that hold one copy of the model */
+    ddp_group *replica_group;  /* with --replicas: the ranks with the same shards; otherwise NULL */
     ddp_fsdp_param *params;    /* model.param_count */
     ddp_fsdp_unit_desc *units; /* embedding, blocks, head */
     int unit_count;
     ddp_fsdp *fsdp;
-    ddp_fsdp_state state; /* what a checkpoint keeps beside tensors */
-    int64_t *starts;      /* windows of the global batch */
-    double gather_seconds;
+    ddp_fsdp_state state; /* the part of a checkpoint that is not tensors */
+    int64_t *starts;      /* starts of the sequences of the global batch */
+    double unshard_seconds;
 } trainer;
 
-/* Rank 0: everything that can be wrong with the input is found here, before training and before anything is written. */
+/* Rank 0: checks all input before training, and before any file is written. */
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
     int replicas = o->replicas ? o->replicas : 1, inner = r->world_size / replicas;
     run_saved saved;
     memset(&saved, 0, sizeof saved);
-    TRY(check_options(o, r->world_size));
+    DDP_TRY(check_options(o, r->world_size));
     if (r->world_size % replicas)
-        return WRONG("--replicas %d does not divide %d ranks; use a divisor", replicas, r->world_size);
-    if (replicas > 1 && !is_power(inner))
-        return WRONG("--replicas %d on %d ranks splits the model over %d ranks; use 2^k of them, so that "
-                     "sums keep their tree",
-                     replicas, r->world_size, inner);
-    if (o->checkpoint) TRY(folder_check(o->checkpoint));
-    if (o->resume) TRY(folder_read(r->options, &saved));
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--replicas %d does not divide %d ranks; use a divisor of the number of ranks",
+                        replicas, r->world_size);
+    if (replicas > 1 && !is_power_of_two(inner))
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--replicas %d on %d ranks splits the model over %d ranks; use 1, 2, 4, 8 ... ranks per "
+            "replica",
+            replicas, r->world_size, inner);
+    if (o->checkpoint) DDP_TRY(folder_check(o->checkpoint));
+    if (o->resume) DDP_TRY(folder_read(r->options, &saved));
     if (o->resume)
-        TRY(folder_check_qkv(o->resume, 0, "go on with train_gpt_3d, or with train_gpt_cuda --tp 2 or more"));
+        DDP_TRY(folder_check_qkv(o->resume, 0, "use train_gpt_3d, or train_gpt_cuda with --tp 2 or more"));
     return make_plan(&r->plan, o, r->world_size, o->resume ? &saved : NULL, &r->text);
 }
 
-/* What the strategy needs of the model: the parameters, grouped into units. */
+/* Describes the parameters to the library, grouped into units. */
 static ddp_result build_params(trainer *t) {
     run *r = &t->run;
     t->unit_count = r->plan.config.layers + 2;
     t->params = (ddp_fsdp_param *)calloc((size_t)r->model.param_count, sizeof *t->params);
     t->units = (ddp_fsdp_unit_desc *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
-    if (!t->params || !t->units || !t->starts)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
+    if (!t->params || !t->units || !t->starts) return run_out_of_memory();
     for (int i = 0; i < r->model.param_count; i++) {
         const gpt_param *info = &r->infos[i];
         ddp_fsdp_unit_desc *unit = &t->units[info->unit];
@@ -117,7 +122,7 @@ static ddp_result build_params(trainer *t) {
     return DDP_OK;
 }
 
-/* First values: drawn from the seed, row by row on the rank that keeps them. */
+/* Called by ddp_fsdp_create: computes the initial values of the rows that this rank stores. */
 static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
                             void *user) {
     const run *r = (const run *)user;
@@ -127,7 +132,8 @@ static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int6
     return DDP_OK;
 }
 
-/* What makes the trainer parallel: shards, and a sampler of the whole batch, of which a rank takes the micro-batches that are its own. Collective. */
+/* Creates the shards, and a sampler of the global batch: each rank picks its own micro-batches. Collective.
+   */
 static ddp_result build_parallel(trainer *t) {
     run *r = &t->run;
     ddp_fsdp_desc desc = DDP_ZERO;
@@ -135,15 +141,15 @@ static ddp_result build_parallel(trainer *t) {
     t->shard_group = r->world;
     if (r->options->replicas > 1) {
         int inner = r->world_size / r->options->replicas;
-        TRY(ddp_group_split(r->world, r->rank / inner, r->rank, &t->shard_group));
-        TRY(ddp_group_split(r->world, r->rank % inner, r->rank, &t->copies));
+        DDP_TRY(ddp_group_split(r->world, r->rank / inner, r->rank, &t->shard_group));
+        DDP_TRY(ddp_group_split(r->world, r->rank % inner, r->rank, &t->replica_group));
     }
     desc.units = t->units;
     desc.unit_count = t->unit_count;
     desc.strategy = t->strategy;
-    desc.replicas = t->copies;
+    desc.replicas = t->replica_group;
     desc.micro_batch_count = r->micro_count;
-    desc.overwrite_gradients = 1; /* backward writes every gradient of a unit */
+    desc.overwrite_gradients = 1; /* backward overwrites every gradient */
     desc.optimizer.beta2 = 0.95f;
     desc.optimizer.weight_decay = 0.1f;
     desc.optimizer.decay_matrices_only = 1;
@@ -151,117 +157,122 @@ static ddp_result build_parallel(trainer *t) {
     desc.init_user = r;
     desc.state = &t->state;
     desc.keep_checkpoints = 2;
-    TRY(ddp_fsdp_create(&t->fsdp, t->shard_group, &desc));
+    DDP_TRY(ddp_fsdp_create(&t->fsdp, t->shard_group, &desc));
 
     if (r->plan.first_step > 0) {
-        TRY(ddp_fsdp_load(t->fsdp, r->options->resume));
+        DDP_TRY(ddp_fsdp_load(t->fsdp, r->options->resume));
         if (t->state.step != r->plan.first_step)
-            return WRONG("--resume %s: another run has just written it; give a checkpoint that stays",
-                         r->options->resume);
+            return ddp_fail(DDP_ERR_INVALID,
+                            "--resume %s: another run replaced it during the load; stop that run first",
+                            r->options->resume);
         r->plan.data = t->state.sampler;
     }
     return run_build_sampler(r, 1, 0);
 }
 
-//== training ============================================================================================ >>training
+//== training ================================================================================ >>training
 
-/* The unit's values, and its gradients outside of ddp_fsdp_no_grad, are where the model looks for them. Collective. */
-static ddp_result gather(trainer *t, int unit) {
+/* Unshards a unit, and sets the model's pointers to its values and gradients. Collective. */
+static ddp_result unshard(trainer *t, int unit) {
     double start = ddp_now();
-    TRY(ddp_fsdp_unshard(t->fsdp, unit));
+    DDP_TRY(ddp_fsdp_unshard(t->fsdp, unit));
     for (int i = 0; i < t->units[unit].param_count; i++) {
         const ddp_fsdp_param *param = &t->units[unit].params[i];
         t->run.model.values[param->index] = (float *)param->param.value.data;
         t->run.model.grads[param->index] = (float *)param->param.grad.data;
     }
-    t->gather_seconds += ddp_now() - start;
+    t->unshard_seconds += ddp_now() - start;
     return DDP_OK;
 }
 
-/* Forward through all units. *loss (may be NULL: nothing is computed) is the mean over the tokens of the pass. Collective. */
+/* Forward pass. *loss is the mean over the tokens of the pass. With loss NULL this rank only takes part in
+   the collectives of the others. Collective. */
 static ddp_result forward(trainer *t, const gpt_pass *pass, const int *tokens, const int *targets,
                           double *loss) {
     for (int unit = 0; unit < t->unit_count; unit++) {
-        TRY(gather(t, unit));
+        DDP_TRY(unshard(t, unit));
         if (loss)
             *loss = gpt_model_unit_forward(&t->run.model, pass, unit, tokens, targets)
                     / ((double)pass->batch * pass->length);
-        TRY(ddp_fsdp_reshard(t->fsdp, unit));
+        DDP_TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return DDP_OK;
 }
 
 static ddp_result backward(trainer *t, const gpt_pass *pass, const int *tokens, const int *targets) {
     for (int unit = t->unit_count - 1; unit >= 0; unit--) {
-        TRY(gather(t, unit));
+        DDP_TRY(unshard(t, unit));
         gpt_model_unit_backward(&t->run.model, pass, unit, tokens, targets);
-        TRY(ddp_fsdp_reduce_grads(t->fsdp, unit));
-        TRY(ddp_fsdp_reshard(t->fsdp, unit));
+        DDP_TRY(ddp_fsdp_reduce_grads(t->fsdp, unit));
+        DDP_TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return DDP_OK;
 }
 
-/* One optimizer step. *loss is the global batch's, *norm that of the gradient before clipping. Collective. */
+/* One optimizer step. *loss is the mean over the global batch, *norm that of the gradients before clipping.
+   Collective. */
 static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
     run *r = &t->run;
     const run_config *c = &r->plan.config;
     gpt_pass pass = gpt_model_pass(&r->model, c->micro_batch, c->context);
     double start = ddp_now();
-    for (int i = 0; i < c->batch; i++) t->starts[i] = next_window(r);
+    for (int i = 0; i < c->batch; i++) t->starts[i] = next_sequence(r);
     for (int micro = 0; micro < r->micro_count; micro++) {
-        int number = r->options->dealt ? micro * r->world_size + r->rank : r->rank * r->micro_count + micro;
+        int number = r->options->round_robin ? micro * r->world_size + r->rank
+                                             : r->rank * r->micro_count + micro;
         for (int row = 0; row < c->micro_batch; row++)
-            TRY(take_window(r, row, t->starts[number * c->micro_batch + row]));
-        TRY(forward(t, &pass, r->tokens, r->targets, &r->losses[number]));
-        TRY(backward(t, &pass, r->tokens, r->targets));
+            DDP_TRY(load_sequence(r, row, t->starts[number * c->micro_batch + row]));
+        DDP_TRY(forward(t, &pass, r->tokens, r->targets, &r->losses[number]));
+        DDP_TRY(backward(t, &pass, r->tokens, r->targets));
     }
-    TRY(ddp_fsdp_clip_grad_norm(t->fsdp, 1.0f, norm));
-    TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(&r->lr, step)));
-    TRY(run_mean_loss(r, (int64_t)r->micro_count * r->world_size, loss));
+    DDP_TRY(ddp_fsdp_clip_grad_norm(t->fsdp, 1.0f, norm));
+    DDP_TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(&r->lr, step)));
+    DDP_TRY(run_mean_loss(r, (int64_t)r->micro_count * r->world_size, loss));
     r->train_seconds += ddp_now() - start;
     return run_check_step(step, *loss, *norm);
 }
 
-/* Mean loss over the validation windows. Ranks take contiguous shares of the micro-batches, which are the same on any number of ranks; where a
-   share is short, its rank gathers along with the others. Collective. */
+/* Mean loss over the validation text. Each rank computes a contiguous block of the micro-batches, which are
+   the same on any number of ranks. A rank with fewer micro-batches still takes part in the collectives.
+   Collective. */
 static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
     const run_config *c = &r->plan.config;
     gpt_pass pass = gpt_model_pass(&r->model, c->micro_batch, c->context);
     int64_t count = validation_micro_batches(&r->plan), share = (count + r->world_size - 1) / r->world_size;
-    double training = t->gather_seconds;
-    TRY(ddp_fsdp_no_grad(t->fsdp, 1));
+    double training = t->unshard_seconds;
+    DDP_TRY(ddp_fsdp_no_grad(t->fsdp, 1));
     for (int64_t i = r->rank * share; i < (r->rank + 1) * share; i++) {
-        if (i < count) TRY(take_validation_windows(r, i));
-        TRY(forward(t, &pass, r->tokens, r->targets, i < count ? &r->losses[i] : NULL));
+        if (i < count) DDP_TRY(load_validation_batch(r, i));
+        DDP_TRY(forward(t, &pass, r->tokens, r->targets, i < count ? &r->losses[i] : NULL));
     }
-    TRY(ddp_fsdp_no_grad(t->fsdp, 0));
-    t->gather_seconds = training;
+    DDP_TRY(ddp_fsdp_no_grad(t->fsdp, 0));
+    t->unshard_seconds = training;
     return run_mean_loss(r, count, loss);
 }
 
 static ddp_result hash_weights(trainer *t, uint64_t *hash) {
     const run *r = &t->run;
     *hash = HASH_START;
-    TRY(ddp_fsdp_no_grad(t->fsdp, 1));
+    DDP_TRY(ddp_fsdp_no_grad(t->fsdp, 1));
     for (int unit = 0; unit < t->unit_count; unit++) {
-        TRY(gather(t, unit));
+        DDP_TRY(unshard(t, unit));
         for (int i = 0; i < r->model.param_count; i++)
             if (r->infos[i].unit == unit && r->infos[i].tied_to < 0)
                 *hash = hash_bytes(*hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
-        TRY(ddp_fsdp_reshard(t->fsdp, unit));
+        DDP_TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return ddp_fsdp_no_grad(t->fsdp, 0);
 }
 
-/* The validation loss, and after training steps a checkpoint. Collective. */
+/* Computes the validation loss. After training steps, writes a checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
-    TRY(validate(t, loss));
+    DDP_TRY(validate(t, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
     if (!r->options->checkpoint || step == r->plan.first_step) return DDP_OK;
     folder_state(&t->state, &r->plan);
-    TRY(ddp_sampler_save(&r->sampler, &t->state.sampler));
+    DDP_TRY(ddp_sampler_save(&r->sampler, &t->state.sampler));
     return ddp_fsdp_save(t->fsdp, r->options->checkpoint);
 }
 
@@ -269,25 +280,25 @@ static ddp_result train_steps(trainer *t, double *validation) {
     run *r = &t->run;
     double loss;
     float norm;
-    TRY(evaluate(t, r->plan.first_step, validation));
+    DDP_TRY(evaluate(t, r->plan.first_step, validation));
     for (int64_t step = r->plan.first_step + 1; step <= r->plan.config.steps; step++) {
-        TRY(train_step(t, step, &loss, &norm));
+        DDP_TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
-        if (is_validation_step(r, step)) TRY(evaluate(t, step, validation));
+        if (is_validation_step(r, step)) DDP_TRY(evaluate(t, step, validation));
     }
     return DDP_OK;
 }
 
-//== the end ================================================================================================== >>end
+//== end of the run =============================================================================== >>end
 
-/* What the model writes when it goes on from the start of the validation text: gpt_generate, unit by unit. Rank 0 computes, the others gather along.
-   Collective. */
+/* Prints a continuation of the validation text: gpt_generate, unit by unit. Rank 0 computes; the others take
+   part in the collectives. Collective. */
 static ddp_result generate(trainer *t) {
     run *r = &t->run;
     int tokens[32 + SAMPLE_BYTES], prompt, context = r->plan.config.context, start = 0, done = 0;
     double unused;
-    TRY(sample_prompt(r, tokens, &prompt));
-    TRY(ddp_fsdp_no_grad(t->fsdp, 1));
+    DDP_TRY(sample_prompt(r, tokens, &prompt));
+    DDP_TRY(ddp_fsdp_no_grad(t->fsdp, 1));
     for (int at = prompt; at < prompt + SAMPLE_BYTES; at++) {
         gpt_pass pass;
         if (at - start > context) {
@@ -296,19 +307,20 @@ static ddp_result generate(trainer *t) {
         }
         pass = gpt_model_pass(&r->model, 1, at - start);
         pass.first = r->model.recompute ? 0 : done;
-        TRY(forward(t, &pass, tokens + start, NULL, r->rank == 0 ? &unused : NULL));
+        DDP_TRY(forward(t, &pass, tokens + start, NULL, r->rank == 0 ? &unused : NULL));
         done = at - start;
-        tokens[at] = r->rank ? 0
-                             : gpt_sample(r->model.head.logits, 256, 0.8f,
-                                          gpt_sample_draw((uint64_t)r->plan.config.seed, at));
+        tokens[at] = 0;
+        if (r->rank == 0)
+            tokens[at] = gpt_sample(r->model.head.logits, 256, 0.8f,
+                                    gpt_sample_draw((uint64_t)r->plan.config.seed, at));
     }
     if (r->rank == 0) print_sample(&r->plan, tokens, prompt);
     return ddp_fsdp_no_grad(t->fsdp, 0);
 }
 
-/* A rank's share of time that it waited, and the memory that it has. */
+/* Figures of a rank, for the table. */
 typedef struct rank_use {
-    double exposed;
+    double waiting; /* fraction of the time that it waited for parameters */
     ddp_fsdp_memory memory;
 } rank_use;
 
@@ -316,14 +328,14 @@ static void print_bytes(const char *purpose, size_t now, size_t peak, size_t pre
     printf("  %-14s %11zu %11zu %11zu\n", purpose, now, peak, predicted);
 }
 
-/* Rank 0, once what each rank uses is gathered. */
+/* Rank 0: r->gathered has the rank_use of each rank. */
 static void print_table(const trainer *t) {
     const run *r = &t->run;
-    const rank_use *use = (const rank_use *)r->everyones;
+    const rank_use *use = (const rank_use *)r->gathered;
     const ddp_fsdp_bytes *now = &use->memory.now, *peak = &use->memory.peak,
                          *predicted = &use->memory.predicted;
     double mean = 0;
-    for (int i = 0; i < r->world_size; i++) mean += use[i].exposed / r->world_size;
+    for (int i = 0; i < r->world_size; i++) mean += use[i].waiting / r->world_size;
     printf("\n  strategy   ranks   tokens/s   waiting for parameters\n");
     printf("  %-8s   %5d   %8.0f   %.2f%% of the time\n", strategy_name(t->strategy), r->world_size,
            tokens_per_second(r, r->plan.config.steps), 100 * mean);
@@ -340,20 +352,20 @@ static void print_table(const trainer *t) {
     printf("\n\n");
 }
 
-/* Sample, table, and what every run ends with. Collective. */
+/* Prints a sample and a table, and finishes the run. Collective. */
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     rank_use use = DDP_ZERO;
     uint64_t hash;
-    use.exposed = r->train_seconds > 0 ? t->gather_seconds / r->train_seconds : 0;
-    TRY(ddp_fsdp_get_memory(t->fsdp, &use.memory));
-    TRY(generate(t));
-    TRY(run_gather(r, &use, sizeof use));
+    use.waiting = r->train_seconds > 0 ? t->unshard_seconds / r->train_seconds : 0;
+    DDP_TRY(ddp_fsdp_get_memory(t->fsdp, &use.memory));
+    DDP_TRY(generate(t));
+    DDP_TRY(run_gather(r, &use, sizeof use));
     if (r->rank == 0) {
         print_table(t);
         run_print_recompute(r);
     }
-    TRY(hash_weights(t, &hash));
+    DDP_TRY(hash_weights(t, &hash));
     return run_finish(r, validation, hash);
 }
 
@@ -362,19 +374,19 @@ static ddp_result train(void *user) {
     run *r = &t->run;
     double validation = 0;
     t->strategy = (ddp_fsdp_strategy)find_strategy(t->run.options->strategy);
-    TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
-    TRY(run_build_model(r, 0));
-    TRY(build_params(t));
-    TRY(build_parallel(t));
+    DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
+    DDP_TRY(run_build_model(r, 0));
+    DDP_TRY(build_params(t));
+    DDP_TRY(build_parallel(t));
     run_report_start(r);
-    TRY(train_steps(t, &validation));
+    DDP_TRY(train_steps(t, &validation));
     return finish(t, validation);
 }
 
 static void trainer_free(void *user) {
     trainer *t = (trainer *)user;
     ddp_fsdp_destroy(t->fsdp);
-    ddp_group_destroy(t->copies);
+    ddp_group_destroy(t->replica_group);
     if (t->shard_group != t->run.world) ddp_group_destroy(t->shard_group);
     run_free(&t->run);
     free(t->params);

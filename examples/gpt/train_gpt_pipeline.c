@@ -94,11 +94,11 @@ static ddp_result find_chunks(const trainer *t, int *chunks) {
     int ranks = t->run.world_size, stages = t->run.options->stages, given = t->run.options->chunks;
     *chunks = stages ? stages / ranks : given;
     if (stages % ranks || stages < 0)
-        return WRONG("--stages %d do not lie evenly on %d ranks; use --stages %d", stages, ranks,
-                     stages < ranks ? ranks : stages / ranks * ranks);
+        return ddp_fail(DDP_ERR_INVALID, "--stages %d do not lie evenly on %d ranks; use --stages %d", stages,
+                        ranks, stages < ranks ? ranks : stages / ranks * ranks);
     if (stages && given && given != *chunks)
-        return WRONG("--stages %d on %d ranks are not --chunks %d; leave one of them out", stages, ranks,
-                     given);
+        return ddp_fail(DDP_ERR_INVALID, "--stages %d on %d ranks are not --chunks %d; leave one of them out",
+                        stages, ranks, given);
     return DDP_OK;
 }
 
@@ -107,17 +107,20 @@ static ddp_result find_batch(run_config *c, int count) {
     if (!count) return DDP_OK;
     if (!c->batch && !c->micro_batch) c->micro_batch = 4;
     if (!c->batch && (int64_t)count * c->micro_batch > 1000000)
-        return WRONG(
+        return ddp_fail(
+            DDP_ERR_INVALID,
             "--micro-batches %d of %d windows are more than 1000000, the most that --batch takes; use fewer",
             count, c->micro_batch);
     if (!c->batch) c->batch = count * c->micro_batch;
     if (!c->micro_batch && c->batch % count == 0) c->micro_batch = c->batch / count;
     if (!c->micro_batch)
-        return WRONG("--batch %d does not split into --micro-batches %d; use --batch %d", c->batch, count,
-                     (c->batch / count + 1) * count);
+        return ddp_fail(DDP_ERR_INVALID, "--batch %d does not split into --micro-batches %d; use --batch %d",
+                        c->batch, count, (c->batch / count + 1) * count);
     if ((int64_t)count * c->micro_batch != c->batch)
-        return WRONG("--micro-batches %d of --micro-batch %d are not --batch %d; leave one of the three out",
-                     count, c->micro_batch, c->batch);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--micro-batches %d of --micro-batch %d are not --batch %d; leave one of the three out", count,
+            c->micro_batch, c->batch);
     return DDP_OK;
 }
 
@@ -136,12 +139,15 @@ static ddp_result read_schedule(trainer *t, const char *path) {
     ssize_t got = 1;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0)
-        return WRONG("--schedule %s cannot be read: %s; give a CSV file, or the name of a schedule", path,
-                     strerror(errno));
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--schedule %s cannot be read: %s; give a CSV file, or the name of a schedule", path,
+                        strerror(errno));
     if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_size > SCHEDULE_MAX_BYTES) {
         close(fd);
-        return WRONG("--schedule %s is not a file of at most %d bytes; give a CSV file with a row per rank",
-                     path, SCHEDULE_MAX_BYTES);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--schedule %s is not a file of at most %d bytes; give a CSV file with a row per rank", path,
+            SCHEDULE_MAX_BYTES);
     }
     size = (size_t)info.st_size;
     t->csv = (char *)malloc(size + 1);
@@ -149,18 +155,20 @@ static ddp_result read_schedule(trainer *t, const char *path) {
     close(fd);
     if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "--schedule %s: %zu bytes", path, size);
     if (got < 0)
-        return WRONG("--schedule %s cannot be read: %s; give a CSV file with a row per rank", path,
-                     strerror(errno));
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--schedule %s cannot be read: %s; give a CSV file with a row per rank", path,
+                        strerror(errno));
     t->csv[used] = 0;
     if (strlen(t->csv) != used)
-        return WRONG("--schedule %s has a zero byte; give a text file with commas between cells", path);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--schedule %s has a zero byte; give a text file with commas between cells", path);
     return DDP_OK;
 }
 
 /* Gives the text of the file to all ranks. Collective. */
 static ddp_result share_schedule(trainer *t) {
     int64_t size = t->csv ? (int64_t)strlen(t->csv) + 1 : 0;
-    TRY(ddp_broadcast(t->run.world, &size, 1, DDP_I64, 0, NULL));
+    DDP_TRY(ddp_broadcast(t->run.world, &size, 1, DDP_I64, 0, NULL));
     if (!size) return DDP_OK;
     if (!t->csv) t->csv = (char *)malloc((size_t)size);
     if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "a schedule of %lld bytes", (long long)size);
@@ -173,13 +181,14 @@ static ddp_result wrong_schedule(const trainer *t, const char *path) {
     int row, cell, count = 0, end = 0;
     snprintf(found, sizeof found, "%s", ddp_last_error());
     if (sscanf(found, "ddp_schedule_parse: line %d cell %d%n", &row, &cell, &end) == 2 && end > 0)
-        return WRONG("--schedule %s row %d cell %d%s", path, row, cell, found + end);
+        return ddp_fail(DDP_ERR_INVALID, "--schedule %s row %d cell %d%s", path, row, cell, found + end);
     if (sscanf(found, "ddp_schedule_check: rank %d position %d%n", &row, &cell, &end) == 2 && end > 0) {
         const ddp_action *list = ddp_schedule_actions(t->schedule, row, &count);
         for (int i = cell - 1; i >= 0; i--) cell -= i < count && list[i].overlaps;
-        return WRONG("--schedule %s row %d cell %d%s", path, row + 1, cell + 1, found + end);
+        return ddp_fail(DDP_ERR_INVALID, "--schedule %s row %d cell %d%s", path, row + 1, cell + 1,
+                        found + end);
     }
-    return WRONG("--schedule %s: %s", path, found);
+    return ddp_fail(DDP_ERR_INVALID, "--schedule %s: %s", path, found);
 }
 
 /* The schedule of a file: complete, free of deadlocks, and for this number of ranks. */
@@ -191,12 +200,15 @@ static ddp_result parse_schedule(trainer *t) {
     rows = ddp_schedule_rank_count(t->schedule);
     stages = ddp_schedule_stage_count(t->schedule);
     if (rows != t->run.world_size)
-        return WRONG("--schedule %s has %d rows, one for each rank, and there are %d ranks; use --ranks %d",
-                     path, rows, t->run.world_size, rows);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--schedule %s has %d rows, one for each rank, and there are %d ranks; use --ranks %d", path,
+            rows, t->run.world_size, rows);
     if (ddp_schedule_check(t->schedule) != DDP_OK) return wrong_schedule(t, path);
     chunks = o->chunks ? o->chunks * rows : stages;
     if ((o->stages && o->stages != stages) || chunks != stages)
-        return WRONG("--schedule %s has %d stages; leave --stages and --chunks out", path, stages);
+        return ddp_fail(DDP_ERR_INVALID, "--schedule %s has %d stages; leave --stages and --chunks out", path,
+                        stages);
     return DDP_OK;
 }
 
@@ -205,13 +217,15 @@ static ddp_result find_file_batch(const trainer *t, run_options *options) {
     const run_config *c = &options->config;
     int count = ddp_schedule_microbatch_count(t->schedule);
     if (options->micro_batches && options->micro_batches != count)
-        return WRONG(
+        return ddp_fail(
+            DDP_ERR_INVALID,
             "--schedule %s has %d micro-batches, and --micro-batches is %d; leave --micro-batches out",
             options->strategy, count, options->micro_batches);
     if (c->batch && c->micro_batch && (int64_t)count * c->micro_batch != c->batch)
-        return WRONG("--schedule %s has %d micro-batches, and --batch %d is not %d of --micro-batch %d; "
-                     "leave --batch out",
-                     options->strategy, count, c->batch, count, c->micro_batch);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--schedule %s has %d micro-batches, and --batch %d is not %d of --micro-batch %d; "
+                        "leave --batch out",
+                        options->strategy, count, c->batch, count, c->micro_batch);
     options->micro_batches = count;
     return DDP_OK;
 }
@@ -219,44 +233,47 @@ static ddp_result find_file_batch(const trainer *t, run_options *options) {
 static ddp_result make_kind(trainer *t) {
     const run_options *o = t->run.options;
     ddp_schedule_desc desc = DDP_ZERO;
-    if (o->strategy) TRY(ddp_schedule_kind_find(o->strategy, &desc.kind));
+    if (o->strategy) DDP_TRY(ddp_schedule_kind_find(o->strategy, &desc.kind));
     if (desc.kind == DDP_SCHEDULE_PIPEDREAM || desc.kind == DDP_SCHEDULE_PIPEDREAM_2BW)
-        return WRONG("--schedule %s: it trains with delayed weights, and would not end with the weights of "
-                     "train_gpt; use another one",
-                     o->strategy);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--schedule %s: it trains with delayed weights, and would not end with the weights of "
+            "train_gpt; use another one",
+            o->strategy);
     desc.rank_count = t->run.world_size;
     desc.microbatch_count = t->run.plan.config.batch / t->run.plan.config.micro_batch;
-    TRY(find_chunks(t, &desc.chunk_count));
+    DDP_TRY(find_chunks(t, &desc.chunk_count));
     return ddp_schedule_create(&t->schedule, &desc);
 }
 
 static ddp_result make_schedule(trainer *t) {
-    TRY(t->csv ? parse_schedule(t) : make_kind(t));
+    DDP_TRY(t->csv ? parse_schedule(t) : make_kind(t));
     t->stage_count = ddp_schedule_stage_count(t->schedule);
     t->unit_count = t->run.plan.config.layers + 2;
     t->micro_count = ddp_schedule_microbatch_count(t->schedule);
     if (t->stage_count > t->unit_count)
-        return WRONG("%d stages for an embedding, %d blocks and a head; use --layers %d or more",
-                     t->stage_count, t->unit_count - 2, t->stage_count - 2);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%d stages for an embedding, %d blocks and a head; use --layers %d or more",
+                        t->stage_count, t->unit_count - 2, t->stage_count - 2);
     return DDP_OK;
 }
 
 /* Rank 0: everything that can be wrong with the input is found here. A pipeline takes the batch as one rank does. */
 static ddp_result plan_run(trainer *t) {
     run_options options = *t->run.options;
-    TRY(check_options(&options, t->run.world_size));
-    TRY(check_writable(SCHEDULE_PATH));
-    TRY(check_writable(TRACE_PATH));
+    DDP_TRY(check_options(&options, t->run.world_size));
+    DDP_TRY(check_writable(SCHEDULE_PATH));
+    DDP_TRY(check_writable(TRACE_PATH));
     if (names_file(options.strategy)) {
-        TRY(read_schedule(t, options.strategy));
-        TRY(parse_schedule(t));
-        TRY(find_file_batch(t, &options));
+        DDP_TRY(read_schedule(t, options.strategy));
+        DDP_TRY(parse_schedule(t));
+        DDP_TRY(find_file_batch(t, &options));
         ddp_schedule_destroy(t->schedule);
         t->schedule = NULL;
     }
-    TRY(find_batch(&options.config, options.micro_batches));
-    TRY(make_plan(&t->run.plan, &options, 1, NULL, &t->run.text));
-    TRY(make_schedule(t));
+    DDP_TRY(find_batch(&options.config, options.micro_batches));
+    DDP_TRY(make_plan(&t->run.plan, &options, 1, NULL, &t->run.text));
+    DDP_TRY(make_schedule(t));
     ddp_schedule_destroy(t->schedule);
     t->schedule = NULL;
     return DDP_OK;
@@ -331,9 +348,10 @@ static ddp_result begin(trainer *t, const ddp_pipeline_call *c, gpt_pass *pass) 
     int rows = r->plan.config.micro_batch;
     int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
     if (c->evaluating)
-        TRY(take_validation_windows(r, index < last ? index : last));
+        DDP_TRY(load_validation_batch(r, index < last ? index : last));
     else
-        for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
+        for (int row = 0; row < rows; row++)
+            DDP_TRY(load_sequence(r, row, t->starts[c->microbatch * rows + row]));
     place_units(t, c->stage, (float *)c->saved);
     *pass = gpt_model_pass(&r->model, rows, r->plan.config.context);
     return DDP_OK;
@@ -354,7 +372,7 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     gpt_model *m = &t->run.model;
     gpt_pass pass;
-    TRY(begin(t, c, &pass));
+    DDP_TRY(begin(t, c, &pass));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         const float *in = input_of(t, c, u);
         float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].out
@@ -380,7 +398,7 @@ static ddp_result stage_input_grad(const ddp_pipeline_call *c, void *user) {
     gpt_model *m = &t->run.model;
     gpt_pass pass;
     size_t C = (size_t)m->config.channels;
-    TRY(begin(t, c, &pass));
+    DDP_TRY(begin(t, c, &pass));
     for (int u = t->first_unit[c->stage + 1] - 1; u >= t->first_unit[c->stage] && u > 0; u--) {
         unit_memory *unit = &t->units[u];
         float *d_in = u > t->first_unit[c->stage] ? t->units[u - 1].d_out : (float *)c->input_grads[0].data;
@@ -409,7 +427,7 @@ static ddp_result stage_weight_grad(const ddp_pipeline_call *c, void *user) {
     gpt_model *m = &t->run.model;
     gpt_pass pass;
     size_t C = (size_t)m->config.channels, line = C * sizeof(float);
-    TRY(begin(t, c, &pass));
+    DDP_TRY(begin(t, c, &pass));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         unit_memory *unit = &t->units[u];
         if (u == 0) {
@@ -486,9 +504,9 @@ static ddp_result build_parallel(trainer *t) {
     result = ddp_group_split(r->world, 0, r->rank, &t->group);
     if (result == DDP_OK) result = ddp_pipeline_create(&t->pipeline, t->group, &desc);
     free(stages);
-    TRY(result);
+    DDP_TRY(result);
     for (int i = 0; i < r->model.param_count; i++) r->model.grads[i] = (float *)t->params[i].grad.data;
-    TRY(build_optimizer(t));
+    DDP_TRY(build_optimizer(t));
     return run_build_sampler(r, 1, 0);
 }
 
@@ -498,12 +516,12 @@ static ddp_result build_parallel(trainer *t) {
 static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
     run *r = &t->run;
     double start = ddp_now();
-    for (int i = 0; i < r->plan.config.batch; i++) t->starts[i] = next_window(r);
-    TRY(ddp_pipeline_step(t->pipeline));
-    TRY(ddp_pipeline_clip_grad_norm(t->pipeline, 1.0f, norm));
-    TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(&r->lr, step)));
-    TRY(ddp_pipeline_get_loss(t->pipeline, loss, r->rank == 0 ? r->losses : NULL));
-    TRY(run_mean_loss(r, t->micro_count, loss)); /* in train_gpt's order */
+    for (int i = 0; i < r->plan.config.batch; i++) t->starts[i] = next_sequence(r);
+    DDP_TRY(ddp_pipeline_step(t->pipeline));
+    DDP_TRY(ddp_pipeline_clip_grad_norm(t->pipeline, 1.0f, norm));
+    DDP_TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(&r->lr, step)));
+    DDP_TRY(ddp_pipeline_get_loss(t->pipeline, loss, r->rank == 0 ? r->losses : NULL));
+    DDP_TRY(run_mean_loss(r, t->micro_count, loss)); /* in train_gpt's order */
     r->train_seconds += ddp_now() - start;
     return run_check_step(step, *loss, *norm);
 }
@@ -513,12 +531,12 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     int64_t count = validation_micro_batches(&r->plan);
     for (t->validating = 0; t->validating < count; t->validating += t->micro_count) {
-        TRY(ddp_pipeline_evaluate(t->pipeline));
-        TRY(ddp_pipeline_get_loss(t->pipeline, loss, t->each));
+        DDP_TRY(ddp_pipeline_evaluate(t->pipeline));
+        DDP_TRY(ddp_pipeline_get_loss(t->pipeline, loss, t->each));
         for (int64_t i = 0; r->rank == 0 && i < t->micro_count && t->validating + i < count; i++)
             r->losses[t->validating + i] = t->each[i];
     }
-    TRY(run_mean_loss(r, count, loss));
+    DDP_TRY(run_mean_loss(r, count, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
     return DDP_OK;
 }
@@ -530,7 +548,7 @@ static ddp_result draw(const trainer *t, ddp_schedule_format format, const char 
     char *text;
     ddp_result result;
     FILE *file;
-    TRY(ddp_schedule_draw(t->schedule, format, costs, times, NULL, &size_bytes));
+    DDP_TRY(ddp_schedule_draw(t->schedule, format, costs, times, NULL, &size_bytes));
     text = (char *)malloc(size_bytes);
     if (!text) return ddp_fail(DDP_ERR_NO_MEMORY, "a picture of %zu bytes", size_bytes);
     result = ddp_schedule_draw(t->schedule, format, costs, times, text, &size_bytes);
@@ -570,7 +588,7 @@ static ddp_result report_pipeline(trainer *t) {
     if (result == DDP_OK && r->rank == 0) result = draw(t, DDP_SCHEDULE_TRACE, TRACE_PATH, costs, times);
     free(costs);
     free(times);
-    TRY(share_result(r->world, result));
+    DDP_TRY(broadcast_result(r->world, result));
     if (r->rank != 0) return DDP_OK;
     printf("\n  schedule             ranks   stages   micro-batches   tokens/s   predicted bubble   "
            "measured bubble\n");
@@ -588,13 +606,13 @@ static ddp_result finish(trainer *t, double validation) {
     uint64_t hash = HASH_START;
     for (int i = 0; i < r->model.param_count; i++) {
         if (r->infos[i].tied_to >= 0) continue;
-        TRY(ddp_broadcast(r->world, r->model.values[i], (size_t)r->infos[i].count, DDP_F32,
-                          ddp_schedule_stage_rank(t->schedule, stage_of(t, r->infos[i].unit)), NULL));
+        DDP_TRY(ddp_broadcast(r->world, r->model.values[i], (size_t)r->infos[i].count, DDP_F32,
+                              ddp_schedule_stage_rank(t->schedule, stage_of(t, r->infos[i].unit)), NULL));
         hash = hash_bytes(hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
     }
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt;
-        TRY(sample_prompt(r, tokens, &prompt));
+        DDP_TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
     }
@@ -606,19 +624,19 @@ static ddp_result train(void *user) {
     run *r = &t->run;
     double validation = 0, loss;
     float norm;
-    TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
-    TRY(share_schedule(t));
-    TRY(make_schedule(t));
-    TRY(run_build_model(r, GPT_OWN_VALUES));
-    TRY(build_params(t));
-    TRY(build_parallel(t));
+    DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
+    DDP_TRY(share_schedule(t));
+    DDP_TRY(make_schedule(t));
+    DDP_TRY(run_build_model(r, GPT_OWN_VALUES));
+    DDP_TRY(build_params(t));
+    DDP_TRY(build_parallel(t));
     run_report_start(r);
-    TRY(evaluate(t, 0, &validation));
+    DDP_TRY(evaluate(t, 0, &validation));
     for (int64_t step = 1; step <= r->plan.config.steps; step++) {
-        TRY(train_step(t, step, &loss, &norm));
+        DDP_TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
-        if (step == r->plan.config.steps) TRY(report_pipeline(t));
-        if (is_validation_step(r, step)) TRY(evaluate(t, step, &validation));
+        if (step == r->plan.config.steps) DDP_TRY(report_pipeline(t));
+        if (is_validation_step(r, step)) DDP_TRY(evaluate(t, step, &validation));
     }
     return finish(t, validation);
 }

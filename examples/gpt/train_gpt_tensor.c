@@ -78,17 +78,19 @@ static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
     int tp, heads, better;
-    TRY(check_options(o, r->world_size));
-    if (o->checkpoint) TRY(check_writable(o->checkpoint));
-    if (o->resume) TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
+    DDP_TRY(check_options(o, r->world_size));
+    if (o->checkpoint) DDP_TRY(check_writable(o->checkpoint));
+    if (o->resume) DDP_TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
     heads = o->config.heads ? o->config.heads : o->resume ? t->saved_header.run.config.heads : 4;
     tp = tensor_ranks(r, heads);
     better = nearest_divisor(common_divisor(r->world_size, heads), tp);
     if (r->world_size % tp)
-        return WRONG("--tp %d does not divide %d ranks; use --tp %d", tp, r->world_size, better);
+        return ddp_fail(DDP_ERR_INVALID, "--tp %d does not divide %d ranks; use --tp %d", tp, r->world_size,
+                        better);
     if (heads % tp)
-        return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, tp, better);
-    TRY(make_plan(&r->plan, o, r->world_size / tp, o->resume ? &t->saved_header.run : NULL, &r->text));
+        return ddp_fail(DDP_ERR_INVALID, "--heads %d cannot be dealt out to --tp %d ranks; use --tp %d",
+                        heads, tp, better);
+    DDP_TRY(make_plan(&r->plan, o, r->world_size / tp, o->resume ? &t->saved_header.run : NULL, &r->text));
     return gpt_tensor_check(r, tp);
 }
 
@@ -118,13 +120,13 @@ static float *checkpoint_part(const trainer *t, int k, int index) {
 static ddp_result load_checkpoint(trainer *t) {
     run *r = &t->run;
     const uint8_t *from = t->saved.bytes + sizeof(checkpoint_header);
-    TRY(share_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
+    DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
     for (int k = 0; k < 3; k++)
         for (int i = 0; i < t->model.param_count; i++) {
             size_t count = (size_t)r->infos[i].count;
             if (r->infos[i].tied_to >= 0) continue;
             if (r->rank == 0) memcpy(t->whole, from, count * sizeof(float)), from += count * sizeof(float);
-            TRY(ddp_broadcast(r->world, t->whole, count, DDP_F32, 0, NULL));
+            DDP_TRY(ddp_broadcast(r->world, t->whole, count, DDP_F32, 0, NULL));
             fill_piece(t, i, t->whole, checkpoint_part(t, k, i));
         }
     ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
@@ -162,25 +164,25 @@ static ddp_result build_model(trainer *t) {
     gpt_config config = run_model_config(r);
     ddp_mesh_desc mesh = DDP_ZERO;
     size_t count = (size_t)gpt_param_count(&config), largest = 0, layers = (size_t)config.layers;
-    TRY(run_build_arrays(r));
+    DDP_TRY(run_build_arrays(r));
     mesh.ndim = 2, mesh.names[0] = "dp", mesh.names[1] = "tp";
     mesh.shape[1] = tensor_ranks(r, config.heads), mesh.shape[0] = r->world_size / mesh.shape[1];
-    TRY(ddp_mesh_create(&t->mesh, r->world, &mesh));
+    DDP_TRY(ddp_mesh_create(&t->mesh, r->world, &mesh));
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->tensor = ddp_mesh_group(t->mesh, "tp");
     t->params = (ddp_param *)calloc(count, sizeof *t->params);
     t->values = (float **)calloc(count * 2, sizeof *t->values);
     t->streams = (float **)calloc(layers + 1, sizeof *t->streams);
     t->acts = (gpt_tensor_acts *)calloc(layers + 1, sizeof *t->acts);
-    if (!t->params || !t->values || !t->streams || !t->acts) return run_no_room();
+    if (!t->params || !t->values || !t->streams || !t->acts) return run_out_of_memory();
     t->grads = t->values + count;
-    TRY(gpt_tensor_create(&t->model, r, t->tensor, t->values, t->grads));
+    DDP_TRY(gpt_tensor_create(&t->model, r, t->tensor, t->values, t->grads));
 
     for (int i = 0; i < t->model.param_count; i++)
         largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->memory = (float *)calloc(place(t, NULL) + 16, sizeof(float));
     t->whole = (float *)calloc(largest, sizeof(float));
-    if (!t->memory || !t->whole) return run_no_room();
+    if (!t->memory || !t->whole) return run_out_of_memory();
     place(t, (float *)GPT_ROUND_UP((uintptr_t)t->memory, 64));
     for (int i = 0; i < t->model.param_count; i++) {
         run_describe(r, i, &t->params[i]);
@@ -209,14 +211,14 @@ static ddp_result build_parallel(trainer *t) {
     reducer.params = t->params;
     reducer.param_count = t->model.param_count;
     reducer.micro_batch_count = r->micro_count;
-    TRY(ddp_reducer_create(&t->reducer, t->replicas, &reducer));
+    DDP_TRY(ddp_reducer_create(&t->reducer, t->replicas, &reducer));
     for (int i = 0; i < t->model.param_count; i++) t->grads[i] = (float *)t->params[i].grad.data;
 
     accumulator.params = t->params;
     accumulator.param_count = t->model.param_count;
     accumulator.micro_batch_count = r->micro_count;
     accumulator.reducer = t->reducer;
-    TRY(ddp_accumulator_create(&t->accumulator, t->replicas, &accumulator));
+    DDP_TRY(ddp_accumulator_create(&t->accumulator, t->replicas, &accumulator));
     t->model.ready = ready;
     t->model.ready_user = t;
 
@@ -225,8 +227,8 @@ static ddp_result build_parallel(trainer *t) {
     adamw.beta2 = 0.95f;
     adamw.weight_decay = 0.1f;
     adamw.decay_matrices_only = 1;
-    TRY(ddp_optimizer_create(&t->optimizer, r->world, &adamw));
-    if (r->plan.first_step > 0) TRY(load_checkpoint(t));
+    DDP_TRY(ddp_optimizer_create(&t->optimizer, r->world, &adamw));
+    if (r->plan.first_step > 0) DDP_TRY(load_checkpoint(t));
     return run_build_sampler(r, replicas, ddp_rank(t->replicas));
 }
 
@@ -235,18 +237,18 @@ static ddp_result build_parallel(trainer *t) {
 /* The mean loss of the micro-batch; with_grads: the logits become their gradient. Collective over the tensor group. */
 static ddp_result forward(trainer *t, double *loss, int with_grads) {
     int layers = t->model.config.layers;
-    TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, t->streams[0]));
+    DDP_TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, t->streams[0]));
     for (int l = 0; l < layers; l++)
-        TRY(gpt_tensor_block_forward(&t->model, l, t->streams[l], &t->acts[l], t->streams[l + 1]));
+        DDP_TRY(gpt_tensor_block_forward(&t->model, l, t->streams[l], &t->acts[l], t->streams[l + 1]));
     return gpt_tensor_head_forward(&t->model, t->streams[layers], t->run.targets, &t->head, loss, with_grads);
 }
 
 /* After forward with_grads: every gradient of the micro-batch. */
 static ddp_result backward(trainer *t) {
     int layers = t->model.config.layers;
-    TRY(gpt_tensor_head_backward(&t->model, t->streams[layers], &t->head, t->d));
+    DDP_TRY(gpt_tensor_head_backward(&t->model, t->streams[layers], &t->head, t->d));
     for (int l = layers - 1; l >= 0; l--)
-        TRY(gpt_tensor_block_backward(&t->model, l, t->streams[l], &t->acts[l], t->d, t->d));
+        DDP_TRY(gpt_tensor_block_backward(&t->model, l, t->streams[l], &t->acts[l], t->d, t->d));
     return gpt_tensor_embed_backward(&t->model, t->run.tokens, t->d);
 }
 
@@ -263,7 +265,7 @@ static ddp_result clip(const trainer *t, float *norm, float *scale) {
         if (t->run.infos[i].tied_to < 0 && (p->placement != DDP_REPLICATE || ddp_rank(t->tensor) == 0))
             device->sum_squares(&sum, t->grads[i], (size_t)p->rows, (size_t)p->columns, DDP_F32);
     }
-    TRY(ddp_all_reduce(t->tensor, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp_all_reduce(t->tensor, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     *scale = ddp_clip_factor(&sum, 1.0f, norm);
     return DDP_OK;
 }
@@ -281,17 +283,18 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     float scale;
     ddp_tp_reset_stats(t->model.tp);
     for (int micro = 0; micro < r->micro_count; micro++) {
-        for (int row = 0; row < r->plan.config.micro_batch; row++) TRY(take_window(r, row, next_window(r)));
-        TRY(forward(t, &each, 1));
+        for (int row = 0; row < r->plan.config.micro_batch; row++)
+            DDP_TRY(load_sequence(r, row, next_sequence(r)));
+        DDP_TRY(forward(t, &each, 1));
         keep_loss(t, ddp_rank(t->replicas) * r->micro_count + micro, each);
-        TRY(backward(t));
-        TRY(ddp_accumulator_next(t->accumulator, NULL));
+        DDP_TRY(backward(t));
+        DDP_TRY(ddp_accumulator_next(t->accumulator, NULL));
     }
-    TRY(ddp_reducer_wait(t->reducer));
-    TRY(clip(t, norm, &scale));
-    TRY(ddp_optimizer_step_scaled(t->optimizer, ddp_lr_at(&r->lr, step), scale));
-    TRY(run_mean_loss(r, (int64_t)r->micro_count * ddp_world_size(t->replicas), loss));
-    TRY(ddp_tp_get_stats(t->model.tp, &stats));
+    DDP_TRY(ddp_reducer_wait(t->reducer));
+    DDP_TRY(clip(t, norm, &scale));
+    DDP_TRY(ddp_optimizer_step_scaled(t->optimizer, ddp_lr_at(&r->lr, step), scale));
+    DDP_TRY(run_mean_loss(r, (int64_t)r->micro_count * ddp_world_size(t->replicas), loss));
+    DDP_TRY(ddp_tp_get_stats(t->model.tp, &stats));
     t->elements_sent += stats.elements_sent;
     t->comm_seconds += stats.comm_seconds;
     r->train_seconds += ddp_now() - start;
@@ -306,8 +309,8 @@ static ddp_result validate(trainer *t, double *loss) {
     int64_t first = ddp_rank(t->replicas) * share;
     double each;
     for (int64_t i = first; i < first + share && i < count; i++) {
-        TRY(take_validation_windows(r, i));
-        TRY(forward(t, &each, 0));
+        DDP_TRY(load_validation_batch(r, i));
+        DDP_TRY(forward(t, &each, 0));
         keep_loss(t, i, each);
     }
     return run_mean_loss(r, count, loss);
@@ -323,7 +326,7 @@ static ddp_result gather(trainer *t, int index, float *from) {
         for (int d = 0; d < in.ndim; d++)
             in.shape[d] = p->box[k].shape[d], out.shape[d] = p->box[k].global_shape[d];
         out.shape[0] /= p->box_count; /* queries, keys, values: each is a third of its own */
-        TRY(ddp_tensor_redistribute(t->tensor, &in, p->placement, DDP_REPLICATE, &out));
+        DDP_TRY(ddp_tensor_redistribute(t->tensor, &in, p->placement, DDP_REPLICATE, &out));
         from += ddp_tensor_count(&in), whole += ddp_tensor_count(&out);
     }
     return DDP_OK;
@@ -334,7 +337,7 @@ static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
     run *r = &t->run;
     checkpoint_writer w;
     ddp_result result;
-    TRY(share_result(r->world, r->rank == 0 ? checkpoint_begin(&w, r, path, step) : DDP_OK));
+    DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_begin(&w, r, path, step) : DDP_OK));
     result = DDP_OK;
     for (int k = 0; k < 3 && ddp_rank(t->replicas) == 0; k++)
         for (int i = 0; i < t->model.param_count && result == DDP_OK; i++) {
@@ -347,13 +350,13 @@ static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
         result = checkpoint_end(&w, path);
     else if (r->rank == 0)
         fclose(w.file), unlink(w.temporary);
-    return result == DDP_OK || r->rank == 0 ? share_result(r->world, result) : result;
+    return result == DDP_OK || r->rank == 0 ? broadcast_result(r->world, result) : result;
 }
 
 /* The validation loss, and after training steps a checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
-    TRY(validate(t, loss));
+    DDP_TRY(validate(t, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
     return r->options->checkpoint && step > r->plan.first_step
                ? save_checkpoint(t, r->options->checkpoint, step)
@@ -369,7 +372,7 @@ static ddp_result hash_weights(trainer *t, uint64_t *hash) {
     for (int i = 0; i < t->model.param_count; i++) {
         size_t size_bytes = (size_t)r->infos[i].count * sizeof(float);
         if (r->infos[i].tied_to >= 0) continue;
-        TRY(gather(t, i, t->values[i]));
+        DDP_TRY(gather(t, i, t->values[i]));
         *hash = hash_bytes(*hash, t->whole, size_bytes);
         if (r->rank == 0) memcpy(r->model.values[i], t->whole, size_bytes);
     }
@@ -397,12 +400,12 @@ static ddp_result finish(trainer *t, double validation) {
     double waiting = t->comm_seconds;
     uint64_t hash;
     if (r->rank == 0 && gpt_model_create(&r->model, &t->model.config, 1, GPT_OWN_VALUES) != 0)
-        return run_no_room();
-    TRY(hash_weights(t, &hash));
-    TRY(ddp_all_reduce(r->world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
+        return run_out_of_memory();
+    DDP_TRY(hash_weights(t, &hash));
+    DDP_TRY(ddp_all_reduce(r->world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt;
-        TRY(sample_prompt(r, tokens, &prompt));
+        DDP_TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
         print_table(t, waiting);
@@ -415,15 +418,15 @@ static ddp_result train(void *user) {
     run *r = &t->run;
     double validation = 0, loss;
     float norm;
-    TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
-    TRY(build_model(t));
-    TRY(build_parallel(t));
+    DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
+    DDP_TRY(build_model(t));
+    DDP_TRY(build_parallel(t));
     run_report_start(r);
-    TRY(evaluate(t, r->plan.first_step, &validation));
+    DDP_TRY(evaluate(t, r->plan.first_step, &validation));
     for (int64_t step = r->plan.first_step + 1; step <= r->plan.config.steps; step++) {
-        TRY(train_step(t, step, &loss, &norm));
+        DDP_TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
-        if (is_validation_step(r, step)) TRY(evaluate(t, step, &validation));
+        if (is_validation_step(r, step)) DDP_TRY(evaluate(t, step, &validation));
     }
     return finish(t, validation);
 }

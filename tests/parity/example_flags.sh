@@ -23,12 +23,12 @@ printf '%s\n' "$help" | head -n 1 | grep -q "^$name: " || fail "--help does not 
 flags=$(printf '%s\n' "$help" | sed -n 's/^  \(--[a-z-]*\) [A-Z].*/\1/p')
 switches=$(printf '%s\n' "$help" | sed -n 's/^  \(--[a-z-]*\)  .*/\1/p' | grep -v '^--help$')
 [ -n "$flags" ] || fail "--help lists no flag with a value: $help"
-sentence "there is no flag --nothing; --help lists the flags" --nothing
-sentence "there is no flag -h" -h
+sentence "unknown flag --nothing; --help lists the flags" --nothing
+sentence "unknown flag -h" -h
 for flag in $flags; do
     sentence "$flag needs a value" "$flag"
     printf '%s\n' "$help" | grep -q "^  $flag [NX] " || continue
-    for value in x 1y '' nan -1e9 99999999999999999999; do sentence "$flag $value: give a " "$flag" "$value"; done
+    for value in x 1y '' nan -1e9 99999999999999999999; do sentence "$flag $value: give a" "$flag" "$value"; done
 done
 for switch in $switches; do sentence "$switch takes no value" "$switch=1"; done
 echo "$name: every wrong flag is one sentence"

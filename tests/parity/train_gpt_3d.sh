@@ -117,8 +117,8 @@ before=$(state)
     wrong "use --context 16" $run --micro-batch 1 --context 15 --tp 2 --sequence-parallel text
     wrong "use --batch 16" $run --batch 14 --dp 4 text
     wrong "use --channels 16" $run --channels 15 --pp 2 text
-    wrong "--pp 0: give a whole number from 1 to 65536" $run --pp 0 text
-    wrong "there is no flag --chunks" $run --chunks 2 text
+    wrong "--pp 0: give an integer from 1 to 65536" $run --pp 0 text
+    wrong "unknown flag --chunks" $run --chunks 2 text
     wrong "No such file" $run --pp 2 missing
     wrong "it is not a folder" $run --pp 2 --checkpoint text text
     wrong "holds other files" $run --dp 2 --checkpoint other text

@@ -59,13 +59,13 @@ for ranks in 1 2; do
 done
 wrong "use --batch 8" --ranks 4 --micro-batch 2 --batch 6 --context 16 text
 wrong "use --batch 8" --ranks 2 --micro-batch 2 --batch 12 --context 16 text # 3 micro-batches each: no tree of pairs
-wrong "there is no flag --epochs" --epochs 3 text
-wrong "there is no flag -h" -h
+wrong "unknown flag --epochs" --epochs 3 text
+wrong "unknown flag -h" -h
 wrong "--steps needs a value" text --steps
 wrong "--help takes no value" --help=1
-for value in 0 -1 two 1.5 99999999999999999999 '' ' '; do wrong "give a whole number from 1 to" --steps "$value" text; done
+for value in 0 -1 two 1.5 99999999999999999999 '' ' '; do wrong "give an integer from 1 to" --steps "$value" text; done
 for value in 0 -1 x nan inf 11; do wrong "give a number from" --lr "$value" text; done
-wrong "give a whole number from 1 to 64" --ranks 65 text
+wrong "give an integer from 1 to 64" --ranks 65 text
 wrong "--checkpoint needs" --checkpoint '' text
 
 # loss.svg cannot be replaced: found before training, not after it.

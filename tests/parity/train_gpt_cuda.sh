@@ -299,8 +299,8 @@ before=$(state)
     wrong "both/text is not a token shard" --threads-as-ranks both
     rm -r both
     before=$(state)
-    wrong "in one tensor, and this run needs them apart; use --tp 1, or go on with train_gpt_fsdp" --resume here --tp 2 --threads-as-ranks text
-    wrong "apart, and this run needs them in one tensor; use --tp 2 or more, or go on with train_gpt_3d" --resume cut --threads-as-ranks text
+    wrong "in one tensor, but this run needs separate tensors; use --tp 1, or go on with train_gpt_fsdp" --resume here --tp 2 --threads-as-ranks text
+    wrong "in separate tensors, but this run needs one tensor; use --tp 2 or more, or go on with train_gpt_3d" --resume cut --threads-as-ranks text
     wrong "apart, and this run needs them in one tensor" --resume made_cut --stages 2 --threads-as-ranks text
     wrong "token shard" --resume here.ckpt --threads-as-ranks tokens.bin
     DDP_TEST_GPUS=0 wrong "device 0 (the local rank) does not exist" $short text

@@ -105,9 +105,9 @@ before=$(state)
     wrong "--micro-batches 4 of --micro-batch 2 are not --batch 16; leave one of the three out" $run --ranks 2 --batch 16 --micro-batches 4 text
     wrong "are more than 1000000" $run --ranks 2 --micro-batches 600000 text
     for value in 0 -2 two 1.5 99999999999; do
-        wrong "give a whole number from 1 to" --stages "$value" text
-        wrong "give a whole number from 1 to" --micro-batches "$value" text
-        wrong "give a whole number from 1 to" --chunks "$value" text
+        wrong "give an integer from 1 to" --stages "$value" text
+        wrong "give an integer from 1 to" --micro-batches "$value" text
+        wrong "give an integer from 1 to" --chunks "$value" text
     done
 }
 mkdir -p held

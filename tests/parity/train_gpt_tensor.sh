@@ -85,10 +85,10 @@ before=$(state)
     wrong "use --context 16" $run --micro-batch 1 --context 15 --ranks 2 --tp 2 --sequence-parallel text
     wrong "use --batch 4" $run --batch 6 --ranks 4 --tp 2 text
     wrong "use --channels 16" $run --channels 15 --ranks 2 --tp 2 text
-    wrong "--tp 0: give a whole number from 1 to 65536" $run --tp 0 text
-    wrong "--chunks 0: give a whole number from 1 to 64" $run --chunks 0 text
+    wrong "--tp 0: give an integer from 1 to 65536" $run --tp 0 text
+    wrong "--chunks 0: give an integer from 1 to 64" $run --chunks 0 text
     wrong "--sequence-parallel takes no value" $run --sequence-parallel=2 text
-    wrong "there is no flag --pp" $run --pp 2 text
+    wrong "unknown flag --pp" $run --pp 2 text
     wrong "No such file" $run --ranks 2 --tp 2 missing
     wrong "cannot be written" $run --ranks 2 --checkpoint missing/new.ckpt text
     wrong "damaged" --ranks 2 --resume damaged.ckpt text
