@@ -1,7 +1,8 @@
-/*  gpt_cuda_base.cuh - what the kernels of the GPT examples are written with.
+/*  gpt_cuda_base.cuh - building blocks of the GPT kernels: memory, barriers, warps, mma, launches.
 
-    One source of a kernel runs on a GPU and, in tests, thread by thread on the CPU (tests/support/fake_kernel.h), where every access to global memory, every
-    barrier and every exchange between lanes is looked at.
+    The same kernel source runs on a GPU and, in tests, thread by thread on the CPU
+    (tests/support/fake_kernel.h). There every access to global memory, every barrier and every shuffle is
+    checked.
 
 USAGE
     template <class T> static __global__ void gpt_cuda__scale_kernel(T *data, float factor, int count) {
@@ -12,18 +13,22 @@ USAGE
         x = gpt_cuda_from_float<T>(gpt_cuda_to_float(x) * factor);
         gpt_cuda_store<1>(data + i, &x);
     }
-    ddp_result result = GPT_CUDA_LAUNCH(gpt_cuda__scale_kernel<float>, (count + 127) / 128, 128, 0, stream, data, 0.5f, count);
+    ddp_result result = GPT_CUDA_LAUNCH(gpt_cuda__scale_kernel<float>, (count + 127) / 128, 128, 0, stream,
+                                        data, 0.5f, count);
 
-    A name with a comma goes in parentheses: GPT_CUDA_LAUNCH((kernel<64, 1>), ...). Arguments go by value, 4 KiB of them at most.
+    Put a kernel name with a comma in parentheses: GPT_CUDA_LAUNCH((kernel<64, 1>), ...). Arguments are passed
+    by value, at most 4 KiB.
 
-RULES
-    Global memory is read and written by the functions below and by nothing else, each access aligned to its size. Lanes that exchange values are whole
-    warps, 32 threads in the same call; a barrier is met by every thread of the block, in the same line. A block waits only for blocks with a lower ticket,
-    which gpt_cuda_atomic_add gives out: they have begun. No floating-point atomics: the same bits in every run.
+CONCEPTS
+    Global memory   Only the functions below access it. Each access is aligned to its size.
+    Warps           All 32 lanes of a warp execute a shuffle, ldmatrix or mma together. After a
+                    divergent branch, call gpt_cuda_warp_sync() first.
+    Barriers        All threads of a block call the same gpt_cuda_sync(), on the same line.
+    Between blocks  A block waits only for blocks with a lower ticket from gpt_cuda_atomic_add, which
+                    are already running. No kernel uses floating-point atomics, so every run has the same bits.
 
-    ldmatrix and mma are for warps whose lanes come to them together: behind a branch that lanes took apart, gpt_cuda_warp_sync() comes first.
-
-    Needs sm_80: bf16, mma.sync, ldmatrix and cp.async as the PTX ISA describes them. Compiles for sm_80 and sm_90; it has not run on a GPU. */
+    Needs sm_80 for bf16, mma.sync, ldmatrix and cp.async. Compiles for sm_80 and sm_90. It has not run on a
+    GPU. */
 #ifndef GPT_CUDA_BASE_CUH
 #define GPT_CUDA_BASE_CUH
 
@@ -37,18 +42,18 @@ RULES
 #error "gpt_cuda_base.cuh: bf16 and cp.async need sm_80 or later; compile with -arch=sm_80 or above"
 #endif
 
-//== numbers ============================================================================================== >>numbers
+//== numbers ================================================================================================
 #if defined(GPT_CUDA_ON_CPU)
-#define GPT_CUDA_DEVICE static inline /* a function that kernels call */
-#define GPT_CUDA_BOTH static inline   /* one that the host may call, too */
-#define GPT_CUDA_UNROLL               /* before a loop whose registers are indexed by its counter */
+#define GPT_CUDA_DEVICE static inline /* device function */
+#define GPT_CUDA_BOTH static inline   /* host and device function */
+#define GPT_CUDA_UNROLL /* unrolls a loop, so that arrays indexed by its counter are in registers */
 #else
 #define GPT_CUDA_DEVICE static __device__ __forceinline__
 #define GPT_CUDA_BOTH static __host__ __device__ __forceinline__
 #define GPT_CUDA_UNROLL _Pragma("unroll")
 #endif
 
-/* The upper half of a float: memory as __nv_bfloat16 and DDP_BF16 have it. */
+/* The upper 16 bits of a float; same layout as __nv_bfloat16 and DDP_BF16. */
 typedef struct gpt_bf16 {
     uint16_t bits;
 } gpt_bf16;
@@ -61,7 +66,7 @@ GPT_CUDA_BOTH float gpt_cuda_to_float(gpt_bf16 x) {
     return value;
 }
 
-/* Rounds to nearest even. A NaN is 0x7fff. */
+/* Rounds to nearest even. NaN becomes 0x7fff. */
 GPT_CUDA_BOTH gpt_bf16 gpt_cuda_round_bf16(float x) {
     gpt_bf16 y;
 #if defined(__CUDA_ARCH__)
@@ -83,7 +88,7 @@ template <> struct gpt_cuda__number<gpt_bf16> {
 };
 template <class T> GPT_CUDA_BOTH T gpt_cuda_from_float(float x) { return gpt_cuda__number<T>::from(x); }
 
-/* Two values in one register, as the fragments of mma want them: low in the lower half. */
+/* Packs two values into one register for mma: low in the lower half. */
 GPT_CUDA_BOTH uint32_t gpt_cuda_pack_bf16(float low, float high) {
 #if defined(__CUDA_ARCH__)
     uint32_t pair;
@@ -94,7 +99,7 @@ GPT_CUDA_BOTH uint32_t gpt_cuda_pack_bf16(float low, float high) {
 #endif
 }
 
-//== global memory ================================================================================== >>global-memory
+//== global memory ==========================================================================================
 
 template <int BYTES> struct gpt_cuda__word;
 template <> struct gpt_cuda__word<2> { typedef unsigned short type; };
@@ -102,7 +107,7 @@ template <> struct gpt_cuda__word<4> { typedef unsigned int type; };
 template <> struct gpt_cuda__word<8> { typedef uint2 type; };
 template <> struct gpt_cuda__word<16> { typedef uint4 type; };
 
-/* N elements, 2, 4, 8 or 16 bytes, in one access that is aligned to its size. */
+/* Loads N elements of 2, 4, 8 or 16 bytes in total, in one access aligned to its size. */
 template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load(T *out, const T *global) {
     typedef typename gpt_cuda__word<N *(int)sizeof(T)>::type word;
 #if defined(GPT_CUDA_ON_CPU)
@@ -124,7 +129,7 @@ template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_store(T *global, const T
 #endif
 }
 
-/* The same for data that is touched once: caches give it up first. */
+/* Load and store for data that is used once: the caches evict it first. */
 template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load_stream(T *out, const T *global) {
 #if defined(__CUDA_ARCH__)
     typedef typename gpt_cuda__word<N *(int)sizeof(T)>::type word;
@@ -146,10 +151,11 @@ template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_store_stream(T *global, 
 #endif
 }
 
-//== between blocks ================================================================================ >>between-blocks
+//== between blocks =========================================================================================
 
-/* Adds and says what was there. What this thread has written, or seen at a barrier, is seen by who adds after it: the last of n blocks to add reads what
-   all n have written. */
+/* Adds and returns the previous value, with acquire and release semantics: writes before the call, also those
+   of other threads before a barrier, are visible to every later add. So the last of n blocks to add reads
+   what all n blocks wrote. */
 GPT_CUDA_DEVICE int gpt_cuda_atomic_add(int *global, int value) {
 #if defined(GPT_CUDA_ON_CPU)
     return fake_kernel_atomic_add(global, value);
@@ -163,7 +169,8 @@ GPT_CUDA_DEVICE int gpt_cuda_atomic_add(int *global, int value) {
 #endif
 }
 
-/* A flag: who sees the value by gpt_cuda_acquire sees all that was written before it, by this thread or before a barrier that it has passed. */
+/* Stores a flag with release semantics. A thread that reads the value with gpt_cuda_acquire also sees
+   everything written before it, by this thread or before a barrier that this thread has passed. */
 GPT_CUDA_DEVICE void gpt_cuda_release(int *global, int value) {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_release(global, value);
@@ -188,11 +195,12 @@ GPT_CUDA_DEVICE int gpt_cuda_acquire(const int *global) {
 #endif
 }
 
-//== shared memory ================================================================================== >>shared-memory
+//== shared memory ==========================================================================================
 
-/* GPT_CUDA_SHARED(float, sums, 32); is float sums[32], aligned to 16 bytes, that the threads of a block share. Holds anything at first. A kernel has
-   16 KiB of it at most.
-   GPT_CUDA_DYNAMIC_SHARED(memory); is unsigned char *memory, aligned to 128 bytes: the shared_bytes of the launch. */
+/* GPT_CUDA_SHARED(float, sums, 32);     declares float sums[32] in shared memory, aligned to 16 bytes and
+                                         uninitialised. At most 16 KiB per kernel.
+   GPT_CUDA_DYNAMIC_SHARED(memory);      declares unsigned char *memory, aligned to 128 bytes, of the
+                                         shared_bytes of the launch. */
 #if defined(GPT_CUDA_ON_CPU)
 #define GPT_CUDA_SHARED(type, name, count) \
     static char name##_key;                \
@@ -205,15 +213,16 @@ GPT_CUDA_DEVICE int gpt_cuda_acquire(const int *global) {
     unsigned char *const name = gpt_cuda__dynamic
 #endif
 
-/* All threads of the block come here, none goes on before, and what they wrote is seen. */
+/* Barrier over the threads of a block. Writes before it are visible to all of them after it. */
 #if defined(GPT_CUDA_ON_CPU)
 static inline void gpt_cuda_sync(int line = __builtin_LINE()) { fake_kernel_sync(line); }
 #else
 GPT_CUDA_DEVICE void gpt_cuda_sync() { __syncthreads(); }
 #endif
 
-/* 16 bytes from global to shared memory, both aligned to 16, while the thread goes on; valid 0: zeros, and global is not read. They are there for this
-   thread after gpt_cuda_copy_wait of their group, for others after a barrier behind that. */
+/* Starts an asynchronous copy of 16 bytes from global to shared memory, both aligned to 16. valid 0: writes
+   zeros and does not read global. This thread can read the bytes after gpt_cuda_copy_wait of their group,
+   other threads after the next barrier. */
 GPT_CUDA_DEVICE void gpt_cuda_copy_async16(void *shared, const void *global, int valid) {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_copy_async16(shared, global, valid);
@@ -226,7 +235,7 @@ GPT_CUDA_DEVICE void gpt_cuda_copy_async16(void *shared, const void *global, int
 #endif
 }
 
-/* Closes a group of copies, which may be none. */
+/* Ends a group of copies. The group may be empty. */
 GPT_CUDA_DEVICE void gpt_cuda_copy_commit() {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_copy_commit();
@@ -235,7 +244,7 @@ GPT_CUDA_DEVICE void gpt_cuda_copy_commit() {
 #endif
 }
 
-/* Waits until at most the N newest groups of this thread are under way. */
+/* Waits until at most the N newest groups of this thread are in flight. */
 template <int N> GPT_CUDA_DEVICE void gpt_cuda_copy_wait() {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_copy_wait(N);
@@ -244,9 +253,9 @@ template <int N> GPT_CUDA_DEVICE void gpt_cuda_copy_wait() {
 #endif
 }
 
-//== warps ================================================================================================== >>warps
+//== warps ==================================================================================================
 
-/* The lanes of a warp meet, and see what each other wrote to shared memory. */
+/* Barrier over the lanes of a warp. Writes to shared memory before it are visible to all of them after it. */
 GPT_CUDA_DEVICE void gpt_cuda_warp_sync() {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_warp_sync();
@@ -255,7 +264,7 @@ GPT_CUDA_DEVICE void gpt_cuda_warp_sync() {
 #endif
 }
 
-/* T is float, int or uint32_t: what lane (own lane ^ mask), or lane, gives. */
+/* The value of lane (own lane ^ mask), or of `lane`. T is float, int or uint32_t. */
 template <class T> GPT_CUDA_DEVICE T gpt_cuda_shuffle_xor(T value, int mask) {
 #if defined(GPT_CUDA_ON_CPU)
     return fake_kernel_shuffle(value, fake_kernel_lane() ^ mask);
@@ -272,7 +281,7 @@ template <class T> GPT_CUDA_DEVICE T gpt_cuda_shuffle(T value, int lane) {
 #endif
 }
 
-/* Over the 32 lanes, in a fixed order; every lane has the same bits. */
+/* Sum and maximum over the 32 lanes, in a fixed order. Every lane gets the same bits. */
 GPT_CUDA_DEVICE float gpt_cuda_warp_sum(float x) {
     GPT_CUDA_UNROLL for (int mask = 16; mask > 0; mask /= 2) x += gpt_cuda_shuffle_xor(x, mask);
     return x;
@@ -282,18 +291,22 @@ GPT_CUDA_DEVICE float gpt_cuda_warp_max(float x) {
     return x;
 }
 
-//== products of matrices ================================================================================ >>matrices
+//== products of matrices ===================================================================================
 
-/*  The lanes of a warp hold a matrix together, two neighbours of 16 bits in a register, the lower one in the lower half. With g = lane / 4 and
-    t = lane % 4 (PTX ISA, mma.m16n8k16):
+/*  Fragments of mma.m16n8k16 (PTX ISA): the lanes of a warp hold a matrix together. A register holds two
+    neighbours of 16 bits, the first in the lower half. With g = lane / 4 and t = lane % 4:
 
         a (16 x 16)   a[0] (g, 2t..)   a[1] (g + 8, 2t..)   a[2] (g, 2t + 8..)   a[3] (g + 8, 2t + 8..)
-        b (16 x 8)    b[0] (2t.., g)   b[1] (2t + 8.., g)   neighbours go down a column
+        b (16 x 8)    b[0] (2t.., g)   b[1] (2t + 8.., g)   neighbours in a column
         d (16 x 8)    d[0], d[1] (g, 2t..)   d[2], d[3] (g + 8, 2t..)   in f32
 
-    gpt_cuda_ldmatrix4 reads four 8 x 8 tiles of 16-bit values from shared memory. Lane l gives the address of row l % 8 of tile l / 8, 16 bytes that are
-    aligned to 16. r[i] is then of tile i: (g, 2t..), or with _trans, down a column: (2t.., g). So a is read from rows of a row-major matrix: tiles
-    (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); b from a row-major matrix by _trans, or from one that lies transposed without. */
+    gpt_cuda_ldmatrix4 loads four 8 x 8 tiles of 16-bit values from shared memory. Lane l passes the address
+    of row l % 8 of tile l / 8, which is 16 bytes long and aligned to 16. Afterwards r[i] holds of tile i the
+    elements (g, 2t..), or with _trans (2t.., g).
+
+        a from a row-major matrix      tiles (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
+        b from a row-major matrix      gpt_cuda_ldmatrix4_trans
+        b from a column-major matrix   gpt_cuda_ldmatrix4 */
 GPT_CUDA_DEVICE void gpt_cuda_ldmatrix4(uint32_t r[4], const void *shared) {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_ldmatrix(r, shared, 0);
@@ -316,7 +329,7 @@ GPT_CUDA_DEVICE void gpt_cuda_ldmatrix4_trans(uint32_t r[4], const void *shared)
 #endif
 }
 
-/* d += a b, products of bf16 added in f32. */
+/* d += a b, in bf16 with f32 accumulation. */
 GPT_CUDA_DEVICE void gpt_cuda_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
 #if defined(GPT_CUDA_ON_CPU)
     fake_kernel_mma_bf16(d, a, b);
@@ -328,9 +341,9 @@ GPT_CUDA_DEVICE void gpt_cuda_mma_bf16(float d[4], const uint32_t a[4], const ui
 #endif
 }
 
-//== functions ========================================================================================== >>functions
+//== functions ==============================================================================================
 
-/* Fast on a GPU, with an error of 2 units in the last place; ex2.approx takes numbers below 2^-126 for zero. */
+/* 2^x with an error of 2 ulp on a GPU. ex2.approx.ftz flushes subnormal numbers to zero. */
 GPT_CUDA_DEVICE float gpt_cuda_exp2(float x) {
 #if defined(__CUDA_ARCH__)
     float y;
@@ -349,7 +362,7 @@ GPT_CUDA_DEVICE float gpt_cuda_rsqrt(float x) {
 #endif
 }
 
-//== launching ========================================================================================== >>launching
+//== launching ==============================================================================================
 
 template <class T> struct gpt_cuda__same { typedef T type; };
 template <class... P> struct gpt_cuda__bytes {
@@ -359,8 +372,9 @@ template <class T, class... P> struct gpt_cuda__bytes<T, P...> {
     enum { total = (int)sizeof(T) + (int)gpt_cuda__bytes<P...>::total };
 };
 
-/* Puts the kernel on the stream: DDP_OK, or DDP_ERR_ENGINE and a line with the kernel's name and CUDA's text. What goes wrong inside of it shows up, as
-   always with CUDA, at a later call. Calls only runtime functions that a stream being captured allows. */
+/* Launches a kernel on the stream. On an error returns DDP_ERR_ENGINE; the error line has the kernel's name
+   and CUDA's text. As always in CUDA, errors inside the kernel are reported by a later call. It can be called
+   during stream capture. */
 template <class... P>
 static inline ddp_result gpt_cuda__launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
                                           size_t shared_bytes, cudaStream_t stream,
@@ -372,7 +386,7 @@ static inline ddp_result gpt_cuda__launch(const char *name, void (*kernel)(P...)
 #else
     void *list[] = {(void *)&args..., NULL};
     cudaError_t error = cudaSuccess;
-    if (shared_bytes > 32 * 1024) { /* a kernel gets 48 KiB unasked, static memory among them */
+    if (shared_bytes > 32 * 1024) { /* the default limit is 48 KiB with static memory */
         call = "cudaFuncSetAttribute";
         error = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      (int)shared_bytes);
@@ -381,7 +395,7 @@ static inline ddp_result gpt_cuda__launch(const char *name, void (*kernel)(P...)
         call = "cudaLaunchKernel";
         error = cudaLaunchKernel((const void *)kernel, grid, block, list, shared_bytes, stream);
     }
-    if (error != cudaSuccess) cudaGetLastError(); /* it is told here, and is nobody else's */
+    if (error != cudaSuccess) cudaGetLastError(); /* reset it: it is reported here */
 #endif
     if (error == cudaSuccess) return DDP_OK;
     return ddp_fail(

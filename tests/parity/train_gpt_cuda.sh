@@ -134,24 +134,23 @@ rm stages.json
 {
     short="$run --channels 96 --steps 2"
     cuda large $short
-    needed=$("$program" --threads-as-ranks $short --offload --memory-limit 1 text 2>&1 | sed -n 's/.*it needs \([0-9]*\).*/\1/p')
+    needed=$("$program" --threads-as-ranks $short --offload --memory-limit 1 text 2>&1 | sed -n 's/.* 1 rank(s) need \([0-9]*\).*/\1/p')
     mib=$((needed + 1))
     before=$(state)
-    wrong "--offload saves" $short --threads-as-ranks --memory-limit $mib text
+    wrong "use --recompute, --offload or a smaller --micro-batch" $short --threads-as-ranks --memory-limit $mib text
     cuda limited $short --offload --memory-limit $mib
     same_hash limited large
     [ "$(number large held)" -gt $((mib * 1048576)) ] || fail "$(number large held) bytes were held without a limit of $mib MiB"
     [ "$(number limited held)" -le $((mib * 1048576)) ] || fail "$mib MiB were the limit, $(number limited held) bytes were held"
     before=$(state)
     # Another program takes memory after the free size was queried: the error has the failed call, the
-    # estimate, and flags that need less.
+    # estimate, and the flags that lower it.
     for room in 1 $mib; do
         DDP_TEST_ROOM=$room
         export DDP_TEST_ROOM
-        for part in "out of memory (cudaErrorMemoryAllocation)" " MiB, without what CUDA keeps for itself and for graphs, which --no-graphs saves; --recompute saves " "--offload saves"; do
+        for part in "out of memory (cudaErrorMemoryAllocation)" " MiB, without CUDA's graphs and libraries; use --recompute, --offload"; do
             wrong "$part" $short --threads-as-ranks text
         done
-        wrong " MiB, without what CUDA keeps for itself; --recompute saves" $short --threads-as-ranks --no-graphs text
         unset DDP_TEST_ROOM
     done
 }
@@ -270,10 +269,9 @@ before=$(state)
     wrong "such as 0,2" $short --gpus first text
     wrong "put commas between devices, --gpus 0,2" $short --gpus 0 2 text
     wrong "device 9 does not exist" $short --gpus 9 text
-    wrong "is too small: it needs" $short --memory-limit 1 text
-    for flag in recompute offload 'micro-batch 1' 'ranks 2 on as many GPUs'; do wrong "--$flag saves" $short --layers 9 --context 64 --memory-limit 1 text; done
-    wrong "--strategy full saves" $short --ranks 2 --strategy none --memory-limit 1 text
-    wrong "--no-graphs saves" $short --batch 2 --layers 9 --context 64 --memory-limit 1 text
+    wrong "is too small: 1 rank(s) need " $short --memory-limit 1 text
+    wrong "but 1.0 MiB are available; use --recompute, --offload or a smaller --micro-batch" $short --memory-limit 1 text
+    wrong "is too small: 2 rank(s) need " $short --threads-as-ranks --gpus 0,0 --memory-limit 1 text
     wrong "use --ranks 6" $short --stages 3 --ranks 4 text
     wrong "use --layers 5 or more" $short --stages 7 text
     wrong "use 1F1B, GPipe or naive" $short --schedule ZB-H1 text
@@ -281,7 +279,7 @@ before=$(state)
     wrong "--stages 9 x --tp 9 are 81 ranks, and there are 1; start as many under torchrun, or use 64 at most" $short --stages 9 --tp 9 text
     wrong "multiple of 8" $short --channels 36 text
     wrong "No such file" $short --init missing text
-    wrong "no checkpoint of llm.c" $short --init text text
+    wrong "not a checkpoint of llm.c" $short --init text text
     wrong "leave --layers out" $short --init random.bin text
     wrong "has a vocabulary of 50257" --init random.bin --threads-as-ranks text
     wrong "leave one of them out" $short --init first.bin --resume here text
@@ -291,8 +289,8 @@ before=$(state)
     wrong "was trained with --layers 2, not 3" --resume here --layers 3 text
     wrong "not a checkpoint" --resume text text
     wrong "cannot be written" --write-random missing/file
-    wrong "give shards alone" --threads-as-ranks tokens.bin text
-    wrong "give shards alone" --threads-as-ranks text tokens.bin
+    wrong "pass only shards, or only text" --threads-as-ranks tokens.bin text
+    wrong "pass only shards, or only text" --threads-as-ranks text tokens.bin
     mkdir both
     cp tokens.bin text both
     before=$(state)
