@@ -74,12 +74,12 @@ static ddp_result run_block(trainer *t, figures *f, int round) {
     ddp_tp_stats stats = DDP_ZERO;
     gpt_tensor *m = &t->model;
     double seconds, waiting;
-    for (int64_t i = 0; i < m->rows * m->config.channels; i++) t->d[i] = 0x1p-10f * t->streams[0][i];
+    for (int64_t i = 0; i < m->rows * m->config.channels; i++) t->d_stream[i] = 0x1p-10f * t->streams[0][i];
     ddp_tp_reset_stats(m->tp);
     DDP_TRY(ddp_barrier(t->run.world));
     seconds = ddp_now();
     DDP_TRY(gpt_tensor_block_forward(m, 0, t->streams[0], &t->acts[0], t->streams[1]));
-    DDP_TRY(gpt_tensor_block_backward(m, 0, t->streams[0], &t->acts[0], t->d, t->d));
+    DDP_TRY(gpt_tensor_block_backward(m, 0, t->streams[0], &t->acts[0], t->d_stream, t->d_stream));
     seconds = ddp_now() - seconds;
     DDP_TRY(ddp_tp_get_stats(m->tp, &stats));
     waiting = stats.comm_seconds;

@@ -1,7 +1,7 @@
-/*  gpt.h - the small GPT that every example trains: GPT-2's architecture in f32, written block by block.
+/*  gpt.h - the small GPT of the examples: the architecture of GPT-2 in f32, unit by unit
 
 USAGE
-    #include "gpt.h"            plain C11 (gnu11) or C++17; needs libm and nothing else. Everything is static.
+    #include "gpt.h"            C11 (gnu11) or C++17; needs only libm. All functions are static.
     cc -O3 -march=native trainer.c -lm                              built-in matrix product
     cc -O3 -march=native -DGPT_USE_CBLAS trainer.c -lopenblas -lm   cblas_sgemm for the large products
 
@@ -17,31 +17,34 @@ EXAMPLE
     gpt_model_destroy(&model);
 
 CONTENTS      (search for the tags)
-    >>config  >>parameters  >>vectors  >>gemm  >>layers  >>attention  >>embed  >>block  >>head  >>model  >>generate
+    >>config >>parameters >>vectors >>gemm >>layers >>attention >>embed >>block >>head >>model >>generate
 
 CONCEPTS
-    Parameters are a numbered list: "wte", "wpe", twelve tensors per block, "ln_f.weight", "ln_f.bias", "head.weight".
-    A table of pointers, one per parameter, says where values and gradients lie; they need not be neighbours in memory.
-    The head is tied to the token embedding: "head.weight" has the value of "wte" (same pointer), but a gradient of its
-    own. Each use of the matrix writes its own gradient; the trainer adds the two after reducing them over ranks.
+    Parameters are a numbered list: "wte", "wpe", twelve tensors per block, "ln_f.weight", "ln_f.bias",
+    "head.weight". Tables with one pointer per parameter hold the addresses of values and gradients. The
+    tensors can be anywhere in memory.
 
-    No function sees the whole model: gpt_embed_*, gpt_block_* and gpt_head_* work on one unit each, on the memory they
-    are given. Unit 0 is the embedding, 1 to layers are the blocks, layers + 1 is the head. gpt_model_* chains them, and
-    gpt_model_unit_* runs one of the chain.
+    The head is tied to the token embedding. "head.weight" has the value of "wte" (the same pointer), but its
+    own gradient. Each use of the matrix writes its own gradient. The trainer adds the two after the reduction
+    over ranks.
 
-    Backward overwrites gradients, or adds to them when pass.accumulate is set. It calls pass.ready(user, index) at the
-    moment when gradient `index` is final, so that its reduction can start while backward goes on.
+    The functions gpt_embed_*, gpt_block_* and gpt_head_* compute one unit each, in memory that the caller
+    passes. Unit 0 is the embedding, 1 to layers are the blocks, layers + 1 is the head. gpt_model_* calls all
+    units, and gpt_model_unit_* one of them.
 
-    Shapes are written (B, T, C): batch, positions, channels. NH heads of HS = C / NH channels. V is the vocabulary.
+    Backward overwrites gradients, or adds to them if pass.accumulate is set. It calls pass.ready(user, index)
+    as soon as gradient `index` is final, so that its reduction can start while backward continues.
+
+    Shapes are written (B, T, C): batch, positions, channels. NH heads of HS = C / NH channels. V is the
+    vocabulary.
 
 DETERMINISM
-    One thread, no global state, no clock. Each element of a product is one chain of additions in the order of the
-    summed index, whatever the shape around it, so results do not depend on tiling, on neighbours, or on the rank.
-*/
+    One thread, no global state, no clock. Each element of a product is a sum in the order of the summed
+    index, for any shape. Therefore results do not depend on tiling, on other elements, or on the rank. */
 #ifndef GPT_H
 #define GPT_H
 
-//== config ============================================================================== >>config
+//== config ==================================================================================== >>config
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -73,7 +76,7 @@ typedef struct gpt_config {
     int channels; /* C */
 } gpt_config;
 
-/* NULL, or one sentence on what is wrong with the configuration. */
+/* Returns NULL for a valid configuration, otherwise an error text. */
 GPT_DEF const char *gpt_config_check(const gpt_config *c) {
     if (c->vocab < 1 || c->context < 1 || c->layers < 0 || c->heads < 1 || c->channels < 1)
         return "vocab, context, heads and channels must be at least 1";
@@ -81,7 +84,7 @@ GPT_DEF const char *gpt_config_check(const gpt_config *c) {
     return NULL;
 }
 
-//== parameters ====================================================================== >>parameters
+//== parameters ============================================================================ >>parameters
 
 /* The twelve tensors of a block, in the order of the parameter list. */
 enum {
@@ -106,15 +109,14 @@ typedef struct gpt_param {
     int64_t shape[2]; /* row-major; shape[1] is 1 for a vector */
     int64_t count;    /* elements */
     int unit;         /* 0 embedding, 1..layers blocks, layers + 1 head */
-    int tied_to;      /* index of the parameter whose value this one shares, or -1 */
+    int tied_to;      /* index of the parameter that this one shares its value with, or -1 */
     float constant;   /* initial value, where deviation is 0 */
     float deviation;  /* standard deviation of the normal initial value */
 } gpt_param;
 
 GPT_DEF int gpt_param_count(const gpt_config *c) { return 2 + GPT_BLOCK_PARAMS * c->layers + 3; }
-GPT_DEF int gpt_param_head(const gpt_config *c) {
-    return gpt_param_count(c) - 1;
-} /* index of "head.weight" */
+/* The index of "head.weight". */
+GPT_DEF int gpt_param_head(const gpt_config *c) { return gpt_param_count(c) - 1; }
 GPT_DEF int gpt_block_first_param(int layer) { return 2 + GPT_BLOCK_PARAMS * layer; }
 
 static inline void gpt__param_set(gpt_param *p, const char *name, int64_t rows, int64_t columns,
@@ -128,8 +130,9 @@ static inline void gpt__param_set(gpt_param *p, const char *name, int64_t rows, 
     p->deviation = deviation;
 }
 
-/* Describes parameter `index`; 0 on success; -1, with *p all zero, when there is no such parameter.
-   Initial values are GPT-2's: normal with deviation 0.02, less on the two projections that add to the residual stream. */
+/* Describes parameter `index`. Returns 0, or -1 with a zeroed *p for an invalid index. Initial values are
+   those of GPT-2: normal with standard deviation 0.02, divided by sqrt(2 layers) for the two projections that
+   add to the residual stream. */
 GPT_DEF int gpt_param_info(const gpt_config *c, int index, gpt_param *p) {
     static const struct {
         const char *name;
@@ -145,8 +148,7 @@ GPT_DEF int gpt_param_info(const gpt_config *c, int index, gpt_param *p) {
     memset(p, 0, sizeof *p);
     if (index < 0 || index >= count) return -1;
     p->tied_to = -1;
-    p->unit = index < 2 ? 0
-                        : 1 + (index - 2) / GPT_BLOCK_PARAMS; /* the head's three come out as layers + 1 */
+    p->unit = index < 2 ? 0 : 1 + (index - 2) / GPT_BLOCK_PARAMS; /* for the head this is layers + 1 */
     if (index == 0)
         gpt__param_set(p, "wte", c->vocab, C, 0, 0.02f);
     else if (index == 1)
@@ -176,13 +178,13 @@ static inline uint64_t gpt__mix(uint64_t x) { /* the finalizer of SplitMix64 (St
     return x ^ (x >> 31);
 }
 
-/* Random bits number `counter` of stream `key`: no state, so any element can be drawn on its own. */
+/* Random bits number `counter` of stream `key`. Without state, so elements can be computed in any order. */
 GPT_DEF uint64_t gpt_random(uint64_t key, uint64_t counter) {
     return gpt__mix(gpt__mix(key + UINT64_C(0x9e3779b97f4a7c15)) + counter * UINT64_C(0x9e3779b97f4a7c15));
 }
 
-/* Writes the initial values of elements [offset, offset + count) of parameter `index` to out.
-   A shard is initialised on its own, with the same bits as inside the whole. */
+/* Writes the initial values of elements [offset, offset + count) of parameter `index` to out. The bits of an
+   element do not depend on offset and count, so that shards can be initialized separately. */
 GPT_DEF void gpt_param_init(const gpt_config *c, uint64_t seed, int index, int64_t offset, int64_t count,
                             float *out) {
     gpt_param p;
@@ -203,10 +205,10 @@ GPT_DEF void gpt_param_init(const gpt_config *c, uint64_t seed, int index, int64
     }
 }
 
-/* Pointers into one unit's values, or its gradients, taken from a table with one pointer per parameter. */
+/* Pointers to the values of one unit, or to its gradients, from a table with one pointer per parameter. */
 typedef struct gpt_embed {
-    float *wte, *wpe;
-} gpt_embed; /* (V, C) (context, C) */
+    float *wte, *wpe; /* (V, C) (context, C) */
+} gpt_embed;
 typedef struct gpt_block {
     float *ln1_weight, *ln1_bias, *qkv_weight, *qkv_bias;   /* (C) (C) (3C, C) (3C) */
     float *attn_weight, *attn_bias, *ln2_weight, *ln2_bias; /* (C, C) (C) (C) (C) */
@@ -214,9 +216,9 @@ typedef struct gpt_block {
     int first;                                              /* parameter index of ln1_weight */
 } gpt_block;
 typedef struct gpt_head {
-    float *ln_weight, *ln_bias, *weight;
-    int first;
-} gpt_head; /* (C) (C) (V, C) */
+    float *ln_weight, *ln_bias, *weight; /* (C) (C) (V, C) */
+    int first;                           /* parameter index of ln_weight */
+} gpt_head;
 
 GPT_DEF gpt_embed gpt_embed_view(float *const *table) {
     gpt_embed e;
@@ -228,7 +230,7 @@ GPT_DEF gpt_embed gpt_embed_view(float *const *table) {
 GPT_DEF gpt_block gpt_block_view(float *const *table, int layer) {
     float *const *t = table + gpt_block_first_param(layer);
     gpt_block b;
-    memcpy(&b, t, GPT_BLOCK_PARAMS * sizeof(float *)); /* members stand in the order of the list */
+    memcpy(&b, t, GPT_BLOCK_PARAMS * sizeof(float *)); /* the members are in the order of the list */
     b.first = gpt_block_first_param(layer);
     return b;
 }
@@ -242,9 +244,10 @@ GPT_DEF gpt_head gpt_head_view(const gpt_config *c, float *const *table) {
     return h;
 }
 
-//== vectors ============================================================================ >>vectors
-/* Vectors as wide as the machine, through the compiler's vector types. Loads are unaligned; the last, short piece of a
-   row goes through the same arithmetic as the others, so an element has the same bits wherever it stands in a row. */
+//== vectors ================================================================================== >>vectors
+/* Vectors of the machine's width, with the compiler's vector types. Loads are unaligned. The last vector of a
+   row may be partial. It is computed with the same operations, so the bits of an element do not depend on its
+   position. */
 
 #if defined(__AVX512F__)
 #define GPT_LANES 16
@@ -269,7 +272,7 @@ GPT_INLINE gpt_vec gpt__load(const float *p) {
 }
 GPT_INLINE void gpt__store(float *p, gpt_vec v) { memcpy(p, &v, sizeof v); }
 
-/* The first `left` elements at p, at most a vector; lanes beyond hold `fill`. */
+/* Loads the first `left` elements at p, at most one vector. The other lanes are `fill`. */
 GPT_INLINE gpt_vec gpt__load_part(const float *p, ptrdiff_t left, float fill) {
     gpt_vec v;
     if (left >= GPT_LANES) return gpt__load(p);
@@ -289,11 +292,11 @@ GPT_INLINE gpt_vec gpt__select(gpt_mask m, gpt_vec a, gpt_vec b) {
     return (gpt_vec)((m & (gpt_mask)a) | (~m & (gpt_mask)b));
 }
 
-/* max(a, b) and min(a, b); where b is NaN so is the result. */
+/* max(a, b) and min(a, b). The result is NaN if b is. */
 GPT_INLINE gpt_vec gpt__max(gpt_vec a, gpt_vec b) {
 #if defined(__AVX512F__)
     return (gpt_vec)_mm512_maskz_max_ps((__mmask16)-1, (__m512)a,
-                                        (__m512)b); /* gcc 12 warns about the plain form in C++ */
+                                        (__m512)b); /* gcc 12 warns about _mm512_max_ps in C++ */
 #elif defined(__AVX__)
     return (gpt_vec)_mm256_max_ps((__m256)a, (__m256)b);
 #elif defined(__SSE2__)
@@ -318,7 +321,7 @@ GPT_INLINE gpt_vec gpt__sqrt(gpt_vec x) {
 #endif
 }
 
-static inline float gpt__reduce_sum(gpt_vec v) { /* halves onto halves: the same tree everywhere */
+static inline float gpt__reduce_sum(gpt_vec v) { /* as a binary tree, the same everywhere */
     float x[GPT_LANES];
     memcpy(x, &v, sizeof x);
     for (int half = GPT_LANES / 2; half > 0; half /= 2)
@@ -333,8 +336,9 @@ static inline float gpt__reduce_max(gpt_vec v) {
     return m;
 }
 
-/* exp(x) within 2 ulp for |x| <= 87, clamped beyond. x = n ln 2 + r with |r| <= ln(2)/2; 1 + r + r^2 q(r) has q fitted
-   by a Remez exchange on the relative error (3e-9 before rounding). NaN stays NaN. */
+/* exp(x) with an error of at most 2 ulp for |x| <= 87; larger |x| are clamped. x = n ln 2 + r with |r| <=
+   ln(2)/2. exp(r) is 1 + r + r^2 q(r); q minimizes the relative error by a Remez exchange (3e-9 before
+   rounding). NaN stays NaN. */
 GPT_INLINE gpt_vec gpt__exp(gpt_vec x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits */
     gpt_vec shifted, n, r, q;
@@ -352,9 +356,10 @@ GPT_INLINE gpt_vec gpt__exp(gpt_vec x) {
     return ((q * r) * r + r + 1.0f) * (gpt_vec)scale;
 }
 
-//== gemm ================================================================================== >>gemm
-/* C = A B, after Goto and van de Geijn (2008): panels of A and B are packed so that the innermost loop reads both with
-   stride one, and keeps a tile of C in registers. Tiles are GPT_MR rows by GPT_NR = two vectors.
+//== gemm ======================================================================================== >>gemm
+/* C = A B, after Goto and van de Geijn (2008). Panels of A and B are packed, so that the innermost loop reads
+   both with stride one and accumulates a tile of C in registers. A tile has GPT_MR rows and GPT_NR columns,
+   which are two vectors.
 
              NR            B: packed in panels of NR columns, depth x NR each
            +----+----+
@@ -418,7 +423,7 @@ GPT_INLINE void gpt__transpose4(float *out, size_t step, const float *in, size_t
 }
 
 /* Packs element (i, k), i < count, k < depth, at in[i * outer + k * step] into panels of `width` values of i:
-   out[panel][k][i - panel * width]. The last panel is filled up with zeros. */
+   out[panel][k][i - panel * width]. The last panel is padded with zeros. */
 GPT_INLINE void gpt__pack(const int width, float *out, int count, int depth, const float *in, size_t outer,
                           size_t step) {
     for (int i0 = 0; i0 < count; i0 += width, out += (size_t)width * (size_t)depth) {
@@ -451,15 +456,15 @@ static inline void gpt__pack_b(float *out, int columns, int depth, gpt_matrix b)
     gpt__pack(GPT_NR, out, columns, depth, b.data, b.column, b.row);
 }
 
-/* What happens to a product on its way to memory: c = product + bias (one per column) + add (shaped as c; may be c). */
+/* The output of a product: c = product + bias (per column) + add (of the shape of c; may be c). */
 typedef struct gpt_output {
     float *c;
     const float *bias, *add;
     size_t row;
 } gpt_output;
 
-/* One tile: rows x GPT_NR sums over depth, of which m x n (at most the whole tile) are wanted.
-   `rows` is a constant at each call, so the accumulators stay in registers. */
+/* Computes a tile of rows x GPT_NR sums over depth, and stores the first m x n of them. `rows` is a constant
+   at each call, so the accumulators stay in registers. */
 GPT_INLINE void gpt__tile(const int rows, int depth, const float *a, size_t a_row, size_t a_step,
                           const float *b, gpt_output o, int m, int n) {
     gpt_vec acc[GPT_MR][2];
@@ -467,7 +472,7 @@ GPT_INLINE void gpt__tile(const int rows, int depth, const float *a, size_t a_ro
     GPT_UNROLL
     for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = gpt__splat(0);
     GPT_UNROLL
-    for (int i = 0; i < rows; i++) { /* the tile's lines of C arrive while the sums are formed: worth 3% */
+    for (int i = 0; i < rows; i++) { /* prefetches the tile of C during the sums: 3% faster */
         __builtin_prefetch(o.c + (size_t)i * o.row, 1);
         __builtin_prefetch(o.c + (size_t)i * o.row + GPT_LANES, 1);
     }
@@ -517,9 +522,10 @@ GPT_INLINE void gpt__tile(const int rows, int depth, const float *a, size_t a_ro
         }
 }
 
-/* An m x n product over depth of A and packed B. Panel p of A starts at a + p * a_panel, with element (i, k) at
-   i * a_row + k * a_step: packed panels have a_row 1, a_step GPT_MR. B's panels lie b_panel floats apart.
-   Columns are the outer loop: a panel of B stays in the first-level cache while A's pass by. */
+/* An m x n product over depth of A and packed B. Panel p of A starts at a + p * a_panel, with element (i, k)
+   at i * a_row + k * a_step; packed panels have a_row 1 and a_step GPT_MR. Panels of B are b_panel floats
+   apart. Columns are the outer loop, so that a panel of B stays in the first-level cache for all panels of
+   A. */
 GPT_INLINE void gpt__product(int m, int n, int depth, const float *a, size_t a_row, size_t a_step,
                              size_t a_panel, const float *b, size_t b_panel, gpt_output out) {
     const int third = GPT_MR / 3;
@@ -541,13 +547,13 @@ GPT_INLINE void gpt__product(int m, int n, int depth, const float *a, size_t a_r
     }
 }
 
-/* A stored with the summed index outermost: packed, or a block of attention scores. */
+/* A is stored with the summed index as the outer one: packed, or a block of attention scores. */
 static inline void gpt__product_by_depth(int m, int n, int depth, const float *a, size_t a_step,
                                          size_t a_panel, const float *b, size_t b_panel, gpt_output out) {
     gpt__product(m, n, depth, a, 1, a_step, a_panel, b, b_panel, out);
 }
 
-/* A stored row by row, GPT_QB floats apart: a block of attention scores, read across. */
+/* A is stored by rows, GPT_QB floats apart: a block of attention scores, transposed. */
 static inline void gpt__product_by_rows(int m, int n, int depth, const float *a, const float *b,
                                         size_t b_panel, gpt_output out) {
     gpt__product(m, n, depth, a, GPT_QB, 1, GPT_MR * GPT_QB, b, b_panel, out);
@@ -567,21 +573,24 @@ static inline gpt_output gpt__output(float *c, size_t row, const float *bias, co
 
 /* C (m x n) = A (m x k) B (k x n) + bias + add. `pack` holds GPT_PACK_A_FLOATS + GPT_PACK_B_FLOATS. */
 #ifdef GPT_USE_CBLAS
-/* BLAS wants a row stride of at least a row, even where there is but one row and the stride means nothing. */
+/* BLAS requires a row stride of at least a row, even if there is only one row. */
 static inline int gpt__stride(size_t step, int row) { return (int)step > row ? (int)step : row; }
 
 GPT_DEF void gpt_gemm(float *pack, int m, int n, int k, gpt_matrix a, gpt_matrix b, gpt_output out) {
     int ta = a.column != 1, tb = b.column != 1;
+    int lda = gpt__stride(a.row, k), ldb = gpt__stride(b.row, n);
+    float beta = out.bias || out.add ? 1.0f : 0.0f;
+    if (ta) lda = gpt__stride(a.column, m);
+    if (tb) ldb = gpt__stride(b.column, k);
     (void)pack;
     for (int i = 0; i < m && (out.bias || (out.add && out.add != out.c)); i++)
         for (int j = 0; j < n; j++) {
             size_t at = (size_t)i * out.row + (size_t)j;
-            out.c[at] = (out.bias ? out.bias[j] : 0.0f) + (out.add ? out.add[at] : 0.0f);
+            float bias = out.bias ? out.bias[j] : 0.0f;
+            out.c[at] = bias + (out.add ? out.add[at] : 0.0f);
         }
     cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, m, n, k, 1.0f,
-                a.data, gpt__stride(ta ? a.column : a.row, ta ? m : k), b.data,
-                gpt__stride(tb ? b.column : b.row, tb ? k : n), out.bias || out.add ? 1.0f : 0.0f, out.c,
-                (int)out.row);
+                a.data, lda, b.data, ldb, beta, out.c, (int)out.row);
 }
 #else
 GPT_DEF void gpt_gemm(float *pack, int m, int n, int k, gpt_matrix a, gpt_matrix b, gpt_output out) {
@@ -595,7 +604,8 @@ GPT_DEF void gpt_gemm(float *pack, int m, int n, int k, gpt_matrix a, gpt_matrix
             for (int i = 0; i < m; i += GPT_MC) {
                 int mc = m - i < GPT_MC ? m - i : GPT_MC;
                 size_t at = (size_t)i * out.row + (size_t)j;
-                gpt_output o = gpt__output(out.c + at, out.row, NULL, out.c + at); /* later depths add to C */
+                gpt_output o = gpt__output(out.c + at, out.row, NULL,
+                                           out.c + at); /* after the first depth block: adds to C */
                 if (p == 0) {
                     o.bias = out.bias ? out.bias + j : NULL;
                     o.add = out.add ? out.add + at : NULL;
@@ -610,23 +620,24 @@ GPT_DEF void gpt_gemm(float *pack, int m, int n, int k, gpt_matrix a, gpt_matrix
 }
 #endif
 
-//== layers ============================================================================== >>layers
+//== layers ==================================================================================== >>layers
 
 /* Called when the gradient of parameter `param_index` is final. */
 typedef void (*gpt_ready_fn)(void *user, int param_index);
 
 enum { GPT_INPUT_GRADS = 1, GPT_WEIGHT_GRADS = 2 };
 
-/* What a forward or backward call of any unit needs to know besides its own memory. */
+/* The arguments that all forward and backward functions share. */
 typedef struct gpt_pass {
     const gpt_config *config;
     int batch, length; /* B and T of this call; T <= context */
-    int first; /* 0; or with B = 1: only positions first..T-1 are computed, earlier ones are in the activations */
+    /* With B = 1: computes only positions first to T-1; the activations have the earlier ones. Otherwise 0 */
+    int first;
     int accumulate;     /* backward: 0 overwrites gradients, 1 adds to them */
     int parts;          /* gpt_block_backward: GPT_INPUT_GRADS, GPT_WEIGHT_GRADS; 0 = both */
-    gpt_ready_fn ready; /* NULL = nobody listens */
+    gpt_ready_fn ready; /* NULL = not called */
     void *ready_user;
-    float *scratch; /* gpt_scratch_floats(config, T) floats; nothing in it outlives a call */
+    float *scratch; /* gpt_scratch_floats(config, T) floats, for the duration of a call */
 } gpt_pass;
 
 static inline void gpt__ready(const gpt_pass *pass, int index) {
@@ -658,7 +669,8 @@ static inline void gpt__linear_weight_grad(const gpt_pass *pass, float *d_weight
              gpt__output(d_weight, (size_t)C, NULL, pass->accumulate ? d_weight : NULL));
 }
 
-/* d_bias (N) = sum of the rows of d_out (rows, N), in row order. Four vectors of columns at a time, kept in registers. */
+/* d_bias (N) = sum of the rows of d_out (rows, N), in row order. Four vectors of columns at a time in
+   registers. */
 static inline void gpt__bias_grad(const gpt_pass *pass, float *d_bias, const float *d_out, int N) {
     int rows = gpt__rows(pass), j = 0;
     for (; j < N; j += 4 * GPT_LANES) {
@@ -681,7 +693,7 @@ static inline void gpt__bias_grad(const gpt_pass *pass, float *d_bias, const flo
     }
 }
 
-/* out = (x - mean) rstd weight + bias for each row of C; mean (rows) and rstd (rows) are kept for backward. */
+/* out = (x - mean) rstd weight + bias for each row of C. Stores mean (rows) and rstd (rows) for backward. */
 static inline void gpt__layernorm(const gpt_pass *pass, float *out, float *mean, float *rstd, const float *x,
                                   const float *weight, const float *bias) {
     int C = pass->config->channels, rows = pass->first + gpt__rows(pass);
@@ -706,8 +718,9 @@ static inline void gpt__layernorm(const gpt_pass *pass, float *out, float *mean,
     }
 }
 
-/* dx = add + the gradient through the norm, for each row; dx may be add. add NULL counts as 0. With n = (x - mean) rstd:
-   dx = rstd (g - mean(g) - n mean(g n)), g = d_out weight;  d_weight = sum of d_out n, d_bias = sum of d_out. */
+/* dx = add + the gradient through the norm, for each row. dx may be add. add NULL = 0. With n = (x - mean)
+   rstd and g = d_out weight: dx = rstd (g - mean(g) - n mean(g n)); d_weight = sum of d_out n, d_bias = sum
+   of d_out. */
 static inline void gpt__layernorm_backward(const gpt_pass *pass, float *dx, const float *add, float *d_weight,
                                            float *d_bias, const float *d_out, const float *x,
                                            const float *mean, const float *rstd, const float *weight) {
@@ -740,7 +753,8 @@ static inline void gpt__layernorm_backward(const gpt_pass *pass, float *dx, cons
     }
 }
 
-/* GELU in its tanh form, 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), is x s with s = 1 / (1 + exp(-2u)). */
+/* GELU with tanh: 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). This is x s with
+   s = 1 / (1 + exp(-2u)). */
 #define GPT_GELU_A 1.5957691216f /* 2 sqrt(2/pi) */
 #define GPT_GELU_B 0.0713548163f /* 2 sqrt(2/pi) 0.044715 */
 
@@ -764,10 +778,11 @@ static inline void gpt__gelu_backward(float *d, const float *x, size_t n) {
     }
 }
 
-//== attention ======================================================================== >>attention
-/* Causal attention, one head of one sequence at a time, GPT_QB queries at a time, never holding more than that many rows
-   of the T x T score matrix (the tiling of FlashAttention, Dao et al. 2022). Scores lie transposed, keys down and
-   queries across, so that the softmax of 16 queries is one vector and the masked corner is skipped:
+//== attention ============================================================================== >>attention
+/* Causal attention, for one head of one sequence and GPT_QB queries at a time. It stores only that many rows
+   of the T x T score matrix (as FlashAttention, Dao et al. 2022). Scores are stored transposed, a row per key
+   and a column per query, so that one vector has the softmax of several queries. The masked corner is
+   skipped:
 
               queries q0 .. q0+QB-1
        key 0  # # # #        rows past the block's last query are never computed;
@@ -778,20 +793,22 @@ static inline void gpt__gelu_backward(float *d, const float *x, size_t n) {
               . . \ #
 */
 
-/* Lanes whose query (q + lane) may look at key t. */
+/* The lanes with query (q + lane) >= key t. */
 GPT_INLINE gpt_mask gpt__causal(int q, int t) {
     gpt_mask lane;
     for (int i = 0; i < GPT_LANES; i++) lane[i] = i;
     return lane >= t - q;
 }
 
-/* Scores s (n keys, GPT_QB) of queries q0.. become exp(scale s - largest); sum[q] and lse[q] = log of sum of exp. */
+/* Replaces scores s (n keys, GPT_QB) of queries from q0 by exp(scale (s - max)). sum[q] is their sum over
+   keys, lse[q] the logarithm of the sum of exp(scale s). */
 static inline void gpt__softmax_columns(float *s, int n, int q0, int width, float scale, float *sum,
                                         float *lse) {
     for (int j = 0; j < width; j += GPT_LANES) {
         gpt_vec top = gpt__load(s + j), total = gpt__splat(0);
-        int full = q0 + j + 1 < n ? q0 + j + 1 : n, last = q0 + j + GPT_LANES < n ? q0 + j + GPT_LANES : n,
-            t = 1;
+        int full = q0 + j + 1 < n ? q0 + j + 1 : n; /* keys that all lanes use */
+        int last = q0 + j + GPT_LANES < n ? q0 + j + GPT_LANES : n;
+        int t = 1;
         for (; t < full; t++) top = gpt__max(top, gpt__load(s + t * GPT_QB + j));
         for (; t < last; t++)
             top = gpt__max(top, gpt__select(gpt__causal(q0 + j, t), gpt__load(s + t * GPT_QB + j), top));
@@ -811,13 +828,13 @@ static inline void gpt__softmax_columns(float *s, int n, int q0, int width, floa
     }
 }
 
-/* Sizes, in floats, of what attention keeps in scratch: T keys padded to tiles, times the head size padded to tiles. */
+/* Sizes of the arrays of attention in scratch: T keys and the head size, padded to tiles. */
 static inline size_t gpt__attention_keys(int length) { return (size_t)GPT_ROUND_UP(length, GPT_MR); }
 static inline size_t gpt__attention_size(const gpt_config *c) {
     return (size_t)GPT_ROUND_UP(c->channels / c->heads, GPT_NR);
 }
 
-/* Floats of gpt_pass.scratch for sequences of `length`: room for gpt_gemm, or for attention, whichever is larger. */
+/* Floats of gpt_pass.scratch for sequences of `length`: enough for gpt_gemm and for attention. */
 GPT_DEF size_t gpt_scratch_floats(const gpt_config *c, int length) {
     size_t keys = gpt__attention_keys(length), size = gpt__attention_size(c);
     size_t attention = 3 * keys * size + 4 * GPT_QB * size + 2 * keys * GPT_QB,
@@ -845,8 +862,9 @@ static inline void gpt__sum_over_queries(float *out, size_t row, int n, int HS, 
                          gpt__output(out, row, NULL, add ? out : NULL));
 }
 
-/* out (B, T, C) from qkv (B, T, 3C) = queries, keys, values; lse (B, NH, T) is kept for backward. Of pass->config heads and channels are read: with those of
-   some of the heads it is the attention of these, whose C = NH HS columns of queries, keys and values lie side by side. */
+/* out (B, T, C) from qkv (B, T, 3C) = queries, keys, values. Stores lse (B, NH, T) for backward. Of
+   pass->config it reads only heads and channels. With heads and channels of a rank, it computes the attention
+   of these heads; C is then NH HS. */
 GPT_DEF void gpt_attention(const gpt_pass *pass, float *out, float *lse, const float *qkv) {
     int T = pass->length, NH = pass->config->heads, C = pass->config->channels, HS = C / NH;
     size_t row = 3 * (size_t)C, keys = gpt__attention_keys(T), size = gpt__attention_size(pass->config);
@@ -875,7 +893,8 @@ GPT_DEF void gpt_attention(const gpt_pass *pass, float *out, float *lse, const f
     }
 }
 
-/* Scores s become probabilities p, and dp, the gradient of p, becomes that of the scores: p (dp - delta) scale. */
+/* Replaces scores s by probabilities p, and dp, the gradient of p, by that of the scores: p (dp - delta)
+   scale. */
 static inline void gpt__softmax_columns_backward(float *s, float *dp, int n, int q0, int width, float scale,
                                                  const float *lse, const float *delta) {
     for (int j = 0; j < width; j += GPT_LANES) {
@@ -889,8 +908,8 @@ static inline void gpt__softmax_columns_backward(float *s, float *dp, int n, int
     }
 }
 
-/* d_qkv (B, T, 3C) from d_out, out (B, T, C), qkv and lse. Blocks of queries go from last to first: the last one sees
-   every key, so it writes the gradients of keys and values and the others add to them. */
+/* d_qkv (B, T, 3C) from d_out, out (B, T, C), qkv and lse. Starts with the last block of queries, which uses
+   every key: it writes the gradients of keys and values, and the other blocks add to them. */
 GPT_DEF void gpt_attention_backward(const gpt_pass *pass, float *d_qkv, const float *d_out, const float *out,
                                     const float *lse, const float *qkv) {
     int T = pass->length, NH = pass->config->heads, C = pass->config->channels, HS = C / NH;
@@ -934,7 +953,7 @@ GPT_DEF void gpt_attention_backward(const gpt_pass *pass, float *d_qkv, const fl
     }
 }
 
-//== embed ================================================================================ >>embed
+//== embed ====================================================================================== >>embed
 
 /* out (B, T, C) = wte[tokens] + wpe[positions]; tokens (B, T), each in [0, V) */
 GPT_DEF void gpt_embed_forward(const gpt_pass *pass, const gpt_embed *value, const int *tokens, float *out) {
@@ -947,7 +966,7 @@ GPT_DEF void gpt_embed_forward(const gpt_pass *pass, const gpt_embed *value, con
     }
 }
 
-/* The gradients of wte (this use of it) and wpe from d_out (B, T, C). Rows that no token uses become 0. */
+/* The gradients of wte (of this use) and wpe from d_out (B, T, C). Rows without a token are set to 0. */
 GPT_DEF void gpt_embed_backward(const gpt_pass *pass, const gpt_embed *grad, const int *tokens,
                                 const float *d_out) {
     size_t C = (size_t)pass->config->channels;
@@ -964,9 +983,9 @@ GPT_DEF void gpt_embed_backward(const gpt_pass *pass, const gpt_embed *grad, con
     gpt__ready(pass, 0);
 }
 
-//== block ================================================================================ >>block
+//== block ====================================================================================== >>block
 
-/* What a block's forward keeps for its backward. */
+/* The activations of a block that backward needs. */
 typedef struct gpt_block_acts {
     float *ln1, *ln1_mean, *ln1_rstd; /* (B, T, C) (B, T) (B, T) */
     float *qkv, *lse, *attention;     /* (B, T, 3C) (B, NH, T) (B, T, C) */
@@ -975,19 +994,20 @@ typedef struct gpt_block_acts {
     float *fc, *gelu;                 /* (B, T, 4C) (B, T, 4C) */
 } gpt_block_acts;
 
-/* Gradients inside a block. Backward needs one of these per block at work; a weight part that runs later reads them. */
+/* Gradients inside a block. With GPT_INPUT_GRADS they must remain until the call with GPT_WEIGHT_GRADS. */
 typedef struct gpt_block_temps {
     float *d_fc, *d_qkv, *d_middle, *d_norm; /* (B, T, 4C) (B, T, 3C) (B, T, C) (B, T, C) */
 } gpt_block_temps;
 
-/* Takes n floats from the front of *memory, in steps of a cache line. With *memory NULL only *used counts. */
+/* Returns memory + *used and increases *used by n floats, rounded up to a cache line. memory NULL: only
+   counts. */
 static inline float *gpt__take(float *memory, size_t *used, size_t n) {
     float *at = memory ? memory + *used : NULL;
     *used += GPT_ROUND_UP(n, 16);
     return at;
 }
 
-/* Lays the activations of one block out in memory. Returns the floats needed; memory NULL only counts. */
+/* Sets the pointers to the activations of a block. Returns the floats needed; memory NULL only counts. */
 GPT_DEF size_t gpt_block_acts_place(const gpt_config *c, int batch, int length, float *memory,
                                     gpt_block_acts *a) {
     size_t n = (size_t)batch * (size_t)length, C = (size_t)c->channels, used = 0;
@@ -1016,7 +1036,8 @@ GPT_DEF size_t gpt_block_temps_place(const gpt_config *c, int batch, int length,
     return used;
 }
 
-/* middle = in + attention(ln1(in)), out = middle + mlp(ln2(middle)); in and out (B, T, C) are different memory. */
+/* middle = in + attention(ln1(in)), out = middle + mlp(ln2(middle)); in and out (B, T, C) are different
+   memory. */
 GPT_DEF void gpt_block_forward(const gpt_pass *pass, const gpt_block *w, const float *in, gpt_block_acts *a,
                                float *out) {
     int C = pass->config->channels;
@@ -1031,7 +1052,7 @@ GPT_DEF void gpt_block_forward(const gpt_pass *pass, const gpt_block *w, const f
     gpt__linear(pass, out, a->gelu, w->mlp_weight, w->mlp_bias, a->middle, 4 * C, C);
 }
 
-/* The gradient of the four weight matrices and their biases, one layer: both announced when final. */
+/* The gradients of a linear layer's weight and bias. Reports both as ready. */
 static inline void gpt__linear_grads(const gpt_pass *pass, int first, int kind, float *d_weight,
                                      float *d_bias, const float *d_out, const float *in, int C, int N) {
     if (pass->parts == GPT_INPUT_GRADS) return;
@@ -1041,9 +1062,10 @@ static inline void gpt__linear_grads(const gpt_pass *pass, int first, int kind, 
     gpt__ready(pass, first + kind);
 }
 
-/* From d_out (B, T, C), the gradient of out: d_in, that of in, and the gradients g of the block's parameters.
-   d_in may be d_out. pass->parts splits it in two calls, input first, for schedules that do weights later: the input call
-   leaves layer norm gradients final and t filled; the weight call reads t, a and an unchanged d_out (so d_in is not d_out). */
+/* Computes d_in, the gradient of in, and g, those of the parameters, from d_out (B, T, C). d_in may be d_out.
+   pass->parts splits backward into two calls, for pipeline schedules that compute weight gradients later. The
+   first call, GPT_INPUT_GRADS, computes the gradients of layer norms too and fills t. The second,
+   GPT_WEIGHT_GRADS, reads t, a and the same d_out, so d_in must not be d_out. */
 GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const gpt_block *g, const float *in,
                                 const gpt_block_acts *a, gpt_block_temps *t, const float *d_out,
                                 float *d_in) {
@@ -1076,11 +1098,11 @@ GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const 
     gpt__ready(pass, first + GPT_LN1_WEIGHT);
 }
 
-//== head ================================================================================== >>head
+//== head ======================================================================================== >>head
 
 typedef struct gpt_head_acts {
     float *ln, *mean, *rstd;    /* (B, T, C) (B, T) (B, T) */
-    float *logits;              /* (B, T, V); backward turns them into their gradient */
+    float *logits;              /* (B, T, V); backward replaces them by their gradient */
     float *lse, *losses, *d_ln; /* (B, T) (B, T) (B, T, C) */
 } gpt_head_acts;
 
@@ -1103,7 +1125,8 @@ GPT_DEF void gpt_head_logits(const gpt_pass *pass, const gpt_head *w, const floa
     gpt__linear(pass, a->logits, a->ln, w->weight, NULL, NULL, pass->config->channels, pass->config->vocab);
 }
 
-/* Cross-entropy of targets (B, T): per token in a->losses; returns their sum, added in f64 in order. */
+/* Cross-entropy of targets (B, T). Stores the loss per token in a->losses. Returns their sum, in f64 and in
+   order. */
 GPT_DEF double gpt_head_loss_forward(const gpt_pass *pass, const gpt_head *w, const float *in,
                                      const int *targets, gpt_head_acts *a) {
     int V = pass->config->vocab;
@@ -1128,8 +1151,9 @@ GPT_DEF double gpt_head_loss_forward(const gpt_pass *pass, const gpt_head *w, co
     return sum;
 }
 
-/* Gradients of the head's parameters and d_in (B, T, C), for a loss that counts each token `weight_per_token` times:
-   1 / (B T) for the mean of the micro-batch. Needs the activations of gpt_head_loss_forward; overwrites the logits. */
+/* Gradients of the head's parameters and d_in (B, T, C). The losses of tokens are multiplied by
+   weight_per_token, which is 1 / (B T) for the mean of the micro-batch. Call it after gpt_head_loss_forward.
+   Overwrites the logits. */
 GPT_DEF void gpt_head_backward(const gpt_pass *pass, const gpt_head *w, const gpt_head *g, const float *in,
                                const int *targets, gpt_head_acts *a, float weight_per_token, float *d_in) {
     int V = pass->config->vocab, C = pass->config->channels;
@@ -1149,25 +1173,25 @@ GPT_DEF void gpt_head_backward(const gpt_pass *pass, const gpt_head *w, const gp
     gpt__ready(pass, w->first);
 }
 
-//== model ================================================================================ >>model
-/* The units in a row, with all their memory: what a single process, or a data-parallel rank, trains. */
+//== model ====================================================================================== >>model
+/* All units with their memory: the model of a single process, or of a data-parallel rank. */
 
-/* GPT_RECOMPUTE: of each block only the input is kept; its backward runs its forward again first (Chen et al. 2016). All blocks share one block's
-   memory, and the bits are the same. */
+/* GPT_RECOMPUTE is activation checkpointing (Chen et al. 2016): only the input of each block is stored, and
+   backward repeats its forward first. All blocks share the activations of one. The bits are the same. */
 enum { GPT_OWN_VALUES = 1, GPT_OWN_GRADS = 2, GPT_RECOMPUTE = 4 };
 
 typedef struct gpt_model {
     gpt_config config;
     int param_count;
-    float **values,
-        **grads;    /* one pointer per parameter. Where the model does not own them, the caller fills them in;
-                       values[head.weight] is values[wte] */
-    int accumulate; /* copied to gpt_pass.accumulate */
-    int batch;      /* largest B */
-    gpt_block_acts *blocks;   /* per layer; with recompute all are the same memory */
-    int recompute, held;      /* recompute: the layer whose activations lie there */
+    /* One pointer per parameter; values[head.weight] is values[wte]. Set by the caller if the model does not
+       own them */
+    float **values, **grads;
+    int accumulate;           /* copied to gpt_pass.accumulate */
+    int batch;                /* largest B */
+    gpt_block_acts *blocks;   /* per layer; with recompute all have the same memory */
+    int recompute, held;      /* held: with recompute, the layer of the activations in that memory */
     double (*clock)(void);    /* seconds; NULL = recompute_seconds is not counted */
-    double recompute_seconds; /* in forwards that ran again */
+    double recompute_seconds; /* time of the repeated forward passes */
     gpt_block_temps temps;    /* shared by all layers */
     gpt_head_acts head;
     float *stream;   /* (layers + 1, B, T, C): the input of each block, and of the head */
@@ -1176,7 +1200,7 @@ typedef struct gpt_model {
     void *memory;
 } gpt_model;
 
-/* Lays out everything that the model owns; memory NULL only counts. */
+/* Sets the pointers to all memory of the model. Returns the floats needed; memory NULL only counts. */
 static inline size_t gpt__model_place(gpt_model *m, float *memory, int flags) {
     const gpt_config *c = &m->config;
     size_t used = 0, n = (size_t)m->batch * (size_t)c->context * (size_t)c->channels;
@@ -1211,9 +1235,9 @@ GPT_DEF void gpt_model_destroy(gpt_model *m) {
     memset(m, 0, sizeof *m);
 }
 
-/* Memory for up to `batch` sequences of the full context. Values and gradients too, as far as flags say (GPT_OWN_VALUES,
-   GPT_OWN_GRADS), with GPT_RECOMPUTE less of it; pointers of the others start NULL, and are set in m->values and m->grads before use.
-   0 on success; -1, with *m all zero, for a bad configuration or when memory is short. */
+/* Allocates activations for up to `batch` sequences of the full context. GPT_OWN_VALUES and GPT_OWN_GRADS
+   also allocate values and gradients; otherwise the caller sets the pointers in m->values and m->grads before
+   use. Returns 0, or -1 with a zeroed *m for an invalid configuration or without memory. */
 GPT_DEF int gpt_model_create(gpt_model *m, const gpt_config *config, int batch, int flags) {
     size_t floats, count = (size_t)gpt_param_count(config);
     memset(m, 0, sizeof *m);
@@ -1239,7 +1263,7 @@ GPT_DEF int gpt_model_create(gpt_model *m, const gpt_config *config, int batch, 
     return 0;
 }
 
-/* Fills values with GPT-2's initial ones. */
+/* Initializes the values as in GPT-2. */
 GPT_DEF void gpt_model_init(gpt_model *m, uint64_t seed) {
     gpt_param p;
     for (int i = 0; i < m->param_count; i++)
@@ -1247,7 +1271,7 @@ GPT_DEF void gpt_model_init(gpt_model *m, uint64_t seed) {
             gpt_param_init(&m->config, seed, i, 0, p.count, m->values[i]);
 }
 
-/* What the units of a model are called with, for B sequences of T tokens. */
+/* The gpt_pass for B sequences of T tokens. */
 GPT_DEF gpt_pass gpt_model_pass(gpt_model *m, int batch, int length) {
     gpt_pass pass;
     memset(&pass, 0, sizeof pass);
@@ -1259,14 +1283,14 @@ GPT_DEF gpt_pass gpt_model_pass(gpt_model *m, int batch, int length) {
     return pass;
 }
 
-/* Input of block l; that of the head for l = layers. */
+/* The input of block l; of the head for l = layers. */
 static inline float *gpt__model_stream(const gpt_model *m, int l) {
     return m->stream + (size_t)l * (size_t)m->batch * (size_t)m->config.context * (size_t)m->config.channels;
 }
 
-/* Forward of one unit, 0 to layers + 1, after the ones before it. Of m->values only that unit's are read, so the others need not be
-   there. The head returns the sum of the B T losses; without targets it leaves the logits of the last position in
-   m->head.logits. The others return 0. */
+/* Forward of one unit, 0 to layers + 1; call them in this order. Reads only the values of that unit, so the
+   others may be resharded. The head returns the sum of the B T losses, or with targets NULL stores the logits
+   of the last position in m->head.logits. The other units return 0. */
 GPT_DEF double gpt_model_unit_forward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens,
                                       const int *targets) {
     const gpt_config *c = &m->config;
@@ -1292,7 +1316,8 @@ GPT_DEF double gpt_model_unit_forward(gpt_model *m, const gpt_pass *pass, int un
     return 0;
 }
 
-/* The activations of a block, where another one's took their place. Its output is written again too, with the same bits. */
+/* Recomputes the activations of a block, unless they are in memory. This writes its output again, with the
+   same bits. */
 static inline void gpt__model_recompute(gpt_model *m, const gpt_pass *pass, int unit) {
     double start = m->clock ? m->clock() : 0;
     if (!m->recompute || m->held == unit - 1) return;
@@ -1300,8 +1325,8 @@ static inline void gpt__model_recompute(gpt_model *m, const gpt_pass *pass, int 
     if (m->clock) m->recompute_seconds += m->clock() - start;
 }
 
-/* Backward of one unit, after the ones behind it: all its gradients, for the mean of the B T losses. Reads and writes m->values and m->grads of
-   that unit alone. */
+/* Backward of one unit, layers + 1 to 0; call them in this order. Computes all its gradients, for the mean of
+   the B T losses. Uses only the values and gradients of that unit. */
 GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens,
                                      const int *targets) {
     const gpt_config *c = &m->config;
@@ -1320,7 +1345,7 @@ GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int uni
     }
 }
 
-/* Mean loss over B T tokens, no gradients: validation. */
+/* Returns the mean loss over B T tokens, without gradients. */
 GPT_DEF double gpt_model_forward(gpt_model *m, const int *tokens, const int *targets, int batch, int length) {
     gpt_pass pass = gpt_model_pass(m, batch, length);
     double sum = 0;
@@ -1329,8 +1354,8 @@ GPT_DEF double gpt_model_forward(gpt_model *m, const int *tokens, const int *tar
     return sum / ((double)batch * length);
 }
 
-/* Mean loss over B T tokens and all gradients, each announced through ready(user, index) once, head first.
-   tokens and targets are (B, T), B <= m->batch, T <= context. */
+/* Returns the mean loss over B T tokens, and computes all gradients. Calls ready(user, index) once for each,
+   from the head to the embedding. tokens and targets are (B, T), B <= m->batch, T <= context. */
 GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const int *targets, int batch,
                                           int length, gpt_ready_fn ready, void *user) {
     gpt_pass pass = gpt_model_pass(m, batch, length);
@@ -1342,10 +1367,11 @@ GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const
     return loss;
 }
 
-//== generate =========================================================================== >>generate
+//== generate ================================================================================ >>generate
 
-/* Logits (V) after tokens[0..length-1], of which the first `done` went through earlier calls and still are in the
-   activations (0 at the start, or after training steps; with recompute they all go again). length <= context. */
+/* Logits (V) after tokens[0..length-1]. The activations of the first `done` tokens are those of earlier
+   calls; 0 at the start and after training steps. With recompute all tokens are computed again. length <=
+   context. */
 GPT_DEF const float *gpt_model_logits(gpt_model *m, const int *tokens, int done, int length) {
     gpt_pass pass = gpt_model_pass(m, 1, length);
     pass.first = m->recompute ? 0 : done;
@@ -1354,7 +1380,8 @@ GPT_DEF const float *gpt_model_logits(gpt_model *m, const int *tokens, int done,
     return m->head.logits;
 }
 
-/* Draws from softmax(logits / temperature) with u in [0, 1); temperature 0 takes the likeliest. */
+/* Samples from softmax(logits / temperature) with a random u in [0, 1). Temperature 0 returns the most likely
+   token. */
 GPT_DEF int gpt_sample(const float *logits, int vocab, float temperature, double u) {
     double sum = 0, seen = 0;
     int best = 0;
@@ -1369,13 +1396,13 @@ GPT_DEF int gpt_sample(const float *logits, int vocab, float temperature, double
     return best;
 }
 
-/* The u in [0, 1) that gpt_generate draws token number `at` with. */
+/* The random u in [0, 1) of gpt_generate for the token at position `at`. */
 GPT_DEF double gpt_sample_draw(uint64_t seed, int at) {
     return (double)(gpt_random(seed, (uint64_t)at) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Continues tokens[0..prompt-1] to tokens[total-1], with the same result for the same seed. prompt is at least 1. When the
-   context is full, the window moves on by half a context. */
+/* Continues tokens[0..prompt-1] to tokens[total-1]. The same seed gives the same result. prompt is at least
+   1. When the context is full, its first half is dropped. */
 GPT_DEF void gpt_generate(gpt_model *m, int *tokens, int prompt, int total, float temperature,
                           uint64_t seed) {
     int context = m->config.context, start = 0, done = 0;

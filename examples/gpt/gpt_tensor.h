@@ -1,102 +1,114 @@
-/*  gpt_tensor.h - the layers of gpt.h on a tensor group: what train_gpt_tensor and train_gpt_3d compute with.
+/*  gpt_tensor.h - the layers of gpt.h with tensor parallelism, for train_gpt_tensor and train_gpt_3d
 
-    The ranks of the group hold the model together and see the same micro-batches. Each has heads / tp heads and 4 channels / tp of the MLP's middle:
+    The ranks of the tensor group hold one model together and compute the same micro-batches. Each rank has
+    heads / tp attention heads and 4 channels / tp hidden units of the MLP:
 
         in --norm--> qkv --attention--> proj --(+ in)--> middle --norm--> fc --gelu--> mlp --(+ middle)--> out
-                    column     own       row                             column          row
-                    linear    heads     linear                           linear         linear
+                    column    of its    row                             column          row
+                    linear    heads    linear                           linear         linear
 
-    Nothing is sent between a column linear and its row linear; behind the row linear a sum over the group is due, and in backward one behind the column
-    linear. In sequence parallelism what is outside of these pairs, stream and norms, is cut by tokens, and sums become reduce-scatters and
-    all-gathers.
-    The embedding's rows, which the head uses too, are cut along the vocabulary, and so is the loss.
+    A column linear and the row linear after it need no communication between them. After a row linear the
+    group adds its outputs (all-reduce). In backward the all-reduce follows the column linear. With sequence
+    parallelism the residual stream and the layer norms are sharded along the sequence, and each all-reduce
+    becomes a reduce-scatter and an all-gather. The rows of the embedding, which are also those of the head,
+    are sharded along the vocabulary, and so is the loss (Megatron-LM: Shoeybi et al. 2019, Korthikanti et al.
+    2022).
 
-    Values and gradients are the trainer's: tables of a pointer for each parameter, of which a call uses those of its unit. All calls that compute are
-    collective over the group. */
+    Values and gradients belong to the trainer: two tables with a pointer per parameter. A call reads and
+    writes only those of its unit. All functions that compute are collective over the group.
+
+    Shapes: M tokens of a micro-batch; S = M rows of this rank's stream, or M / tp with sequence
+    parallelism; C channels; L = C / tp channels of this rank's heads. */
 #ifndef DDP_EXAMPLE_GPT_TENSOR_H
 #define DDP_EXAMPLE_GPT_TENSOR_H
 
 #include "../../ddp_tensor.h"
 #include "train.h"
 
-/* A rank's part of a parameter: one box of the global one, or, of queries, keys and values, three. */
+/* This rank's shard of a parameter: one box of the global tensor, or three for queries, keys and values. */
 typedef struct gpt_piece {
     int box_count;
-    ddp_placement placement; /* of a box in its third, or in the whole */
+    ddp_placement placement; /* of the tensor, or of each of queries, keys and values */
     ddp_tensor_box box[3];
-    int64_t rows, columns; /* of all boxes, one below the other; a vector has one column */
+    int64_t rows, columns; /* of the boxes, stored one after the other; a vector has one column */
 } gpt_piece;
 
-/* Backward says that gradient `index` is final. */
+/* Called by backward when gradient `index` is final. */
 typedef ddp_result (*gpt_tensor_ready_fn)(void *user, int index);
 
 typedef struct gpt_tensor {
-    gpt_config config, own; /* the model's; and with this rank's heads and their channels alone */
+    gpt_config config; /* of the model */
+    gpt_config own;    /* the same with the heads and channels of this rank */
     int param_count, ranks;
-    int64_t tokens,
-        rows; /* M, of a micro-batch; S = M, or M / tp in sequence parallelism: rows of this rank's stream */
+    int64_t tokens, rows; /* M, S */
     int batch, sequence_parallel;
     ddp_group *group;
     ddp_tp *tp;
-    ddp_tp_embedding *embedding; /* layers hold no weights: one of a kind does for all blocks */
+    ddp_tp_embedding *embedding; /* layers store no weights, so all blocks share one of each kind */
     ddp_tp_layer_norm *norm;
     ddp_tp_linear *qkv, *proj, *head;
     ddp_tp_mlp *mlp;
     gpt_piece *pieces;         /* param_count */
     float **values, **grads;   /* the trainer's tables */
-    gpt_tensor_ready_fn ready; /* NULL = nobody listens */
+    gpt_tensor_ready_fn ready; /* NULL = not called */
     void *ready_user;
     float *scratch, *memory;
-    float *d_middle, *d_norm, *d_attention,
-        *d_qkv; /* gradients inside of a block: (S, C) (S, C) (M, L) (M, 3L) */
+    float *d_middle, *d_norm;   /* gradients inside a block: (S, C) (S, C) */
+    float *d_attention, *d_qkv; /* (M, L) (M, 3L) */
 } gpt_tensor;
 
-/* What a block keeps of a micro-batch. L = C / tp columns of this rank's heads. */
+/* The activations of a block that backward needs. */
 typedef struct gpt_tensor_acts {
     float *ln1, *ln1_stats;       /* (S, C) (2 S) */
     float *qkv, *lse, *attention; /* (M, 3L) (B, NH / tp, T) (M, L) */
     float *middle;                /* (S, C) */
-    float *ln2, *ln2_stats, *mlp; /* (S, C) (2 S) (what ddp_tp_mlp saves) */
+    float *ln2, *ln2_stats, *mlp; /* (S, C) (2 S) (ddp_tp_mlp_saved_count) */
 } gpt_tensor_acts;
 
-/* What the head keeps. */
+/* The activations of the head. */
 typedef struct gpt_tensor_head_acts {
-    float *ln, *ln_stats, *logits;
-} gpt_tensor_head_acts; /* (S, C) (2 S) (M, this rank's part of the vocabulary) */
+    float *ln, *ln_stats; /* (S, C) (2 S) */
+    float *logits;        /* (M, this rank's part of the vocabulary) */
+} gpt_tensor_head_acts;
 
-//== bad input ========================================================================================== >>bad-input
+//== bad input ============================================================================== >>bad-input
 
-/* The divisor of number that is nearest to wish. */
-static int nearest_divisor(int number, int wish) {
+/* The divisor of number that is nearest to target. */
+static int nearest_divisor(int number, int target) {
     int distance = 0;
-    while (number % (wish + distance) && (wish <= distance || number % (wish - distance))) distance++;
-    return wish > distance && number % (wish - distance) == 0 ? wish - distance : wish + distance;
+    while (number % (target + distance) && (target <= distance || number % (target - distance))) distance++;
+    if (target > distance && number % (target - distance) == 0) return target - distance;
+    return target + distance;
 }
 
-/* Rank 0, once the plan is made: whether the tokens of a micro-batch can be dealt out. */
+/* Rank 0: checks after the plan whether the tokens of a micro-batch can be sharded. */
 static ddp_result gpt_tensor_check(const run *r, int ranks) {
     const run_config *c = &r->plan.config;
     if (c->micro_batch > INT32_MAX / c->context) return run_out_of_memory();
     if (r->options->sequence_parallel && c->micro_batch * c->context % ranks)
-        return ddp_fail(
-            DDP_ERR_INVALID,
-            "--sequence-parallel deals the tokens of --micro-batch %d x --context %d out to --tp %d "
-            "ranks; use --context %d",
-            c->micro_batch, c->context, ranks, (c->context + ranks - 1) / ranks * ranks);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--sequence-parallel: --micro-batch %d x --context %d is not a multiple of --tp %d; "
+                        "use --context %d",
+                        c->micro_batch, c->context, ranks, (c->context + ranks - 1) / ranks * ranks);
     return DDP_OK;
 }
 
-//== layers ================================================================================================ >>layers
+//== layers ==================================================================================== >>layers
 
-/* The model's own product is the layers' too. */
+/* Matrix products of the library's layers, by gpt_gemm. */
 static ddp_result gpt_tensor_multiply(const ddp_gemm *g, void *user) {
     gpt_matrix a, b;
     gpt_output out;
-    a.data = (const float *)g->a, a.row = g->trans_a ? 1 : (size_t)g->lda,
+    a.data = (const float *)g->a;
+    a.row = g->trans_a ? 1 : (size_t)g->lda;
     a.column = g->trans_a ? (size_t)g->lda : 1;
-    b.data = (const float *)g->b, b.row = g->trans_b ? 1 : (size_t)g->ldb,
+    b.data = (const float *)g->b;
+    b.row = g->trans_b ? 1 : (size_t)g->ldb;
     b.column = g->trans_b ? (size_t)g->ldb : 1;
-    out.c = (float *)g->c, out.row = (size_t)g->ldc, out.bias = NULL, out.add = g->accumulate ? out.c : NULL;
+    out.c = (float *)g->c;
+    out.row = (size_t)g->ldc;
+    out.bias = NULL;
+    out.add = g->accumulate ? out.c : NULL;
     if (g->k > 0) gpt_gemm((float *)user, (int)g->m, (int)g->n, (int)g->k, a, b, out);
     for (int64_t i = 0; i < g->m && g->k == 0 && !g->accumulate; i++)
         memset(out.c + i * g->ldc, 0, (size_t)g->n * sizeof(float));
@@ -117,21 +129,30 @@ static ddp_result gpt_tensor_build_layers(gpt_tensor *m, int chunks) {
     tp.gemm = gpt_tensor_multiply;
     tp.gemm_user = m->scratch;
     DDP_TRY(ddp_tp_create(&m->tp, m->group, &tp));
-    embedding.vocab = m->config.vocab, embedding.channels = C;
+    embedding.vocab = m->config.vocab;
+    embedding.channels = C;
     DDP_TRY(ddp_tp_embedding_create(&m->embedding, m->tp, &embedding));
     norm.channels = C;
     DDP_TRY(ddp_tp_layer_norm_create(&m->norm, m->tp, &norm));
-    qkv.split = DDP_TP_COLUMN, qkv.in_features = C, qkv.heads = m->config.heads;
+    qkv.split = DDP_TP_COLUMN;
+    qkv.in_features = C;
+    qkv.heads = m->config.heads;
     DDP_TRY(ddp_tp_linear_create(&m->qkv, m->tp, &qkv));
-    proj.split = DDP_TP_ROW, proj.in_features = proj.out_features = C;
+    proj.split = DDP_TP_ROW;
+    proj.in_features = C;
+    proj.out_features = C;
     DDP_TRY(ddp_tp_linear_create(&m->proj, m->tp, &proj));
-    mlp.channels = C, mlp.hidden = 4 * C;
+    mlp.channels = C;
+    mlp.hidden = 4 * C;
     DDP_TRY(ddp_tp_mlp_create(&m->mlp, m->tp, &mlp));
-    head.split = DDP_TP_COLUMN, head.in_features = C, head.out_features = m->config.vocab, head.no_bias = 1;
+    head.split = DDP_TP_COLUMN;
+    head.in_features = C;
+    head.out_features = m->config.vocab;
+    head.no_bias = 1;
     return ddp_tp_linear_create(&m->head, m->tp, &head);
 }
 
-/* Which boxes of a parameter this rank has. */
+/* Finds this rank's boxes of a parameter. */
 static ddp_result gpt_tensor_find_piece(const gpt_tensor *m, int index, const gpt_param *info, gpt_piece *p) {
     const int kind = info->unit >= 1 && info->unit <= m->config.layers ? (index - 2) % GPT_BLOCK_PARAMS : -1;
     ddp_tp_linear *linear = NULL;
@@ -157,23 +178,30 @@ static ddp_result gpt_tensor_find_piece(const gpt_tensor *m, int index, const gp
     return DDP_OK;
 }
 
-/* Layers for the run's model on this group, which parts of the parameters this rank has, and room to compute. Collective. */
+/* Creates the layers of the run's model on this group, and describes this rank's shards of the parameters.
+   Collective. */
 static ddp_result gpt_tensor_create(gpt_tensor *m, const run *r, ddp_group *group, float **values,
                                     float **grads) {
     size_t used = 0, C, L, M, S;
-    m->config = m->own = run_model_config(r);
+    m->config = run_model_config(r);
+    m->own = m->config;
     m->group = group;
     m->ranks = ddp_world_size(group);
-    m->own.heads /= m->ranks, m->own.channels /= m->ranks;
+    m->own.heads /= m->ranks;
+    m->own.channels /= m->ranks;
     m->batch = r->plan.config.micro_batch;
     m->sequence_parallel = r->options->sequence_parallel;
     m->tokens = (int64_t)m->batch * m->config.context;
     m->rows = m->sequence_parallel ? m->tokens / m->ranks : m->tokens;
     m->param_count = gpt_param_count(&m->config);
-    m->values = values, m->grads = grads;
+    m->values = values;
+    m->grads = grads;
     m->scratch = (float *)calloc(gpt_scratch_floats(&m->own, m->own.context), sizeof(float));
     m->pieces = (gpt_piece *)calloc((size_t)m->param_count, sizeof *m->pieces);
-    C = (size_t)m->config.channels, L = (size_t)m->own.channels, M = (size_t)m->tokens, S = (size_t)m->rows;
+    C = (size_t)m->config.channels;
+    L = (size_t)m->own.channels;
+    M = (size_t)m->tokens;
+    S = (size_t)m->rows;
     m->memory = (float *)calloc(2 * S * C + 4 * M * L + 4 * 16, sizeof(float));
     if (!m->scratch || !m->pieces || !m->memory) return run_out_of_memory();
     m->d_middle = gpt__take(m->memory, &used, S * C);
@@ -203,14 +231,14 @@ static void gpt_tensor_destroy(gpt_tensor *m) {
 /* Elements from one row of the global matrix to the next. */
 static int64_t gpt_box_stride(const ddp_tensor_box *box) { return box->ndim > 1 ? box->global_shape[1] : 1; }
 
-/* Where row i of the box begins in the global matrix. */
+/* The offset of row i of the box in the global matrix. */
 static int64_t gpt_box_row(const ddp_tensor_box *box, int64_t i) {
     return (box->offset[0] + i) * gpt_box_stride(box) + (box->ndim > 1 ? box->offset[1] : 0);
 }
 
-//== forward and backward =================================================================================== >>passes
+//== forward and backward ====================================================================== >>passes
 
-/* Lays the activations of a block out in memory. Returns the floats needed; memory NULL only counts. */
+/* Sets the pointers to the activations of a block. Returns the floats needed; memory NULL only counts. */
 static size_t gpt_tensor_acts_place(const gpt_tensor *m, float *memory, gpt_tensor_acts *a) {
     size_t used = 0, C = (size_t)m->config.channels, L = (size_t)m->own.channels, M = (size_t)m->tokens,
            S = (size_t)m->rows;
@@ -226,7 +254,7 @@ static size_t gpt_tensor_acts_place(const gpt_tensor *m, float *memory, gpt_tens
     return used;
 }
 
-/* Likewise for the head. */
+/* The same for the head. */
 static size_t gpt_tensor_head_acts_place(const gpt_tensor *m, float *memory, gpt_tensor_head_acts *a) {
     size_t used = 0, S = (size_t)m->rows;
     a->ln = gpt__take(memory, &used, S * (size_t)m->config.channels);
@@ -235,7 +263,7 @@ static size_t gpt_tensor_head_acts_place(const gpt_tensor *m, float *memory, gpt
     return used;
 }
 
-/* What attention is called with: a model of this rank's heads. */
+/* The argument of attention: a model of this rank's heads. */
 static gpt_pass gpt_tensor_pass(const gpt_tensor *m) {
     gpt_pass pass;
     memset(&pass, 0, sizeof pass);
@@ -250,7 +278,7 @@ static void gpt_tensor_add(float *to, const float *what, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] += what[i];
 }
 
-/* The row of wpe, or of its gradient, that belongs to row i of this rank's stream. */
+/* The row of wpe, or of its gradient, for row i of this rank's stream. */
 static float *gpt_tensor_position(const gpt_tensor *m, float *const *table, int64_t i) {
     int64_t first = m->sequence_parallel ? ddp_rank(m->group) * m->rows : 0;
     return table[1] + (first + i) % m->config.context * m->config.channels;
@@ -283,7 +311,7 @@ static ddp_result gpt_tensor_block_forward(const gpt_tensor *m, int layer, const
     return DDP_OK;
 }
 
-/* The mean loss of the micro-batch; with_grads: the logits become their gradient. */
+/* *loss is the mean of the micro-batch. with_grads: replaces the logits by their gradient. */
 static ddp_result gpt_tensor_head_forward(const gpt_tensor *m, const float *in, const int *targets,
                                           gpt_tensor_head_acts *a, double *loss, int with_grads) {
     gpt_head w = gpt_head_view(&m->config, m->values);
@@ -295,12 +323,13 @@ static ddp_result gpt_tensor_head_forward(const gpt_tensor *m, const float *in, 
                                 with_grads ? a->logits : NULL);
 }
 
+/* Reports gradients last to first as final. */
 static ddp_result gpt_tensor_ready(const gpt_tensor *m, int last, int first) {
     for (int i = last; i >= first && m->ready; i--) DDP_TRY(m->ready(m->ready_user, i));
     return DDP_OK;
 }
 
-/* After forward with_grads. */
+/* After gpt_tensor_head_forward with with_grads. d_in (S, C). */
 static ddp_result gpt_tensor_head_backward(const gpt_tensor *m, const float *in,
                                            const gpt_tensor_head_acts *a, float *d_in) {
     gpt_head w = gpt_head_view(&m->config, m->values), g = gpt_head_view(&m->config, m->grads);
@@ -311,7 +340,8 @@ static ddp_result gpt_tensor_head_backward(const gpt_tensor *m, const float *in,
     return gpt_tensor_ready(m, w.first + 2, w.first);
 }
 
-/* d_out, the gradient of the block's output, gives d_in, that of its input; they may be the same memory. */
+/* Computes d_in, the gradient of the block's input, from d_out, that of its output. They may be the same
+   memory. */
 static ddp_result gpt_tensor_block_backward(const gpt_tensor *m, int layer, const float *in,
                                             const gpt_tensor_acts *a, const float *d_out, float *d_in) {
     gpt_block w = gpt_block_view(m->values, layer), g = gpt_block_view(m->grads, layer);
@@ -338,8 +368,8 @@ static ddp_result gpt_tensor_block_backward(const gpt_tensor *m, int layer, cons
     return gpt_tensor_ready(m, w.first + GPT_LN1_BIAS, w.first + GPT_LN1_WEIGHT);
 }
 
-/* From d (S, C). Positions are whole on every rank; in sequence parallelism each sees its tokens alone, and their gradients add up over the group,
-   as those of norms do inside their layer. */
+/* From d (S, C). wpe is replicated. With sequence parallelism a rank has only the gradients of its tokens, so
+   the group adds them. ddp_tp_layer_norm_backward does the same for the norms. */
 static ddp_result gpt_tensor_embed_backward(const gpt_tensor *m, const int *tokens, const float *d) {
     int64_t C = m->config.channels;
     size_t positions = (size_t)m->config.context * (size_t)C;

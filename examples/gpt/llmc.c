@@ -1,18 +1,19 @@
-/*  llmc.c - makes, copies and shows the files of llm.c that the trainers read: GPT-2 checkpoints and token shards.
+/*  llmc.c - creates, copies and describes files of llm.c: GPT-2 checkpoints and token shards
 
     cc -O2 examples/gpt/llmc.c -o llmc -lm -lpthread
-    ./llmc --model random.bin --dtype bf16             a GPT-2 124M with first values drawn from --seed; other shapes by flags
-    ./llmc --model half.bin --dtype bf16 --from gpt2_124M.bin     the same weights in another dtype
-    ./llmc --tokens text.bin book.txt                  files and folders as a shard of bytes (a vocabulary of 256)
-    ./llmc --tokens noise.bin --count 10000000         random tokens below --vocab, to measure with
-    ./llmc --show random.bin                           shape and bytes, mean and deviation of every parameter
+    ./llmc --model random.bin --dtype bf16         a GPT-2 124M with random values; flags set other shapes
+    ./llmc --model half.bin --dtype bf16 --from gpt2_124M.bin         the same weights in another dtype
+    ./llmc --tokens text.bin book.txt              files and folders as a shard of bytes (a vocabulary of 256)
+    ./llmc --tokens noise.bin --count 10000000     random tokens below --vocab, for benchmarks
+    ./llmc --show random.bin                       shape and bytes; mean and deviation of every parameter
 
-    What is written is opened again, and its header compared. Memory stays below a few MiB, but for text. Wrong input is one sentence, and status 1. */
+    The program opens each file that it has written, and compares the header. It needs a few MiB of memory,
+    except for text. Invalid input is one line on stderr and exit status 1. */
 #define DDP_IMPLEMENTATION
 #include "../extras/llmc.h"
 #include "options.h"
 
-/* What the command line says. */
+/* The command line. */
 typedef struct request {
     const char *model, *from, *tokens, *show, *dtype, *paths[64];
     gpt_config config;
@@ -29,7 +30,7 @@ static void print_header(const char *path, const llmc_header *h) {
            h->config.channels, ddp_dtype_name(h->dtype), (long long)llmc_file_bytes(h));
 }
 
-/* A checkpoint of --from, or of random first values; opened again, it is what was asked for. */
+/* Writes a checkpoint: a copy of --from, or random values. Opens it again, and compares the header. */
 static ddp_result make_model(const request *r) {
     llmc_model from, made;
     llmc_header h = llmc_gpt2_124m();
@@ -55,7 +56,7 @@ static ddp_result make_model(const request *r) {
     return result;
 }
 
-/* Sums of one parameter, piece by piece. */
+/* Prints mean and deviation of one parameter, which it reads piece by piece. */
 static ddp_result show_parameter(const llmc_model *m, int index) {
     static float piece[1 << 16];
     double sum = 0, squares = 0, mean;
@@ -64,9 +65,8 @@ static ddp_result show_parameter(const llmc_model *m, int index) {
     gpt_param_info(&m->header.config, index, &p);
     step = (int64_t)(sizeof piece / sizeof *piece) / p.shape[1];
     if (step < 1)
-        return ddp_fail(DDP_ERR_UNSUPPORTED,
-                        "%s has rows of %lld elements; the longest that can be shown have %d", p.name,
-                        (long long)p.shape[1], 1 << 16);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%s has rows of %lld elements; --show supports at most %d",
+                        p.name, (long long)p.shape[1], 1 << 16);
     for (int64_t first = 0, rows; first < p.shape[0]; first += rows) {
         ddp_result result;
         rows = p.shape[0] - first < step ? p.shape[0] - first : step;
@@ -94,7 +94,7 @@ static ddp_result show(const char *path) {
     return result;
 }
 
-/* A shard of text, or of random tokens; opened again, it has as many. */
+/* Writes a shard of text or of random tokens. Opens it again, and compares the number of tokens. */
 static ddp_result make_tokens(const request *r) {
     text_buffer text = DDP_ZERO;
     int path_count = 0;
@@ -121,11 +121,13 @@ static ddp_result make_tokens(const request *r) {
     return result;
 }
 
-static const char *wrong_request(const request *r) {
-    if (!r->model + !r->tokens + !r->show != 2) return "give one of --model, --tokens and --show";
+/* Returns NULL for a valid command line, otherwise an error text. */
+static const char *request_error(const request *r) {
+    if (!r->model + !r->tokens + !r->show != 2) return "give exactly one of --model, --tokens and --show";
     if (r->dtype && strcmp(r->dtype, "f32") && strcmp(r->dtype, "bf16")) return "--dtype: give f32 or bf16";
-    if (r->from && !r->model) return "--from goes with --model";
-    if (r->paths[0] && (!r->tokens || r->count)) return "files are text for --tokens, without --count";
+    if (r->from && !r->model) return "--from requires --model";
+    if (r->paths[0] && (!r->tokens || r->count))
+        return "files are the text of --tokens: give --tokens, and leave --count out";
     return NULL;
 }
 
@@ -137,27 +139,39 @@ int main(int argc, char **argv) {
     r.seed = 1;
     const option options[] = {
         {"--model", "FILE", NULL, NULL, &r.model, 0, 0, "write a checkpoint"},
-        {"--from", "FILE", NULL, NULL, &r.from, 0, 0, "copy this one's weights; without it, random ones"},
-        {"--dtype", "NAME", NULL, NULL, &r.dtype, 0, 0, "f32 or bf16, of --model; that of --from, or f32"},
-        {"--vocab", "N", &r.config.vocab, NULL, NULL, 1, 65536, "tokens of --model and of --count"},
-        {"--context", "N", &r.config.context, NULL, NULL, 1, 1 << 20, "positions of --model"},
+        {"--from", "FILE", NULL, NULL, &r.from, 0, 0,
+         "copy the weights of this checkpoint; without it, random values"},
+        {"--dtype", "NAME", NULL, NULL, &r.dtype, 0, 0,
+         "of --model: f32 or bf16; default that of --from, or f32"},
+        {"--vocab", "N", &r.config.vocab, NULL, NULL, 1, 65536, "vocabulary of --model and of --count"},
+        {"--context", "N", &r.config.context, NULL, NULL, 1, 1 << 20, "longest sequence of --model"},
         {"--layers", "N", &r.config.layers, NULL, NULL, 1, 1000, "blocks of --model"},
         {"--heads", "N", &r.config.heads, NULL, NULL, 1, 1000, "attention heads of --model"},
-        {"--channels", "N", &r.config.channels, NULL, NULL, 1, 65536, "width of --model, divisible by heads"},
-        {"--tokens", "FILE", NULL, NULL, &r.tokens, 0, 0,
-         "write a token shard, of the bytes of the files given"},
-        {"--count", "N", &r.count, NULL, NULL, 0, INT32_MAX, "random tokens instead of files, for --tokens"},
-        {"--seed", "N", &r.seed, NULL, NULL, 0, INT32_MAX, "of what is random"},
+        {"--channels", "N", &r.config.channels, NULL, NULL, 1, 65536,
+         "embedding size of --model, a multiple of --heads"},
+        {"--tokens", "FILE", NULL, NULL, &r.tokens, 0, 0, "write a token shard with the bytes of the files"},
+        {"--count", "N", &r.count, NULL, NULL, 0, INT32_MAX,
+         "with --tokens: N random tokens instead of files"},
+        {"--seed", "N", &r.seed, NULL, NULL, 0, INT32_MAX, "of random values and tokens"},
         {"--show", "FILE", NULL, NULL, &r.show, 0, 0, "describe a checkpoint"},
     };
     int status;
-    if (argc > (int)(sizeof r.paths / sizeof *r.paths))
-        return fprintf(stderr, "llmc: %d words are too many; give folders\n", argc), 1;
-    status = options_read("llmc: makes, copies and shows GPT-2 checkpoints and token shards of llm.c",
+    if (argc > (int)(sizeof r.paths / sizeof *r.paths)) {
+        fprintf(stderr, "llmc: %d arguments, but at most %d are supported; give folders\n", argc - 1,
+                (int)(sizeof r.paths / sizeof *r.paths) - 1);
+        return 1;
+    }
+    status = options_read("llmc: creates, copies and describes GPT-2 checkpoints and token shards of llm.c",
                           options, (int)(sizeof options / sizeof *options), argc, argv, r.paths);
     if (status >= 0) return status;
-    if (wrong_request(&r)) return fprintf(stderr, "llmc: %s\n", wrong_request(&r)), 1;
-    result = r.show ? show(r.show) : r.model ? make_model(&r) : make_tokens(&r);
+    if (request_error(&r)) {
+        fprintf(stderr, "llmc: %s\n", request_error(&r));
+        return 1;
+    }
+    if (r.show)
+        result = show(r.show);
+    else
+        result = r.model ? make_model(&r) : make_tokens(&r);
     if (result == DDP_OK) return 0;
     fprintf(stderr, "llmc: %s\n", ddp_last_error());
     return 1;

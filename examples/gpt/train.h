@@ -55,8 +55,8 @@
 //== options ================================================================================== >>options
 
 /* Everything that determines the bits of a run. A checkpoint stores it, and a resumed run uses it. 0 = not
-   given, for seed -1. vocab: 0 = the text is bytes; otherwise it is token shards with this vocabulary size.
-   */
+   given, for seed -1. vocab: 0 = the text is bytes; otherwise it is token shards with this vocabulary
+   size. */
 typedef struct run_config {
     int32_t layers, heads, channels, context, batch, micro_batch, steps, lr_decay_steps, vocab;
     int64_t seed;
@@ -613,8 +613,8 @@ static ddp_lr_desc run_lr_desc(const run_config *c) {
     return lr;
 }
 
-/* Broadcasts the plan and the text of rank 0, or its error. planned: the result of rank 0's plan. Collective.
-   */
+/* Broadcasts the plan and the text of rank 0, or its error. planned: the result of rank 0's plan.
+   Collective. */
 static ddp_result run_start(run *r, ddp_result planned) {
     DDP_TRY(broadcast_result(r->world, planned));
     DDP_TRY(ddp_broadcast(r->world, &r->plan, sizeof r->plan, DDP_U8, 0, NULL));
@@ -747,8 +747,8 @@ static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
     return DDP_OK;
 }
 
-/* Loads sequence `row` of the micro-batch: context tokens from `start`, and the next token of each as target.
-   */
+/* Loads sequence `row` of the micro-batch: context tokens from `start`, and the next token of each as
+   target. */
 static ddp_result load_sequence(run *r, int row, int64_t start) {
     int context = r->plan.config.context;
     DDP_TRY(run_tokens(r, start, context, r->tokens + row * context));
@@ -764,8 +764,8 @@ static inline int64_t next_sequence(run *r) {
     return ddp_sampler_next(&r->sampler, NULL);
 }
 
-/* Loads micro-batch `index` of validation_micro_batches: sequences at equal distances in the validation text.
-   */
+/* Loads micro-batch `index` of validation_micro_batches: sequences at equal distances in the validation
+   text. */
 static ddp_result load_validation_batch(run *r, int64_t index) {
     const run_config *c = &r->plan.config;
     int64_t count = validation_micro_batches(&r->plan) * c->micro_batch;
@@ -867,8 +867,8 @@ static inline void run_print_recompute(const run *r) {
     printf("  peak resident memory of this process: %.1f MiB\n\n", (double)usage.ru_maxrss / 1024);
 }
 
-/* Writes the loss curve, prints the losses, and compares the hashes of the weights of all ranks. Collective.
-   */
+/* Writes the loss curve, prints the losses, and compares the hashes of the weights of all ranks.
+   Collective. */
 static ddp_result run_finish(run *r, double validation, uint64_t hash) {
     const uint64_t *hashes;
     ddp_result result = DDP_OK;
@@ -904,8 +904,8 @@ static void run_init(run *r, ddp_group *world, job *j) {
     if (r->rank != 0 && !j->options.threads_as_ranks) j->quiet = 1; /* a forked rank sets only its own copy */
 }
 
-/* Runs one rank. Allocates a zeroed trainer of size_bytes, which starts with its run, calls train, then end.
-   */
+/* Runs one rank. Allocates a zeroed trainer of size_bytes, which starts with its run, calls train, then
+   end. */
 static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_result (*train)(void *trainer),
                               void (*end)(void *trainer)) {
     run *r = (run *)calloc(1, size_bytes);

@@ -6,8 +6,8 @@ USAGE
     mpirun -n 2 ./train_gpt_fsdp                  under a launcher
 
 A STEP
-    The units of the model are the embedding, each block and the head. With full, a rank has the full parameters
-    of one unit at a time:
+    The units of the model are the embedding, each block and the head. With full, a rank has the full
+    parameters of one unit at a time:
 
         forward     unshard embedding, compute, reshard; unshard block 0, ...; unshard head, compute, reshard
         backward    unshard head, compute, reduce, reshard; ...; unshard embedding, compute, reduce, reshard
@@ -132,8 +132,8 @@ static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int6
     return DDP_OK;
 }
 
-/* Creates the shards, and a sampler of the global batch: each rank picks its own micro-batches. Collective.
-   */
+/* Creates the shards, and a sampler of the global batch: each rank picks its own micro-batches.
+   Collective. */
 static ddp_result build_parallel(trainer *t) {
     run *r = &t->run;
     ddp_fsdp_desc desc = DDP_ZERO;

@@ -1,22 +1,25 @@
-/*  train_gpt_pipeline.c - train_gpt with the model cut into stages that lie on different ranks, and the same bits.
+/*  train_gpt_pipeline.c - train_gpt with pipeline parallelism, and the same bits
 
 USAGE
     cc -O3 -march=native examples/gpt/train_gpt_pipeline.c -o train_gpt_pipeline -lm -lpthread
-    ./train_gpt_pipeline [flags] [files or folders]    --schedule ZB-H1 and its like; --help lists the flags
-    ./train_gpt_pipeline --ranks 2 --schedule my.csv   a list of your own: a row per rank, cells such as 1F0
-    mpirun -n 2 ./train_gpt_pipeline                   the ranks of a launcher
+    ./train_gpt_pipeline [flags] [files or folders]    --schedule ZB-H1, for example; --help lists the flags
+    ./train_gpt_pipeline --ranks 2 --schedule my.csv   your own schedule: a row per rank, cells such as 1F0
+    mpirun -n 2 ./train_gpt_pipeline                   under a launcher
 
 A STEP
-    Embedding, blocks and head are the model's units. They are cut into --stages of about equal cost, one or more on each rank:
+    The units of the model are the embedding, each block and the head. They are partitioned into --stages of
+    about equal cost, one or more on each rank:
 
         rank 0   embedding  h.0  h.1          F0 F1 .  .  .  B0 F2 B1 F3 ...
         rank 1   h.2  h.3  head               .  F0 B0 F1 B1 F2 B2 ...
 
-    The stages' callbacks compute; ddp_pipeline_step runs them as the schedule says, carries activations and their gradients, and adds the gradients of
-    micro-batches pairwise. The embedding's matrix is the head's too: each end has a copy, and a tie adds both gradients. So the hash in the last line
-    is that of train_gpt with the same --batch and --micro-batch, whatever the schedule and on any number of ranks.
+    ddp_pipeline_step calls the stages in the order of the schedule, sends activations and their gradients,
+    and adds the gradients of micro-batches as a binary tree. The embedding and the head share a matrix. Each
+    of them has a copy, and a tie adds both gradients. Therefore the hash in the last line is that of
+    train_gpt with the same --batch and --micro-batch, for every schedule and number of ranks.
 
-    schedule.svg is the last step as it really ran, trace.json the same for chrome://tracing or ui.perfetto.dev. */
+    The program writes the timeline of the last step, as measured, to schedule.svg and trace.json. The
+    latter is for chrome://tracing or ui.perfetto.dev. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_pipeline.h"
 #include "train.h"
@@ -28,51 +31,51 @@ static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
      "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-V, DualPipeV, ..., "
-     "FILE.csv"},
+     "or the path of a CSV file"},
     {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536,
-     "N stages in all, as many on each rank; default: one per rank, two where the schedule needs two"},
-    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64,
-     "N stages per rank: the same as --stages N x ranks"},
+     "N stages over all ranks; default: one per rank, or two if the schedule needs two"},
+    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank, instead of --stages"},
     {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6,
      "N micro-batches per step; default --batch / --micro-batch"},
-    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
+    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_pipeline",
-                                    "trains a byte-level GPT on text with pipelined ranks", FLAGS,
+                                    "trains a byte-level GPT on text with pipeline parallelism", FLAGS,
                                     (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-//== trainer ============================================================================================== >>trainer
+//== trainer ================================================================================== >>trainer
 
-/* What a unit keeps of one micro-batch between F and W. */
+/* Memory of a unit for one micro-batch, from its forward to its weight gradients. */
 typedef struct unit_memory {
-    float *out;   /* (B, T, C): what the next unit of the stage reads */
+    float *out;   /* (B, T, C): the input of the next unit of the stage */
     float *d_out; /* (B, T, C): its gradient */
-    float *grads; /* of layer norms, and of the head's matrix: what I finishes and W hands over */
+    float *grads; /* gradients that I computes and W stores: of layer norms and of the head's matrix */
     gpt_block_acts acts;
     gpt_block_temps temps;
     gpt_head_acts head;
 } unit_memory;
 
-/* One rank. */
+/* The state of a rank. */
 typedef struct trainer {
     run run;
     ddp_schedule *schedule;
-    char *csv;        /* text of the file that --schedule names; NULL: it names a kind */
-    ddp_group *group; /* the same ranks; the pipeline's own */
+    char *csv;        /* text of the file of --schedule; NULL if --schedule is a kind */
+    ddp_group *group; /* all ranks; a group of its own for the pipeline */
     ddp_pipeline *pipeline;
-    int unit_count, stage_count, micro_count; /* micro-batches in a step */
-    int *first_unit;                          /* of each stage, and one more */
-    ddp_param *params;                        /* model.param_count; those of other ranks are not used */
-    ddp_param **pointers;                     /* the same, in order */
-    ddp_param *owned;                         /* this rank's parameters, a value that is used twice once */
+    int unit_count, stage_count;
+    int micro_count;      /* micro-batches in a step */
+    int *first_unit;      /* of each stage; first_unit[stage_count] = unit_count */
+    ddp_param *params;    /* model.param_count; those of other ranks are unused */
+    ddp_param **pointers; /* to params, in order */
+    ddp_param *owned;     /* the parameters that this rank updates; a tied value once */
     ddp_optimizer *optimizer;
     unit_memory *units;
-    int64_t *starts;    /* windows of the global batch */
-    int64_t validating; /* number of the first validation micro-batch of an evaluation */
-    double *each;       /* losses */
+    int64_t *starts;      /* starts of the sequences of the global batch */
+    int64_t validating;   /* index of the first validation micro-batch of the current evaluation */
+    double *micro_losses; /* micro_count */
 } trainer;
 
-static int is_here(const trainer *t, int stage) {
+static int is_on_this_rank(const trainer *t, int stage) {
     return ddp_schedule_stage_rank(t->schedule, stage) == t->run.rank;
 }
 
@@ -82,35 +85,36 @@ static int stage_of(const trainer *t, int unit) {
     return stage;
 }
 
-/* The parameters of a unit are neighbours. */
+/* The first parameter of a unit. Its parameters are consecutive. */
 static int first_param(const trainer *t, int unit) {
-    return unit == 0                          ? 0
-           : unit > t->run.plan.config.layers ? t->run.model.param_count - 3
-                                              : gpt_block_first_param(unit - 1);
+    if (unit == 0) return 0;
+    if (unit > t->run.plan.config.layers) return t->run.model.param_count - 3;
+    return gpt_block_first_param(unit - 1);
 }
 
-/* --stages or --chunks as chunks; 0: the schedule's own number. */
+/* The stages per rank, from --stages or --chunks; 0 = the default of the schedule. */
 static ddp_result find_chunks(const trainer *t, int *chunks) {
     int ranks = t->run.world_size, stages = t->run.options->stages, given = t->run.options->chunks;
     *chunks = stages ? stages / ranks : given;
     if (stages % ranks || stages < 0)
-        return ddp_fail(DDP_ERR_INVALID, "--stages %d do not lie evenly on %d ranks; use --stages %d", stages,
+        return ddp_fail(DDP_ERR_INVALID, "--stages %d is not a multiple of %d ranks; use --stages %d", stages,
                         ranks, stages < ranks ? ranks : stages / ranks * ranks);
     if (stages && given && given != *chunks)
-        return ddp_fail(DDP_ERR_INVALID, "--stages %d on %d ranks are not --chunks %d; leave one of them out",
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--stages %d on %d ranks does not agree with --chunks %d; leave one of them out",
                         stages, ranks, given);
     return DDP_OK;
 }
 
-/* Of --micro-batches, --batch and --micro-batch two give the third. */
+/* Computes --batch or --micro-batch from --micro-batches, which is `count`, or checks all three. */
 static ddp_result find_batch(run_config *c, int count) {
     if (!count) return DDP_OK;
     if (!c->batch && !c->micro_batch) c->micro_batch = 4;
     if (!c->batch && (int64_t)count * c->micro_batch > 1000000)
         return ddp_fail(
             DDP_ERR_INVALID,
-            "--micro-batches %d of %d windows are more than 1000000, the most that --batch takes; use fewer",
-            count, c->micro_batch);
+            "--micro-batches %d of %d sequences exceed the maximum of --batch, 1000000; use fewer", count,
+            c->micro_batch);
     if (!c->batch) c->batch = count * c->micro_batch;
     if (!c->micro_batch && c->batch % count == 0) c->micro_batch = c->batch / count;
     if (!c->micro_batch)
@@ -124,15 +128,15 @@ static ddp_result find_batch(run_config *c, int count) {
     return DDP_OK;
 }
 
-/* A file, and not the name of a kind. */
-static int names_file(const char *schedule) {
+/* Returns 1 if --schedule is a path, not the name of a kind. */
+static int is_file_name(const char *schedule) {
     size_t length = schedule ? strlen(schedule) : 0;
     return length > 0 && (strchr(schedule, '/') || strchr(schedule, '.'));
 }
 
 enum { SCHEDULE_MAX_BYTES = 256 << 20 };
 
-/* Rank 0: the file's text. */
+/* Rank 0: reads the file of --schedule. */
 static ddp_result read_schedule(trainer *t, const char *path) {
     struct stat info;
     size_t size, used = 0;
@@ -153,7 +157,7 @@ static ddp_result read_schedule(trainer *t, const char *path) {
     t->csv = (char *)malloc(size + 1);
     while (t->csv && used < size && (got = read(fd, t->csv + used, size - used)) > 0) used += (size_t)got;
     close(fd);
-    if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "--schedule %s: %zu bytes", path, size);
+    if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for --schedule %s of %zu bytes", path, size);
     if (got < 0)
         return ddp_fail(DDP_ERR_INVALID,
                         "--schedule %s cannot be read: %s; give a CSV file with a row per rank", path,
@@ -161,22 +165,25 @@ static ddp_result read_schedule(trainer *t, const char *path) {
     t->csv[used] = 0;
     if (strlen(t->csv) != used)
         return ddp_fail(DDP_ERR_INVALID,
-                        "--schedule %s has a zero byte; give a text file with commas between cells", path);
+                        "--schedule %s has a zero byte; give a text file with cells separated by commas",
+                        path);
     return DDP_OK;
 }
 
-/* Gives the text of the file to all ranks. Collective. */
-static ddp_result share_schedule(trainer *t) {
+/* Broadcasts the text of the file. Collective. */
+static ddp_result broadcast_schedule(trainer *t) {
     int64_t size = t->csv ? (int64_t)strlen(t->csv) + 1 : 0;
     DDP_TRY(ddp_broadcast(t->run.world, &size, 1, DDP_I64, 0, NULL));
     if (!size) return DDP_OK;
     if (!t->csv) t->csv = (char *)malloc((size_t)size);
-    if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "a schedule of %lld bytes", (long long)size);
+    if (!t->csv)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a schedule of %lld bytes", (long long)size);
     return ddp_broadcast(t->run.world, t->csv, (size_t)size, DDP_U8, 0, NULL);
 }
 
-/* The last error, of the parser or the checker, with file, row and cell. An overlapped pair is one cell. */
-static ddp_result wrong_schedule(const trainer *t, const char *path) {
+/* Repeats the last error, of ddp_schedule_parse or ddp_schedule_check, with file, row and cell. An overlapped
+   pair is one cell. */
+static ddp_result invalid_schedule(const trainer *t, const char *path) {
     char found[400];
     int row, cell, count = 0, end = 0;
     snprintf(found, sizeof found, "%s", ddp_last_error());
@@ -191,20 +198,21 @@ static ddp_result wrong_schedule(const trainer *t, const char *path) {
     return ddp_fail(DDP_ERR_INVALID, "--schedule %s: %s", path, found);
 }
 
-/* The schedule of a file: complete, free of deadlocks, and for this number of ranks. */
+/* Parses the schedule of a file. Checks that it is complete, free of deadlocks, and for this number of
+   ranks. */
 static ddp_result parse_schedule(trainer *t) {
     const run_options *o = t->run.options;
     const char *path = o->strategy;
     int rows, stages, chunks;
-    if (ddp_schedule_parse(&t->schedule, t->csv) != DDP_OK) return wrong_schedule(t, path);
+    if (ddp_schedule_parse(&t->schedule, t->csv) != DDP_OK) return invalid_schedule(t, path);
     rows = ddp_schedule_rank_count(t->schedule);
     stages = ddp_schedule_stage_count(t->schedule);
     if (rows != t->run.world_size)
         return ddp_fail(
             DDP_ERR_INVALID,
-            "--schedule %s has %d rows, one for each rank, and there are %d ranks; use --ranks %d", path,
+            "--schedule %s has %d rows, one per rank, but the number of ranks is %d; use --ranks %d", path,
             rows, t->run.world_size, rows);
-    if (ddp_schedule_check(t->schedule) != DDP_OK) return wrong_schedule(t, path);
+    if (ddp_schedule_check(t->schedule) != DDP_OK) return invalid_schedule(t, path);
     chunks = o->chunks ? o->chunks * rows : stages;
     if ((o->stages && o->stages != stages) || chunks != stages)
         return ddp_fail(DDP_ERR_INVALID, "--schedule %s has %d stages; leave --stages and --chunks out", path,
@@ -212,20 +220,21 @@ static ddp_result parse_schedule(trainer *t) {
     return DDP_OK;
 }
 
-/* Rank 0: a schedule that comes from a file gives the number of micro-batches of a step. */
+/* Rank 0: sets --micro-batches from the schedule of a file. */
 static ddp_result find_file_batch(const trainer *t, run_options *options) {
     const run_config *c = &options->config;
     int count = ddp_schedule_microbatch_count(t->schedule);
     if (options->micro_batches && options->micro_batches != count)
         return ddp_fail(
             DDP_ERR_INVALID,
-            "--schedule %s has %d micro-batches, and --micro-batches is %d; leave --micro-batches out",
+            "--schedule %s has %d micro-batches, but --micro-batches is %d; leave --micro-batches out",
             options->strategy, count, options->micro_batches);
     if (c->batch && c->micro_batch && (int64_t)count * c->micro_batch != c->batch)
-        return ddp_fail(DDP_ERR_INVALID,
-                        "--schedule %s has %d micro-batches, and --batch %d is not %d of --micro-batch %d; "
-                        "leave --batch out",
-                        options->strategy, count, c->batch, count, c->micro_batch);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--schedule %s has %d micro-batches, but --batch %d is not %d times --micro-batch %d; "
+            "leave --batch out",
+            options->strategy, count, c->batch, count, c->micro_batch);
     options->micro_batches = count;
     return DDP_OK;
 }
@@ -235,11 +244,10 @@ static ddp_result make_kind(trainer *t) {
     ddp_schedule_desc desc = DDP_ZERO;
     if (o->strategy) DDP_TRY(ddp_schedule_kind_find(o->strategy, &desc.kind));
     if (desc.kind == DDP_SCHEDULE_PIPEDREAM || desc.kind == DDP_SCHEDULE_PIPEDREAM_2BW)
-        return ddp_fail(
-            DDP_ERR_INVALID,
-            "--schedule %s: it trains with delayed weights, and would not end with the weights of "
-            "train_gpt; use another one",
-            o->strategy);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "--schedule %s trains with delayed weights, so the result would differ from that of "
+                        "train_gpt; use another schedule",
+                        o->strategy);
     desc.rank_count = t->run.world_size;
     desc.microbatch_count = t->run.plan.config.batch / t->run.plan.config.micro_batch;
     DDP_TRY(find_chunks(t, &desc.chunk_count));
@@ -258,13 +266,14 @@ static ddp_result make_schedule(trainer *t) {
     return DDP_OK;
 }
 
-/* Rank 0: everything that can be wrong with the input is found here. A pipeline takes the batch as one rank does. */
+/* Rank 0: checks all input. The ranks share one data-parallel replica, so the batch is split as on one
+   rank. */
 static ddp_result plan_run(trainer *t) {
     run_options options = *t->run.options;
     DDP_TRY(check_options(&options, t->run.world_size));
     DDP_TRY(check_writable(SCHEDULE_PATH));
     DDP_TRY(check_writable(TRACE_PATH));
-    if (names_file(options.strategy)) {
+    if (is_file_name(options.strategy)) {
         DDP_TRY(read_schedule(t, options.strategy));
         DDP_TRY(parse_schedule(t));
         DDP_TRY(find_file_batch(t, &options));
@@ -279,7 +288,7 @@ static ddp_result plan_run(trainer *t) {
     return DDP_OK;
 }
 
-/* Cuts the units into stages; describes the parameters of this rank's. */
+/* Partitions the units into stages. Describes the parameters, and initializes those of this rank. */
 static ddp_result build_params(trainer *t) {
     run *r = &t->run;
     size_t count = (size_t)r->model.param_count;
@@ -291,11 +300,11 @@ static ddp_result build_params(trainer *t) {
     t->owned = (ddp_param *)calloc(count, sizeof *t->owned);
     t->units = (unit_memory *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
-    t->each = (double *)calloc((size_t)t->micro_count, sizeof *t->each);
+    t->micro_losses = (double *)calloc((size_t)t->micro_count, sizeof *t->micro_losses);
     if (!cost || !t->first_unit || !t->params || !t->pointers || !t->owned || !t->units || !t->starts
-        || !t->each) {
+        || !t->micro_losses) {
         free(cost);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
+        return run_out_of_memory();
     }
     for (int u = 0; u < t->unit_count; u++) cost[u] = unit_cost(&r->plan, u);
     result = ddp_pipeline_partition(cost, t->unit_count, t->stage_count, t->first_unit);
@@ -306,7 +315,7 @@ static ddp_result build_params(trainer *t) {
         run_describe(r, i, &t->params[i]);
         t->params[i].value.data = r->model.values[i];
         t->pointers[i] = &t->params[i];
-        if (result != DDP_OK || !is_here(t, stage_of(t, r->infos[i].unit))) continue;
+        if (result != DDP_OK || !is_on_this_rank(t, stage_of(t, r->infos[i].unit))) continue;
         if (r->infos[i].tied_to < 0)
             gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, i, 0, floats, r->model.values[i]);
         else
@@ -316,9 +325,10 @@ static ddp_result build_params(trainer *t) {
     return result;
 }
 
-//== stages ================================================================================================ >>stages
+//== stages ==================================================================================== >>stages
 
-/* Lays a stage's units out in saved memory. Returns the floats needed; memory NULL only counts. */
+/* Sets the pointers of a stage's units into the memory of one micro-batch. Returns the floats needed; memory
+   NULL only counts. */
 static size_t place_units(trainer *t, int stage, float *memory) {
     const gpt_model *m = &t->run.model;
     int batch = t->run.plan.config.micro_batch, length = t->run.plan.config.context;
@@ -342,8 +352,8 @@ static size_t place_units(trainer *t, int stage, float *memory) {
     return used;
 }
 
-/* The micro-batch's tokens and targets are where the model looks for them; the stage's memory is laid out. */
-static ddp_result begin(trainer *t, const ddp_pipeline_call *c, gpt_pass *pass) {
+/* Loads the tokens of the micro-batch of the call, and sets the pointers into its memory. */
+static ddp_result begin_call(trainer *t, const ddp_pipeline_call *c, gpt_pass *pass) {
     run *r = &t->run;
     int rows = r->plan.config.micro_batch;
     int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
@@ -357,13 +367,14 @@ static ddp_result begin(trainer *t, const ddp_pipeline_call *c, gpt_pass *pass) 
     return DDP_OK;
 }
 
-/* What unit u of the stage reads; the gradient of what it writes. */
+/* The input of unit u of the stage. */
 static const float *input_of(const trainer *t, const ddp_pipeline_call *c, int u) {
-    return u > t->first_unit[c->stage] ? t->units[u - 1].out
-           : c->input_count            ? (const float *)c->inputs[0].data
-                                       : NULL;
+    if (u > t->first_unit[c->stage]) return t->units[u - 1].out;
+    return c->input_count ? (const float *)c->inputs[0].data : NULL;
 }
-static const float *gradient_at(const trainer *t, const ddp_pipeline_call *c, int u) {
+
+/* The gradient of the output of unit u. */
+static const float *output_grad_of(const trainer *t, const ddp_pipeline_call *c, int u) {
     return u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].d_out
                                                                    : (const float *)c->output_grads[0].data;
 }
@@ -372,7 +383,7 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     gpt_model *m = &t->run.model;
     gpt_pass pass;
-    DDP_TRY(begin(t, c, &pass));
+    DDP_TRY(begin_call(t, c, &pass));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         const float *in = input_of(t, c, u);
         float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].out
@@ -392,47 +403,51 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     return DDP_OK;
 }
 
-/* I: gradients of the stage's input. What layer norms and the head find on the way is kept for W. */
+/* I: the gradient of the stage's input. The gradients of layer norms and of the head are computed with it,
+   and stored for W. */
 static ddp_result stage_input_grad(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     gpt_model *m = &t->run.model;
     gpt_pass pass;
     size_t C = (size_t)m->config.channels;
-    DDP_TRY(begin(t, c, &pass));
+    DDP_TRY(begin_call(t, c, &pass));
     for (int u = t->first_unit[c->stage + 1] - 1; u >= t->first_unit[c->stage] && u > 0; u--) {
         unit_memory *unit = &t->units[u];
         float *d_in = u > t->first_unit[c->stage] ? t->units[u - 1].d_out : (float *)c->input_grads[0].data;
         if (u + 1 == t->unit_count) {
             gpt_head head = gpt_head_view(&m->config, m->values), d_head = head;
-            d_head.ln_weight = unit->grads, d_head.ln_bias = unit->grads + C,
+            d_head.ln_weight = unit->grads;
+            d_head.ln_bias = unit->grads + C;
             d_head.weight = unit->grads + 2 * C;
             gpt_head_backward(&pass, &head, &d_head, input_of(t, c, u), t->run.targets, &unit->head,
                               1.0f / (float)(pass.batch * pass.length), d_in);
         } else {
             gpt_block block = gpt_block_view(m->values, u - 1), d_block = gpt_block_view(m->grads, u - 1);
-            d_block.ln1_weight = unit->grads, d_block.ln1_bias = unit->grads + C,
-            d_block.ln2_weight = unit->grads + 2 * C, d_block.ln2_bias = unit->grads + 3 * C;
+            d_block.ln1_weight = unit->grads;
+            d_block.ln1_bias = unit->grads + C;
+            d_block.ln2_weight = unit->grads + 2 * C;
+            d_block.ln2_bias = unit->grads + 3 * C;
             pass.parts = GPT_INPUT_GRADS;
             gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps,
-                               gradient_at(t, c, u), d_in);
+                               output_grad_of(t, c, u), d_in);
             pass.parts = 0;
         }
     }
     return DDP_OK;
 }
 
-/* W: gradients of the stage's parameters. */
+/* W: the gradients of the stage's parameters. */
 static ddp_result stage_weight_grad(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     gpt_model *m = &t->run.model;
     gpt_pass pass;
     size_t C = (size_t)m->config.channels, line = C * sizeof(float);
-    DDP_TRY(begin(t, c, &pass));
+    DDP_TRY(begin_call(t, c, &pass));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         unit_memory *unit = &t->units[u];
         if (u == 0) {
             gpt_embed d_embed = gpt_embed_view(m->grads);
-            gpt_embed_backward(&pass, &d_embed, t->run.tokens, gradient_at(t, c, u));
+            gpt_embed_backward(&pass, &d_embed, t->run.tokens, output_grad_of(t, c, u));
         } else if (u + 1 == t->unit_count) {
             gpt_head d_head = gpt_head_view(&m->config, m->grads);
             memcpy(d_head.ln_weight, unit->grads, line);
@@ -442,7 +457,7 @@ static ddp_result stage_weight_grad(const ddp_pipeline_call *c, void *user) {
             gpt_block block = gpt_block_view(m->values, u - 1), d_block = gpt_block_view(m->grads, u - 1);
             pass.parts = GPT_WEIGHT_GRADS;
             gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps,
-                               gradient_at(t, c, u), NULL);
+                               output_grad_of(t, c, u), NULL);
             pass.parts = 0;
             memcpy(d_block.ln1_weight, unit->grads, line);
             memcpy(d_block.ln1_bias, unit->grads + C, line);
@@ -461,8 +476,8 @@ static ddp_result build_optimizer(trainer *t) {
     adamw.params = t->owned;
     for (int i = 0; i < r->model.param_count; i++) {
         int tied_to = r->infos[i].tied_to;
-        if (!is_here(t, stage_of(t, r->infos[i].unit))) continue;
-        if (tied_to >= 0 && is_here(t, stage_of(t, r->infos[tied_to].unit))) continue;
+        if (!is_on_this_rank(t, stage_of(t, r->infos[i].unit))) continue;
+        if (tied_to >= 0 && is_on_this_rank(t, stage_of(t, r->infos[tied_to].unit))) continue;
         t->owned[adamw.param_count++] = t->params[i];
     }
     adamw.beta2 = 0.95f;
@@ -471,33 +486,33 @@ static ddp_result build_optimizer(trainer *t) {
     return ddp_optimizer_create(&t->optimizer, t->group, &adamw);
 }
 
-/* What makes the trainer parallel. Collective. */
+/* Creates the pipeline, the optimizer, and a sampler of the global batch. Collective. */
 static ddp_result build_parallel(trainer *t) {
     run *r = &t->run;
     ddp_pipeline_desc desc = DDP_ZERO;
     ddp_pipeline_tie tie = {0, 0, t->stage_count - 1, 0};
     ddp_pipeline_stage *stages = (ddp_pipeline_stage *)calloc((size_t)t->stage_count, sizeof *stages);
     ddp_result result;
-    if (!stages) return ddp_fail(DDP_ERR_NO_MEMORY, "%d stages", t->stage_count);
+    if (!stages) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for %d stages", t->stage_count);
     for (int s = 0; s < t->stage_count; s++) {
-        int begin_at = first_param(t, t->first_unit[s]), end = t->first_unit[s + 1] < t->unit_count
-                                                                   ? first_param(t, t->first_unit[s + 1])
-                                                                   : r->model.param_count;
+        int begin = first_param(t, t->first_unit[s]), end = r->model.param_count;
+        if (t->first_unit[s + 1] < t->unit_count) end = first_param(t, t->first_unit[s + 1]);
         stages[s].forward = stage_forward;
         stages[s].input_grad = stage_input_grad;
         stages[s].weight_grad = stage_weight_grad;
         stages[s].user = t;
         stages[s].saved_bytes = place_units(t, s, NULL) * sizeof(float);
-        stages[s].params = t->pointers + begin_at;
-        stages[s].param_count = end - begin_at;
-        tie.second_param = stages[s].param_count - 1; /* of the last stage: the head's matrix */
+        stages[s].params = t->pointers + begin;
+        stages[s].param_count = end - begin;
+        tie.second_param = stages[s].param_count - 1; /* after the loop: head.weight, in the last stage */
     }
     desc.schedule = t->schedule;
     desc.stages = stages;
     desc.stage_count = t->stage_count;
     desc.boundary.dtype = DDP_F32;
     desc.boundary.ndim = 3;
-    desc.boundary.shape[0] = r->plan.config.micro_batch, desc.boundary.shape[1] = r->plan.config.context,
+    desc.boundary.shape[0] = r->plan.config.micro_batch;
+    desc.boundary.shape[1] = r->plan.config.context;
     desc.boundary.shape[2] = r->plan.config.channels;
     desc.ties = &tie;
     desc.tie_count = 1;
@@ -510,9 +525,10 @@ static ddp_result build_parallel(trainer *t) {
     return run_build_sampler(r, 1, 0);
 }
 
-//== training ============================================================================================ >>training
+//== training ================================================================================ >>training
 
-/* One optimizer step. *loss is the global batch's, *norm that of the gradient before clipping. Collective. */
+/* One optimizer step. *loss is the mean over the global batch, *norm that of the gradients before clipping.
+   Collective. */
 static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
     run *r = &t->run;
     double start = ddp_now();
@@ -521,27 +537,27 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     DDP_TRY(ddp_pipeline_clip_grad_norm(t->pipeline, 1.0f, norm));
     DDP_TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(&r->lr, step)));
     DDP_TRY(ddp_pipeline_get_loss(t->pipeline, loss, r->rank == 0 ? r->losses : NULL));
-    DDP_TRY(run_mean_loss(r, t->micro_count, loss)); /* in train_gpt's order */
+    DDP_TRY(run_mean_loss(r, t->micro_count, loss)); /* adds in the order of train_gpt */
     r->train_seconds += ddp_now() - start;
     return run_check_step(step, *loss, *norm);
 }
 
-/* Mean loss over the validation windows, as many micro-batches at a time as a step has. Collective. */
+/* Mean loss over the validation text, micro_count micro-batches at a time. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     int64_t count = validation_micro_batches(&r->plan);
     for (t->validating = 0; t->validating < count; t->validating += t->micro_count) {
         DDP_TRY(ddp_pipeline_evaluate(t->pipeline));
-        DDP_TRY(ddp_pipeline_get_loss(t->pipeline, loss, t->each));
+        DDP_TRY(ddp_pipeline_get_loss(t->pipeline, loss, t->micro_losses));
         for (int64_t i = 0; r->rank == 0 && i < t->micro_count && t->validating + i < count; i++)
-            r->losses[t->validating + i] = t->each[i];
+            r->losses[t->validating + i] = t->micro_losses[i];
     }
     DDP_TRY(run_mean_loss(r, count, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
     return DDP_OK;
 }
 
-/* A picture of the last step, as it was. */
+/* Writes the timeline of the last step to a file. */
 static ddp_result draw(const trainer *t, ddp_schedule_format format, const char *path,
                        const ddp_stage_cost *costs, const ddp_action_time *times) {
     size_t size_bytes = 0;
@@ -550,7 +566,7 @@ static ddp_result draw(const trainer *t, ddp_schedule_format format, const char 
     FILE *file;
     DDP_TRY(ddp_schedule_draw(t->schedule, format, costs, times, NULL, &size_bytes));
     text = (char *)malloc(size_bytes);
-    if (!text) return ddp_fail(DDP_ERR_NO_MEMORY, "a picture of %zu bytes", size_bytes);
+    if (!text) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a timeline of %zu bytes", size_bytes);
     result = ddp_schedule_draw(t->schedule, format, costs, times, text, &size_bytes);
     file = result == DDP_OK ? fopen(path, "wb") : NULL;
     if (result == DDP_OK && (!file || fwrite(text, 1, size_bytes - 1, file) != size_bytes - 1))
@@ -561,14 +577,14 @@ static ddp_result draw(const trainer *t, ddp_schedule_format format, const char 
     return result;
 }
 
-/* The name of a kind, or of a file without its folder. */
+/* The name of the kind, or of the file without its folder. */
 static const char *schedule_name(const trainer *t) {
     const char *path = t->run.options->strategy, *slash = t->csv ? strrchr(path, '/') : NULL;
     if (!t->csv) return ddp_schedule_kind_name(ddp_schedule_get_kind(t->schedule));
     return slash ? slash + 1 : path;
 }
 
-/* After the last training step: how it went. Collective. */
+/* After the last training step: prints the table and writes the timeline. Collective. */
 static ddp_result report_pipeline(trainer *t) {
     run *r = &t->run;
     ddp_pipeline_stats stats;
@@ -582,7 +598,7 @@ static ddp_result report_pipeline(trainer *t) {
     }
     times = (ddp_action_time *)calloc((size_t)count, sizeof *times);
     result = costs && times ? ddp_pipeline_get_times(t->pipeline, costs, times)
-                            : ddp_fail(DDP_ERR_NO_MEMORY, "times of %d actions", count);
+                            : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the times of %d actions", count);
     if (result == DDP_OK) result = ddp_pipeline_get_stats(t->pipeline, &stats);
     if (result == DDP_OK && r->rank == 0) result = draw(t, DDP_SCHEDULE_SVG, SCHEDULE_PATH, costs, times);
     if (result == DDP_OK && r->rank == 0) result = draw(t, DDP_SCHEDULE_TRACE, TRACE_PATH, costs, times);
@@ -600,7 +616,7 @@ static ddp_result report_pipeline(trainer *t) {
     return DDP_OK;
 }
 
-/* Every rank gets all values, and rank 0 the sample. Collective. */
+/* Broadcasts all values, hashes them, prints a sample on rank 0, and finishes the run. Collective. */
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     uint64_t hash = HASH_START;
@@ -625,7 +641,7 @@ static ddp_result train(void *user) {
     double validation = 0, loss;
     float norm;
     DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
-    DDP_TRY(share_schedule(t));
+    DDP_TRY(broadcast_schedule(t));
     DDP_TRY(make_schedule(t));
     DDP_TRY(run_build_model(r, GPT_OWN_VALUES));
     DDP_TRY(build_params(t));
@@ -655,7 +671,7 @@ static void trainer_free(void *user) {
     free(t->owned);
     free(t->units);
     free(t->starts);
-    free(t->each);
+    free(t->micro_losses);
 }
 
 static ddp_result rank_main(ddp_group *world, void *user) {

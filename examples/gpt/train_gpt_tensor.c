@@ -1,25 +1,25 @@
-/*  train_gpt_tensor.c - train_gpt with every matrix cut over the ranks of a tensor group, and the same losses.
+/*  train_gpt_tensor.c - train_gpt with tensor parallelism, and the same losses
 
 USAGE
     cc -O3 -march=native examples/gpt/train_gpt_tensor.c -o train_gpt_tensor -lm -lpthread
-    ./train_gpt_tensor [flags] [files or folders]    --tp N, --sequence-parallel, --chunks N; --help lists the flags
-    mpirun -n 4 ./train_gpt_tensor --tp 2            the ranks of a launcher: two replicas of two ranks each
+    ./train_gpt_tensor [flags] [files or folders]   --tp N, --sequence-parallel, --chunks N; --help lists all
+    mpirun -n 4 ./train_gpt_tensor --tp 2           under a launcher: two replicas of two ranks each
 
 RANKS
-    dp x tp of them. The tp ranks of a tensor group are neighbours, hold one model together and see the same micro-batches. Groups are replicas: the
-    batch is dealt to them in blocks, as train_gpt deals it to ranks, and a reducer averages along dp what rank k of each of them has.
+    The ranks are a mesh of dp x tp. The tp ranks of a tensor group have consecutive numbers, hold one model
+    together and compute the same micro-batches; gpt_tensor.h has the layers. Each tensor group is a replica:
+    it has a block of the batch, as a rank has in train_gpt, and a reducer averages the gradients along dp.
 
-A BLOCK
-    gpt_tensor.h has the layers, from the weights that train_gpt starts with.
-
-    Sums of products are cut as well, so that losses are those of train_gpt but for rounding; the hash in the last line is another one for another
-    --tp, and the same for any number of replicas. A checkpoint holds the global model: it is train_gpt's own, and goes on there or here, under another --tp.
-*/
+RESULTS
+    The sums inside matrix products are split over ranks, so losses equal those of train_gpt except for
+    rounding. The hash in the last line depends on --tp, but not on the number of replicas. A checkpoint
+    holds the global model. Its format is that of train_gpt, and it continues under another --tp, or in
+    train_gpt. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_tensor.h"
 #define TRAIN_PROMISE                                                                                      \
-    "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any number of " \
-    "ranks."
+    "The same --batch and --micro-batch give the losses of train_gpt, except for rounding, on any number " \
+    "of ranks."
 #include "checkpoint.h"
 #include "gpt_tensor.h"
 #include "train.h"
@@ -27,53 +27,54 @@ A BLOCK
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, TRAIN_MAX_AXIS,
-     "N ranks of a tensor group; default: as many as divide ranks and heads"},
+     "N ranks of a tensor group; default: the largest number that divides ranks and heads"},
     {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1,
-     "stream and norms are cut by tokens"},
+     "layer norms and the residual stream are sharded along the sequence"},
     {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64,
-     "N pieces in which tokens travel while others are multiplied; default 1"},
+     "N pieces in which activations are sent while others are multiplied; default 1"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
-     "FILE save there at every validation and at the end, as train_gpt does"},
+     "FILE write a checkpoint there after each validation, in the format of train_gpt"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "FILE go on from a checkpoint, train_gpt's too, with any --tp on any number of ranks"},
-    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
+     "FILE continue from a checkpoint, also of train_gpt, with any --tp and number of ranks"},
+    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_tensor",
                                     "trains a byte-level GPT on text with tensor-parallel ranks", FLAGS,
                                     (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-//== trainer ============================================================================================== >>trainer
+//== trainer ================================================================================== >>trainer
 
-/* One rank. */
+/* The state of a rank. */
 typedef struct trainer {
     run run;
-    text_buffer saved; /* rank 0: the file of --resume, its header is in saved_header */
-    checkpoint_header saved_header;
+    text_buffer saved;              /* rank 0: the file of --resume */
+    checkpoint_header saved_header; /* its header */
     ddp_mesh *mesh;
     ddp_group *tensor, *replicas; /* along tp; along dp */
-    gpt_tensor model;             /* this rank's part, which params describe */
+    gpt_tensor model;             /* this rank's shard of the layers */
     ddp_param *params;
     float **values, **grads; /* model.param_count each */
-    float **streams; /* layers + 1, (S, C): what a block reads; the one behind the last block is the head's */
-    gpt_tensor_acts *acts; /* layers */
+    float **streams;         /* (S, C) for each block: its input; the last one is the input of the head */
+    gpt_tensor_acts *acts;   /* layers */
     gpt_tensor_head_acts head;
-    float *d;              /* (S, C): the stream's gradient */
-    float *memory, *whole; /* whole: room for the largest parameter */
+    float *d_stream; /* (S, C): the gradient of a stream */
+    float *memory;   /* of values and activations */
+    float *full;     /* a full parameter: space for the largest */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     ddp_optimizer *optimizer;
-    uint64_t elements_sent; /* by layers in training steps; likewise */
-    double comm_seconds;
+    uint64_t elements_sent; /* by layers in training steps */
+    double comm_seconds;    /* waiting for the tensor group in training steps */
 } trainer;
 
-/* The largest number that divides both. */
+/* The greatest common divisor. */
 static int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
 static int tensor_ranks(const run *r, int heads) {
     return r->options->tensor ? r->options->tensor : common_divisor(r->world_size, heads);
 }
 
-/* Rank 0: everything that can be wrong with the input is found here, before training and before anything is written. */
+/* Rank 0: checks all input before training, and before any file is written. */
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
@@ -81,42 +82,44 @@ static ddp_result plan_run(trainer *t) {
     DDP_TRY(check_options(o, r->world_size));
     if (o->checkpoint) DDP_TRY(check_writable(o->checkpoint));
     if (o->resume) DDP_TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
-    heads = o->config.heads ? o->config.heads : o->resume ? t->saved_header.run.config.heads : 4;
+    heads = o->resume ? t->saved_header.run.config.heads : 4;
+    if (o->config.heads) heads = o->config.heads;
     tp = tensor_ranks(r, heads);
     better = nearest_divisor(common_divisor(r->world_size, heads), tp);
     if (r->world_size % tp)
         return ddp_fail(DDP_ERR_INVALID, "--tp %d does not divide %d ranks; use --tp %d", tp, r->world_size,
                         better);
     if (heads % tp)
-        return ddp_fail(DDP_ERR_INVALID, "--heads %d cannot be dealt out to --tp %d ranks; use --tp %d",
-                        heads, tp, better);
+        return ddp_fail(DDP_ERR_INVALID, "--heads %d is not a multiple of --tp %d; use --tp %d", heads, tp,
+                        better);
     DDP_TRY(make_plan(&r->plan, o, r->world_size / tp, o->resume ? &t->saved_header.run : NULL, &r->text));
     return gpt_tensor_check(r, tp);
 }
 
-/* First values are drawn row by row, as in the whole matrix; or they are this rank's part of it. */
-static void fill_piece(const trainer *t, int index, const float *whole, float *to) {
+/* Fills this rank's shard of a parameter: from the full parameter, or with full NULL with its initial
+   values. */
+static void fill_shard(const trainer *t, int index, const float *full, float *to) {
     size_t columns = (size_t)t->model.pieces[index].columns;
     for (int k = 0; k < t->model.pieces[index].box_count; k++) {
         const ddp_tensor_box *box = &t->model.pieces[index].box[k];
         for (int64_t i = 0; i < box->shape[0]; i++, to += columns)
-            if (whole)
-                memcpy(to, whole + gpt_box_row(box, i), columns * sizeof(float));
+            if (full)
+                memcpy(to, full + gpt_box_row(box, i), columns * sizeof(float));
             else
                 gpt_param_init(&t->model.config, (uint64_t)t->run.plan.config.seed, index,
                                gpt_box_row(box, i), (int64_t)columns, to);
     }
 }
 
-/* This rank's part of a parameter's value (k = 0), first moment (1) or second moment (2). */
-static float *checkpoint_part(const trainer *t, int k, int index) {
+/* This rank's shard of a parameter's value (k = 0), first moment (1) or second moment (2). */
+static float *checkpoint_shard(const trainer *t, int k, int index) {
     ddp_tensor moment = DDP_ZERO;
     if (k == 0) return t->values[index];
     ddp_optimizer_get_state(t->optimizer, index, k - 1, NULL, &moment);
     return (float *)moment.data;
 }
 
-/* Values and moments from rank 0's checkpoint, tensor by tensor. Collective. */
+/* Loads values and moments from rank 0's checkpoint, tensor by tensor. Collective. */
 static ddp_result load_checkpoint(trainer *t) {
     run *r = &t->run;
     const uint8_t *from = t->saved.bytes + sizeof(checkpoint_header);
@@ -125,9 +128,12 @@ static ddp_result load_checkpoint(trainer *t) {
         for (int i = 0; i < t->model.param_count; i++) {
             size_t count = (size_t)r->infos[i].count;
             if (r->infos[i].tied_to >= 0) continue;
-            if (r->rank == 0) memcpy(t->whole, from, count * sizeof(float)), from += count * sizeof(float);
-            DDP_TRY(ddp_broadcast(r->world, t->whole, count, DDP_F32, 0, NULL));
-            fill_piece(t, i, t->whole, checkpoint_part(t, k, i));
+            if (r->rank == 0) {
+                memcpy(t->full, from, count * sizeof(float));
+                from += count * sizeof(float);
+            }
+            DDP_TRY(ddp_broadcast(r->world, t->full, count, DDP_F32, 0, NULL));
+            fill_shard(t, i, t->full, checkpoint_shard(t, k, i));
         }
     ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
     free(t->saved.bytes);
@@ -135,9 +141,9 @@ static ddp_result load_checkpoint(trainer *t) {
     return DDP_OK;
 }
 
-//== memory ================================================================================================ >>memory
+//== memory ==================================================================================== >>memory
 
-/* Lays out values and activations; memory NULL only counts. */
+/* Sets the pointers to values and activations. Returns the floats needed; memory NULL only counts. */
 static size_t place(trainer *t, float *memory) {
     size_t used = 0, stream = (size_t)t->model.rows * (size_t)t->model.config.channels;
     for (int i = 0; i < t->model.param_count; i++) {
@@ -154,19 +160,22 @@ static size_t place(trainer *t, float *memory) {
             used += gpt_tensor_acts_place(&t->model, memory ? memory + used : NULL, &t->acts[l]);
     }
     used += gpt_tensor_head_acts_place(&t->model, memory ? memory + used : NULL, &t->head);
-    t->d = gpt__take(memory, &used, stream);
+    t->d_stream = gpt__take(memory, &used, stream);
     return used;
 }
 
-/* Ranks as a grid, arrays, layers, and this rank's parts of the parameters with their first values. Collective. */
+/* Creates the mesh and the layers, and initializes this rank's shards of the parameters. Collective. */
 static ddp_result build_model(trainer *t) {
     run *r = &t->run;
     gpt_config config = run_model_config(r);
     ddp_mesh_desc mesh = DDP_ZERO;
     size_t count = (size_t)gpt_param_count(&config), largest = 0, layers = (size_t)config.layers;
     DDP_TRY(run_build_arrays(r));
-    mesh.ndim = 2, mesh.names[0] = "dp", mesh.names[1] = "tp";
-    mesh.shape[1] = tensor_ranks(r, config.heads), mesh.shape[0] = r->world_size / mesh.shape[1];
+    mesh.ndim = 2;
+    mesh.names[0] = "dp";
+    mesh.names[1] = "tp";
+    mesh.shape[1] = tensor_ranks(r, config.heads);
+    mesh.shape[0] = r->world_size / mesh.shape[1];
     DDP_TRY(ddp_mesh_create(&t->mesh, r->world, &mesh));
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->tensor = ddp_mesh_group(t->mesh, "tp");
@@ -181,25 +190,26 @@ static ddp_result build_model(trainer *t) {
     for (int i = 0; i < t->model.param_count; i++)
         largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->memory = (float *)calloc(place(t, NULL) + 16, sizeof(float));
-    t->whole = (float *)calloc(largest, sizeof(float));
-    if (!t->memory || !t->whole) return run_out_of_memory();
+    t->full = (float *)calloc(largest, sizeof(float));
+    if (!t->memory || !t->full) return run_out_of_memory();
     place(t, (float *)GPT_ROUND_UP((uintptr_t)t->memory, 64));
     for (int i = 0; i < t->model.param_count; i++) {
         run_describe(r, i, &t->params[i]);
         t->params[i].value.data = t->values[i];
         t->params[i].value.shape[0] = t->model.pieces[i].rows;
         if (t->params[i].value.ndim > 1) t->params[i].value.shape[1] = t->model.pieces[i].columns;
-        if (r->infos[i].tied_to < 0 && r->plan.first_step == 0) fill_piece(t, i, NULL, t->values[i]);
+        if (r->infos[i].tied_to < 0 && r->plan.first_step == 0) fill_shard(t, i, NULL, t->values[i]);
     }
     return DDP_OK;
 }
 
-/* The last micro-batch's gradients are sent along dp while backward goes on. */
+/* Called by backward for each gradient. The last micro-batch's gradients are sent along dp while backward
+   continues. */
 static ddp_result ready(void *user, int index) {
     return ddp_accumulator_ready(((trainer *)user)->accumulator, index);
 }
 
-/* What makes replicas of the tensor groups. Collective. */
+/* Creates reducer and accumulator along dp, the optimizer, and the sampler. Collective. */
 static ddp_result build_parallel(trainer *t) {
     run *r = &t->run;
     int replicas = ddp_world_size(t->replicas);
@@ -232,9 +242,10 @@ static ddp_result build_parallel(trainer *t) {
     return run_build_sampler(r, replicas, ddp_rank(t->replicas));
 }
 
-//== forward and backward =================================================================================== >>passes
+//== forward and backward ====================================================================== >>passes
 
-/* The mean loss of the micro-batch; with_grads: the logits become their gradient. Collective over the tensor group. */
+/* *loss is the mean of the micro-batch. with_grads: replaces the logits by their gradient. Collective over
+   the tensor group. */
 static ddp_result forward(trainer *t, double *loss, int with_grads) {
     int layers = t->model.config.layers;
     DDP_TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, t->streams[0]));
@@ -243,19 +254,22 @@ static ddp_result forward(trainer *t, double *loss, int with_grads) {
     return gpt_tensor_head_forward(&t->model, t->streams[layers], t->run.targets, &t->head, loss, with_grads);
 }
 
-/* After forward with_grads: every gradient of the micro-batch. */
+/* After forward with with_grads: computes all gradients of the micro-batch. Collective over the tensor
+   group. */
 static ddp_result backward(trainer *t) {
     int layers = t->model.config.layers;
-    DDP_TRY(gpt_tensor_head_backward(&t->model, t->streams[layers], &t->head, t->d));
+    DDP_TRY(gpt_tensor_head_backward(&t->model, t->streams[layers], &t->head, t->d_stream));
     for (int l = layers - 1; l >= 0; l--)
-        DDP_TRY(gpt_tensor_block_backward(&t->model, l, t->streams[l], &t->acts[l], t->d, t->d));
-    return gpt_tensor_embed_backward(&t->model, t->run.tokens, t->d);
+        DDP_TRY(
+            gpt_tensor_block_backward(&t->model, l, t->streams[l], &t->acts[l], t->d_stream, t->d_stream));
+    return gpt_tensor_embed_backward(&t->model, t->run.tokens, t->d_stream);
 }
 
-//== training ============================================================================================ >>training
+//== training ================================================================================ >>training
 
-/* The norm over all ranks of the group, each element counted once: what is whole on every rank is the first one's. An exact sum of rows. *scale is what
-   clips it to 1. Collective over the tensor group. */
+/* *norm is that of all gradients. *scale is the factor that clips it to 1. A replicated parameter is counted
+   on the first rank of the group. The sum is exact, so it does not depend on the sharding. Collective over
+   the tensor group. */
 static ddp_result clip(const trainer *t, float *norm, float *scale) {
     const ddp_device *device = ddp_group_device(t->tensor);
     ddp_exact_sum sum;
@@ -270,12 +284,13 @@ static ddp_result clip(const trainer *t, float *norm, float *scale) {
     return DDP_OK;
 }
 
-/* The loss of a micro-batch, number `index` of the batch, counts once: the group's first rank says it. */
-static void keep_loss(trainer *t, int64_t index, double loss) {
+/* Stores the loss of micro-batch `index` of the batch, on the first rank of the group. */
+static void store_loss(trainer *t, int64_t index, double loss) {
     if (ddp_rank(t->tensor) == 0) t->run.losses[index] = loss;
 }
 
-/* One optimizer step. *loss is the global batch's, *norm that of the gradient before clipping. Collective. */
+/* One optimizer step. *loss is the mean over the global batch, *norm that of the gradients before clipping.
+   Collective. */
 static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
     run *r = &t->run;
     ddp_tp_stats stats = DDP_ZERO;
@@ -286,7 +301,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
         for (int row = 0; row < r->plan.config.micro_batch; row++)
             DDP_TRY(load_sequence(r, row, next_sequence(r)));
         DDP_TRY(forward(t, &each, 1));
-        keep_loss(t, ddp_rank(t->replicas) * r->micro_count + micro, each);
+        store_loss(t, ddp_rank(t->replicas) * r->micro_count + micro, each);
         DDP_TRY(backward(t));
         DDP_TRY(ddp_accumulator_next(t->accumulator, NULL));
     }
@@ -301,7 +316,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     return run_check_step(step, *loss, *norm);
 }
 
-/* Mean loss over the validation windows. Replicas take contiguous shares of the micro-batches, which are the same on any number of them. Collective. */
+/* Mean loss over the validation text. Each replica computes a contiguous block of the micro-batches, which
+   are the same for any number of replicas. Collective. */
 static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
     int64_t count = validation_micro_batches(&r->plan), replicas = ddp_world_size(t->replicas),
@@ -311,28 +327,33 @@ static ddp_result validate(trainer *t, double *loss) {
     for (int64_t i = first; i < first + share && i < count; i++) {
         DDP_TRY(load_validation_batch(r, i));
         DDP_TRY(forward(t, &each, 0));
-        keep_loss(t, i, each);
+        store_loss(t, i, each);
     }
     return run_mean_loss(r, count, loss);
 }
 
-/* The whole of a parameter, or of its moments, of which this rank has `from`: t->whole on every rank of the group. Collective over the tensor group. */
-static ddp_result gather(trainer *t, int index, float *from) {
+/* All-gathers a parameter or moment into t->full. from: this rank's shard. Collective over the tensor
+   group. */
+static ddp_result gather_full(trainer *t, int index, float *from) {
     const gpt_piece *p = &t->model.pieces[index];
-    float *whole = t->whole;
+    float *full = t->full;
     for (int k = 0; k < p->box_count; k++) {
         ddp_tensor in = t->params[index].value, out = in;
-        in.data = from, out.data = whole;
-        for (int d = 0; d < in.ndim; d++)
-            in.shape[d] = p->box[k].shape[d], out.shape[d] = p->box[k].global_shape[d];
-        out.shape[0] /= p->box_count; /* queries, keys, values: each is a third of its own */
+        in.data = from;
+        out.data = full;
+        for (int d = 0; d < in.ndim; d++) {
+            in.shape[d] = p->box[k].shape[d];
+            out.shape[d] = p->box[k].global_shape[d];
+        }
+        out.shape[0] /= p->box_count; /* queries, keys and values are gathered separately */
         DDP_TRY(ddp_tensor_redistribute(t->tensor, &in, p->placement, DDP_REPLICATE, &out));
-        from += ddp_tensor_count(&in), whole += ddp_tensor_count(&out);
+        from += ddp_tensor_count(&in);
+        full += ddp_tensor_count(&out);
     }
     return DDP_OK;
 }
 
-/* The first replica's ranks give their parts, rank 0 writes. Collective. */
+/* The ranks of the first replica gather each tensor; rank 0 writes it. Collective. */
 static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
     run *r = &t->run;
     checkpoint_writer w;
@@ -342,18 +363,20 @@ static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
     for (int k = 0; k < 3 && ddp_rank(t->replicas) == 0; k++)
         for (int i = 0; i < t->model.param_count && result == DDP_OK; i++) {
             if (r->infos[i].tied_to >= 0) continue;
-            result = gather(t, i, checkpoint_part(t, k, i));
+            result = gather_full(t, i, checkpoint_shard(t, k, i));
             if (r->rank == 0 && result == DDP_OK)
-                checkpoint_put(&w, t->whole, (size_t)r->infos[i].count * sizeof(float));
+                checkpoint_put(&w, t->full, (size_t)r->infos[i].count * sizeof(float));
         }
     if (r->rank == 0 && result == DDP_OK)
         result = checkpoint_end(&w, path);
-    else if (r->rank == 0)
-        fclose(w.file), unlink(w.temporary);
+    else if (r->rank == 0) {
+        fclose(w.file);
+        unlink(w.temporary);
+    }
     return result == DDP_OK || r->rank == 0 ? broadcast_result(r->world, result) : result;
 }
 
-/* The validation loss, and after training steps a checkpoint. Collective. */
+/* Computes the validation loss. After training steps, writes a checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     DDP_TRY(validate(t, loss));
@@ -363,23 +386,23 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
                : DDP_OK;
 }
 
-//== the end ================================================================================================== >>end
+//== end of the run =============================================================================== >>end
 
-/* The hash of the global weights; rank 0 keeps them. Collective. */
+/* Hashes the full weights, and stores them in r->model on rank 0. Collective. */
 static ddp_result hash_weights(trainer *t, uint64_t *hash) {
     run *r = &t->run;
     *hash = HASH_START;
     for (int i = 0; i < t->model.param_count; i++) {
         size_t size_bytes = (size_t)r->infos[i].count * sizeof(float);
         if (r->infos[i].tied_to >= 0) continue;
-        DDP_TRY(gather(t, i, t->values[i]));
-        *hash = hash_bytes(*hash, t->whole, size_bytes);
-        if (r->rank == 0) memcpy(r->model.values[i], t->whole, size_bytes);
+        DDP_TRY(gather_full(t, i, t->values[i]));
+        *hash = hash_bytes(*hash, t->full, size_bytes);
+        if (r->rank == 0) memcpy(r->model.values[i], t->full, size_bytes);
     }
     return DDP_OK;
 }
 
-/* waiting: seconds, mean over ranks. */
+/* waiting: seconds that a rank waited for its tensor group; mean over ranks. */
 static void print_table(const trainer *t, double waiting) {
     const run *r = &t->run;
     double steps = r->plan.config.steps > r->plan.first_step
@@ -394,7 +417,7 @@ static void print_table(const trainer *t, double waiting) {
            r->train_seconds > 0 ? 100 * waiting / r->train_seconds : 0);
 }
 
-/* Weights go to rank 0 for the sample; table, and what every run ends with. Collective. */
+/* Gathers the weights, prints a sample and a table, and finishes the run. Collective. */
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     double waiting = t->comm_seconds;
@@ -444,7 +467,7 @@ static void trainer_free(void *user) {
     free(t->streams);
     free(t->acts);
     free(t->memory);
-    free(t->whole);
+    free(t->full);
     free(t->saved.bytes);
 }
 

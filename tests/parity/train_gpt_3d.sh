@@ -111,8 +111,8 @@ before=$(state)
 {
     wrong "--pp 2 x --dp 2 x --tp 2 are not 4 ranks; use --dp 1" $run --ranks 4 --pp 2 --dp 2 --tp 2 text
     wrong "--pp 3 x --tp 1 does not divide 4 ranks; use --ranks 6" $run --ranks 4 --pp 3 text
-    wrong "--pp 8 x --dp 8 x --tp 8 are 512 ranks, and there are 1; start as many under mpirun, or use 64 at most" $run --pp 8 --dp 8 --tp 8 text
-    wrong "--heads 4 cannot be dealt out to --tp 3 ranks; use --tp 2" $run --tp 3 text
+    wrong "--pp 8 x --dp 8 x --tp 8 are 512 ranks, but the number of ranks is 1; start that many under mpirun, or use at most 64" $run --pp 8 --dp 8 --tp 8 text
+    wrong "--heads 4 is not a multiple of --tp 3; use --tp 2" $run --tp 3 text
     wrong "use --layers 4 or more" $run --pp 6 text
     wrong "use --context 16" $run --micro-batch 1 --context 15 --tp 2 --sequence-parallel text
     wrong "use --batch 16" $run --batch 14 --dp 4 text
@@ -123,7 +123,7 @@ before=$(state)
     wrong "it is not a folder" $run --pp 2 --checkpoint text text
     wrong "holds other files" $run --dp 2 --checkpoint other text
     wrong "No such file" --dp 2 --resume missing text
-    wrong "go on with train_gpt_fsdp" --pp 2 --dp 2 --resume fused text
+    wrong "use train_gpt_fsdp" --pp 2 --dp 2 --resume fused text
     wrong "checksum" --pp 2 --dp 2 --resume damaged text
     wrong "was trained with --layers 3, not 2" --pp 2 --layers 2 --resume here text
     wrong "use --steps 3 or more" --pp 2 --steps 2 --resume here text

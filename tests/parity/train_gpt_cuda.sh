@@ -217,9 +217,9 @@ for elsewhere in . other same; do
         (cd "$1" && RANK=1 LOCAL_RANK=1 exec timeout 60 "$2" --init "$3/random.bin" --micro-batch 1 --batch 2 $5) > rank1.out 2>&1 &
         RANK=0 LOCAL_RANK=0 timeout 60 "$2" --init "$3/random.bin" --micro-batch 1 --batch 2 $4 > rank0.out 2> rank0.err
         status=$?; wait $!; echo $((status + $?)) > status' sh $elsewhere "$program" "$work" text "$([ $elsewhere = . ] && echo missing || echo text)"
-    what='token shards of (0|200) tokens, and rank 0 of 100000200'
+    what='token shards of (0|200) tokens, but rank 0 of 100000200'
     [ $elsewhere != same ] || what='other tokens in its shards than rank 0'
-    grep -Eq "^train_gpt_cuda: rank 1 finds $what; every machine needs the same shards" rank0.err ||
+    grep -Eq "^train_gpt_cuda: rank 1 has $what; give the same shards at" rank0.err ||
         fail "rank 1 with other shards: $(cat rank0.err rank1.out)"
     [ "$(cat status) $(wc -l < rank0.err) $(wc -c < rank1.out)" = "2 1 0" ] || fail "rank 1 with other shards: status $(cat status): $(cat rank0.err rank1.out)"
     rm rank0.out rank0.err rank1.out status
@@ -299,7 +299,7 @@ before=$(state)
     before=$(state)
     wrong "in one tensor, but this run needs separate tensors; use --tp 1, or go on with train_gpt_fsdp" --resume here --tp 2 --threads-as-ranks text
     wrong "in separate tensors, but this run needs one tensor; use --tp 2 or more, or go on with train_gpt_3d" --resume cut --threads-as-ranks text
-    wrong "apart, and this run needs them in one tensor" --resume made_cut --stages 2 --threads-as-ranks text
+    wrong "in separate tensors, but this run needs one tensor" --resume made_cut --stages 2 --threads-as-ranks text
     wrong "token shard" --resume here.ckpt --threads-as-ranks tokens.bin
     DDP_TEST_GPUS=0 wrong "device 0 (the local rank) does not exist" $short text
 }

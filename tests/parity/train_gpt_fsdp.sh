@@ -105,7 +105,7 @@ for ranks in 1 2; do
     wrong "holds other files" $small --checkpoint other text
     wrong "No such file" $small --resume missing text
     wrong "not a checkpoint of train_gpt_fsdp" --ranks $ranks --resume older text
-    wrong "go on with train_gpt_3d" --ranks $ranks --resume apart text
+    wrong "use train_gpt_3d" --ranks $ranks --resume apart text
     wrong "checksum" --ranks $ranks --resume damaged text
     wrong "was trained with --layers 1, not 2" --ranks $ranks --layers 2 --resume here text
     wrong "other text" --ranks $ranks --resume here text words

@@ -82,9 +82,9 @@ before=$(state)
     wrong '--schedule cell.csv row 2 cell 3 "1X0": unknown action' $run --ranks 2 --schedule cell.csv text
     wrong "--schedule order.csv row 2 cell 1 1B0: its forward 1F0 comes later" $run --ranks 2 --schedule order.csv text
     wrong "--schedule check.csv row 2 cell 4 1W0: 1B0 of the same stage and micro-batch" $run --ranks 2 --schedule check.csv text
-    wrong "--schedule fine.csv has 2 rows, one for each rank, and there are 3 ranks; use --ranks 2" $run --ranks 3 --schedule fine.csv text
-    wrong "has 1 micro-batches, and --micro-batches is 4; leave --micro-batches out" $model --ranks 2 --micro-batches 4 --schedule fine.csv text
-    wrong "and --batch 16 is not 1 of --micro-batch 2; leave --batch out" $run --batch 16 --ranks 2 --schedule fine.csv text
+    wrong "--schedule fine.csv has 2 rows, one per rank, but the number of ranks is 3; use --ranks 2" $run --ranks 3 --schedule fine.csv text
+    wrong "has 1 micro-batches, but --micro-batches is 4; leave --micro-batches out" $model --ranks 2 --micro-batches 4 --schedule fine.csv text
+    wrong "but --batch 16 is not 1 times --micro-batch 2; leave --batch out" $run --batch 16 --ranks 2 --schedule fine.csv text
     wrong "fine.csv has 2 stages; leave --stages and --chunks out" $run --ranks 2 --stages 4 --schedule fine.csv text
     wrong "fine.csv has 2 stages; leave --stages and --chunks out" $run --ranks 2 --chunks 2 --schedule fine.csv text
     wrong "--schedule missing.csv cannot be read: No such file" $run --ranks 2 --schedule missing.csv text
@@ -97,13 +97,13 @@ before=$(state)
     wrong "delayed weights" $run --ranks 2 --schedule PipeDream text
     wrong "use --layers 6 or more" $run --ranks 4 --chunks 2 --schedule looped-BFS text
     wrong "use --batch 6" $run --ranks 2 --batch 7 text
-    wrong "--stages 5 do not lie evenly on 2 ranks; use --stages 4" $run --ranks 2 --stages 5 text
-    wrong "--stages 1 do not lie evenly on 2 ranks; use --stages 2" $run --ranks 2 --stages 1 text
-    wrong "--stages 4 on 2 ranks are not --chunks 1; leave one of them out" $run --ranks 2 --stages 4 --chunks 1 text
+    wrong "--stages 5 is not a multiple of 2 ranks; use --stages 4" $run --ranks 2 --stages 5 text
+    wrong "--stages 1 is not a multiple of 2 ranks; use --stages 2" $run --ranks 2 --stages 1 text
+    wrong "--stages 4 on 2 ranks does not agree with --chunks 1; leave one of them out" $run --ranks 2 --stages 4 --chunks 1 text
     wrong "chunk_count=2, but 1F1B has 1" $run --ranks 2 --stages 4 text
     wrong "--batch 16 does not split into --micro-batches 3; use --batch 18" $model --ranks 2 --batch 16 --micro-batches 3 text
     wrong "--micro-batches 4 of --micro-batch 2 are not --batch 16; leave one of the three out" $run --ranks 2 --batch 16 --micro-batches 4 text
-    wrong "are more than 1000000" $run --ranks 2 --micro-batches 600000 text
+    wrong "exceed the maximum of --batch, 1000000" $run --ranks 2 --micro-batches 600000 text
     for value in 0 -2 two 1.5 99999999999; do
         wrong "give an integer from 1 to" --stages "$value" text
         wrong "give an integer from 1 to" --micro-batches "$value" text

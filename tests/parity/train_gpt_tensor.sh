@@ -79,9 +79,9 @@ done
 before=$(state)
 # shellcheck disable=SC2086
 {
-    wrong "--heads 4 cannot be dealt out to --tp 3 ranks; use --tp 1" $run --ranks 3 --tp 3 text
+    wrong "--heads 4 is not a multiple of --tp 3; use --tp 1" $run --ranks 3 --tp 3 text
     wrong "--tp 3 does not divide 4 ranks; use --tp 2" $run --ranks 4 --tp 3 text
-    wrong "--heads 2 cannot be dealt out to --tp 4 ranks; use --tp 2" $run --heads 2 --ranks 4 --tp 4 text
+    wrong "--heads 2 is not a multiple of --tp 4; use --tp 2" $run --heads 2 --ranks 4 --tp 4 text
     wrong "use --context 16" $run --micro-batch 1 --context 15 --ranks 2 --tp 2 --sequence-parallel text
     wrong "use --batch 4" $run --batch 6 --ranks 4 --tp 2 text
     wrong "use --channels 16" $run --channels 15 --ranks 2 --tp 2 text
