@@ -5,9 +5,9 @@
         ./own_backend 4             4 ranks; mpirun -n 4 ./own_backend 4 takes the ranks of a launcher
 
     A backend transports bytes. ddp.h does the rest: it checks arguments, queues asynchronous calls and
-    reports errors. Collectives, the reducer, FSDP, tensors and pipelines run over any backend. To use a network of
-    your own, replace put() and get(). The control group is an ordinary group of the same ranks. It carries
-    failures, agreements and barriers.
+    reports errors. Collectives, the reducer, FSDP, tensors and pipelines run over any backend. To use a
+    network of your own, replace put() and get(). The control group is an ordinary group of the same ranks. It
+    carries failures, agreements and barriers.
 
         a collective   1 compare the call with that of the other ranks   2 put the data of each peer
                        3 barrier                                         4 get, and add in tree order
