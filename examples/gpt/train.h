@@ -54,9 +54,9 @@
 
 //== options ================================================================================== >>options
 
-/* Everything that determines the bits of a run. A checkpoint stores it, and a resumed run uses it. 0 = not
-   given, for seed -1. vocab: 0 = the text is bytes; otherwise it is token shards with this vocabulary
-   size. */
+/* Everything that determines the bits of a run. A checkpoint stores it, and a resumed run uses it. While
+   flags are read, 0 means that a flag is not given; for seed -1 does. vocab: 0 = the text is bytes; otherwise
+   the text is token shards with this vocabulary size. */
 typedef struct run_config {
     int32_t layers, heads, channels, context, batch, micro_batch, steps, lr_decay_steps, vocab;
     int64_t seed;
@@ -73,7 +73,7 @@ typedef struct run_options {
     const char *strategy, *checkpoint, *resume;
     const char **paths;
     int path_count;
-    int round_robin; /* 1 = micro-batch i belongs to rank i % world_size; 0 = each rank has a block of them */
+    int round_robin;  /* 1 = micro-batch i belongs to rank i % world_size; 0 = each rank has a block */
     int reads_tokens; /* 1 = this program accepts token shards */
     /* only for train_gpt_cuda */
     int32_t offload, memory_limit, no_graphs, profile;
@@ -111,7 +111,7 @@ struct run_program {
     {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, \
      "ranks are threads of one process"}, \
     {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, \
-     "N optimizer steps in total; default 500, or with --resume those of the checkpoint"}, \
+     "N optimizer steps in total; default 500"}, \
     {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, \
      "N sequences per step, over all ranks; default about 16"}, \
     {"--micro-batch", FLAG_INT32, FIXED, AT(config.micro_batch), 1, 1e6, \
@@ -124,10 +124,14 @@ struct run_program {
      "N embedding size, a multiple of --heads; default 128"}, \
     {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, \
     {"--lr-decay-steps", FLAG_INT32, SAVED, AT(config.lr_decay_steps), 1, 1e9, \
-     "N steps until the learning rate has decayed to a tenth of --lr, where it stays;\n" \
-     "                        default: --steps, or with --resume that of the checkpoint"}, \
+     "N steps until the learning rate has decayed to a tenth of --lr, where it stays; default: --steps"}, \
     {"--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15, \
      "N seed of the initial weights and of the data order; default 1"}
+
+/* The end of the help of --resume. */
+#define RESUMED_FLAGS \
+    ";\n" \
+    "                        flags that are not given, such as --steps and --lr-decay-steps, keep their values"
 
 #define RECOMPUTE_FLAG \
     {"--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1, \

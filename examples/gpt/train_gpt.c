@@ -33,7 +33,7 @@ static const flag FLAGS[] = {
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
      "FILE write a checkpoint there after each validation"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "FILE continue from a checkpoint, on any number of ranks"},
+     "FILE continue from a checkpoint, on any number of ranks" RESUMED_FLAGS},
     RECOMPUTE_FLAG,
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };

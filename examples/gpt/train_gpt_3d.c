@@ -49,7 +49,8 @@ static const flag FLAGS[] = {
      "layer norms and the residual stream are sharded along the sequence"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
      "DIR write a checkpoint there after each validation; DIR.1 is the previous one"},
-    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "DIR continue from a checkpoint, on any mesh"},
+    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
+     "DIR continue from a checkpoint, on any mesh" RESUMED_FLAGS},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_3d", "trains a byte-level GPT on text on a mesh of ranks",

@@ -38,7 +38,7 @@ static const flag FLAGS[] = {
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
      "DIR write a checkpoint there after each validation; DIR.1 is the previous one"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "DIR continue from a checkpoint, with any --strategy and number of ranks"},
+     "DIR continue from a checkpoint, with any --strategy and number of ranks" RESUMED_FLAGS},
     RECOMPUTE_FLAG,
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };

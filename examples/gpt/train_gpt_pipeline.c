@@ -30,8 +30,8 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
-     "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-V, DualPipeV, ..., "
-     "or the path of a CSV file"},
+     "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-V, DualPipeV,\n"
+     "                        ..., or the path of a CSV file"},
     {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536,
      "N stages over all ranks; default: one per rank, or two if the schedule needs two"},
     {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank, instead of --stages"},

@@ -35,7 +35,7 @@ static const flag FLAGS[] = {
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
      "FILE write a checkpoint there after each validation, in the format of train_gpt"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "FILE continue from a checkpoint, also of train_gpt, with any --tp and number of ranks"},
+     "FILE continue from a checkpoint, also of train_gpt, with any --tp and number of ranks" RESUMED_FLAGS},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_tensor",
