@@ -125,11 +125,17 @@ static ddp_result messages(ddp_group *world) {
     return show(world, "send and recv", &out, &previous, 1);
 }
 
-/* Ranks with even and with odd numbers form a group each. Its rank 0 then aborts it: all calls of its ranks
-   fail with one cause, and the world continues. */
+/* A library that does not get the world can create a group of the same ranks. Ranks with even and with odd
+   numbers also form a group each. Its rank 0 then aborts it: all calls of its ranks fail with one cause, and
+   the world continues. */
 static ddp_result groups(ddp_group *world) {
     int rank = ddp_rank(world), ranks = ddp_world_size(world), sum = 0, out;
-    ddp_group *half;
+    ddp_group *library, *half;
+    DDP_TRY(ddp_group_create(&library, NULL));
+    DDP_TRY(ddp_all_reduce(library, &rank, &out, 1, DDP_I32, DDP_OP_MAX, NULL));
+    DDP_TRY(show(world, "second group", &out, (int[]){ranks - 1}, 1));
+    ddp_group_destroy(library);
+
     DDP_TRY(ddp_group_split(world, rank % 2, rank, &half));
     for (int r = rank % 2; r < ranks; r += 2) sum += r;
     DDP_TRY(ddp_all_reduce(half, &rank, &out, 1, DDP_I32, DDP_OP_SUM, NULL));
