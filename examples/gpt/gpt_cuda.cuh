@@ -1,41 +1,54 @@
-/*  gpt_cuda.cuh - the GPT of gpt.h on a GPU: bf16 or f32, products by cuBLASLt, everything else by kernels of its own.
+/*  gpt_cuda.cuh - the GPT of gpt.h on a GPU, in bf16 or f32: products by cuBLASLt, all other work by own
+   kernels.
 
 USAGE
-    #define DDP_IMPLEMENTATION             in the .cu file of the program, which includes this header; everything here is static
+    #define DDP_IMPLEMENTATION             in the .cu file of the program, which includes this header
     #include "gpt_cuda.cuh"                nvcc -std=c++17 trainer.cu -lcublasLt -lnccl -lpthread -lm
 
 EXAMPLE
     gpt_cuda_desc desc = DDP_ZERO;                             // bf16
-    desc.config = config, desc.batch = 32, desc.length = 1024, desc.stream = stream;
+    desc.config = config;
+    desc.batch = 32;
+    desc.length = 1024;
+    desc.stream = stream;
     gpt_cuda *model;
-    if (gpt_cuda_create(&model, &desc) != DDP_OK) return 1;    // ddp_last_error() says why
-    for (int unit = 0; unit <= config.layers + 1; unit++) gpt_cuda_unit_forward(model, unit, 0, values[unit], batch, NULL, NULL);
-    for (int unit = config.layers + 1; unit >= 0; unit--) gpt_cuda_unit_backward(model, unit, 0, values[unit], grads[unit], batch, NULL, NULL, NULL);
+    if (gpt_cuda_create(&model, &desc) != DDP_OK) return puts(ddp_last_error());
+    for (int u = 0; u <= config.layers + 1; u++)
+        gpt_cuda_unit_forward(model, u, 0, values[u], batch, NULL, NULL);
+    for (int u = config.layers + 1; u >= 0; u--)
+        gpt_cuda_unit_backward(model, u, 0, values[u], grads[u], batch, NULL, NULL, NULL);
     gpt_cuda_loss(model, 0, sum);
     gpt_cuda_destroy(model);
 
-CONTENTS      (search for the tags)
-    >>api  >>batch  >>cut  >>memory  >>kernels-rows  >>kernels-norm  >>kernels-embed  >>kernels-loss  >>launches
-    >>products  >>units  >>graphs  >>public
+CONTENTS
+    api  batch  tensor parallelism  memory  kernels on rows  layer norm  embedding  loss  launches of kernels
+    products  units  graphs  public
 
 CONCEPTS
-    Unit        as in gpt.h: 0 is the embedding, 1 to layers are the blocks, layers + 1 is the head. A rank may have some of them.
-    Slot        the activations of one micro-batch between its forward and its backward. A pipeline has several on their way.
-    Pointers    parameters and gradients are the caller's: each call gets those of its unit. All activations are the model's own, in one piece of
-                device memory that is taken at the start; later nothing is allocated.
-    Stream      all work goes to desc.stream, and calls return at once. The device that is current at gpt_cuda_create must be current at each call.
-    Tensor cut  with a tensor group each rank has some heads and some hidden channels of every block (Shoeybi et al. 2019): qkv and fc are
-                cut by rows, the two projections by columns. Partial outputs, and partial gradients of the layer norms' outputs, are added over
-                the group. Embedding and head are whole on every rank.
-    Head        the logits of a micro-batch lie once in memory, whatever the slots, and their gradient takes their place in the pass that
-                computes the losses. Where another slot's took their place before its backward, they are computed again. A vocabulary that is
-                no multiple of 64 is filled up to one: copies of the head's matrix and of its gradient are made for the products.
+    Unit        As in gpt.h: 0 is the embedding, 1 to layers are blocks, layers + 1 is the head. A rank can
+                have a range of them.
+    Slot        Activations of one micro-batch between forward and backward. A pipeline has several in flight.
+    Memory      Parameters and gradients belong to the caller: each call gets the pointers of its unit.
+                Activations belong to the model, in one allocation of gpt_cuda_create. Later calls do not
+                allocate.
+    Stream      All work is enqueued on desc.stream, and calls do not wait. The device of gpt_cuda_create must
+                be current in each call.
+    Tensor      With a tensor group each rank has some heads and some hidden channels of every block (Shoeybi
+    parallelism et al. 2019): qkv and fc are split by rows, the two projections by columns. Partial outputs,
+                and partial gradients of the layer norms' outputs, are all-reduced. Embedding and head are
+                replicated.
+    Head        All slots share one buffer of logits. The pass that computes the losses overwrites the logits
+                with their gradient. If another slot has used the buffer before backward, they are computed
+                again. If the vocabulary is not a multiple of 64, padded copies of the head's matrix and
+                gradient are used.
 
 DETERMINISM
-    Sums have a fixed order: no floating-point atomics, and no products whose parts are added in the order in which they finish. The same
-    calls give the same bits, in every run on the same kind of GPU with the same cuBLASLt, with graphs and recomputation or without.
+    Sums have a fixed order: no floating-point atomics, and no split-K products that add in completion order.
+    The same calls give the same bits in every run on the same GPU model and cuBLASLt version, with or without
+    graphs and recomputation.
 
-    Compiles for sm_80 and sm_90; has not run on a GPU. Tests run it on the CPU, kernels thread by thread, beside gpt.h.
+    Compiles for sm_80 and sm_90; has not run on a GPU. Tests run it on the CPU, kernels thread by thread, and
+    compare it with gpt.h.
 */
 #ifndef GPT_CUDA_CUH
 #define GPT_CUDA_CUH
@@ -43,7 +56,7 @@ DETERMINISM
 #include "../../ddp_cuda.cuh"
 #if defined(__NVCC__)
 #pragma nv_diagnostic push
-#pragma nv_diag_suppress 1675 /* a pragma that only gcc knows */
+#pragma nv_diag_suppress 1675 /* a pragma of gcc */
 #endif
 #include "gpt.h"
 #if defined(__NVCC__)
@@ -54,108 +67,123 @@ DETERMINISM
 #include <cublasLt.h>
 #include <stdarg.h>
 
-//== api ================================================================================== >>api
+//== api ====================================================================================================
 
 typedef struct gpt_cuda_desc {
-    gpt_config config; /* the whole model. channels: a multiple of 8 */
-    ddp_dtype dtype;   /* of parameters, activations and gradients. 0 = DDP_BF16; DDP_F32: for checks */
-    int batch, length; /* B and T of a micro-batch */
-    int slots;         /* micro-batches whose activations are kept at the same time; 0 = 1 */
-    int first_unit, end_unit; /* units of this rank, first_unit to end_unit - 1; end_unit 0 = layers + 2 */
-    int recompute; /* 1 = of a block only its input is kept; its forward runs again before its backward */
-    int graphs; /* 1 = each unit's forward and backward, and each gpt_cuda_micro_batch, becomes a CUDA graph
-                   when it comes with the same pointers for the second time. Needs a stream other than 0; not
-                   with a tensor group */
-    ddp_group *
-        tensor; /* NULL = none; GPUs over which heads and hidden channels are cut. Every unit call is then collective */
-    int tensor_ranks; /* 0 = those of tensor, or 1. May be given without a group to gpt_cuda_check, _bytes, _flops and _param_boxes */
-    int tensor_rank;  /* read where tensor is NULL */
+    gpt_config config;        /* of the full model. channels: a multiple of 8 */
+    ddp_dtype dtype;          /* of parameters, activations and gradients. 0 = DDP_BF16; DDP_F32 for checks */
+    int batch, length;        /* B and T of a micro-batch */
+    int slots;                /* micro-batches in flight. 0 = 1 */
+    int first_unit, end_unit; /* units of this rank: first_unit to end_unit - 1. end_unit 0 = layers + 2 */
+    int recompute;            /* 1 = store only the input of each block, and repeat its forward in backward */
+    int graphs; /* 1 = capture forward and backward of each unit, and each gpt_cuda_micro_batch, as a CUDA
+                   graph in the second call with the same pointers. Needs a stream other than 0, and no tensor
+                   group */
+    ddp_group *tensor; /* GPUs of tensor parallelism; NULL = none. Unit calls are then collective */
+    int tensor_ranks; /* 0 = size of tensor, or 1. gpt_cuda_check, _bytes, _flops and _param_boxes do not need
+                          the group */
+    int tensor_rank;  /* used if tensor is NULL */
     cudaStream_t stream; /* 0 = CUDA's default stream */
-    void (*note)(void *user, const char *kernel, double flops,
-                 double bytes); /* NULL = none; called after each launch of a kernel or product, with the work
-                                   that it has to do and the bytes that it has to move at least. Not when a
-                                   graph is launched */
+    /* Profiling. NULL = none. Called after each launch of a kernel or product with its FLOPs and the minimum
+       of bytes that it moves. Not called for graph launches. */
+    void (*note)(void *user, const char *kernel, double flops, double bytes);
     void *note_user;
 } gpt_cuda_desc;
 
 typedef struct gpt_cuda gpt_cuda;
 
-/* NULL, or what is wrong, in one sentence. No GPU is asked. The text lies in memory of the calling thread until its next call. */
+/* Returns NULL for a valid desc, otherwise the error as one sentence. Needs no GPU. The text is valid until
+   the next call of this thread. */
 GPT_DEF const char *gpt_cuda_check(const gpt_cuda_desc *desc);
 
-/* Device memory that gpt_cuda_create takes, in one piece: activations, workspace, cuBLASLt's. No GPU is asked. desc passes gpt_cuda_check. */
+/* Bytes of device memory that gpt_cuda_create allocates: activations, workspaces. Needs no GPU. desc must be
+   valid. */
 GPT_DEF size_t gpt_cuda_bytes(const gpt_cuda_desc *desc);
 
-/* Floating-point operations of one micro-batch in the units of this rank, forward and backward, recomputation not counted: 6 per token and
-   element of a weight matrix (the token embedding counts once, in the head), and 6 T C per token and block for causal attention. */
+/* FLOPs of forward and backward of one micro-batch in the units of this rank, without recomputation: 6 per
+   token and element of a weight matrix (wte only in the head), and 6 T C per token and block for causal
+   attention. */
 GPT_DEF double gpt_cuda_flops(const gpt_cuda_desc *desc);
 
-/* A micro-batch on its way to the GPU, in int32, of n = B T tokens: tokens[n] targets[n], which the caller writes, then what the embedding's backward needs:
-   order[n] (positions, sorted by token), begin[n + 1] (where in it each distinct token's begin), how many distinct tokens, filled up to a multiple of 4. */
+/* Size of a micro-batch of n tokens in int32, as it is copied to the GPU:
+       tokens[n]  targets[n]  order[n]  begin[n + 1]  count, repeated up to a multiple of 4
+   order: positions sorted by token. begin: start of each distinct token in order. count: distinct tokens. */
 GPT_DEF size_t gpt_cuda_batch_ints(int tokens);
-/* Fills in the rest from tokens. Host memory, any thread. -1 when a token or target is not in [0, vocab): then nothing is written. */
+
+/* Computes order, begin and count, for the backward of the embedding. Host memory, any thread.
+   Returns -1 if a token or target is not in [0, vocab); then nothing is written. */
 GPT_DEF int gpt_cuda_batch_sort(int32_t *batch, int tokens, int vocab);
 
-/* What this rank has of parameter `index` of gpt_param_info: rows and columns of the whole; of a vector, rows are its elements and columns is 1. Returns how
-   many boxes there are: 3 for qkv weight and bias under a tensor cut (queries, keys, values), otherwise 1; 0 for no such parameter. */
+/* The part of a parameter on this rank, in rows and columns of the full parameter. A vector has one
+   column. */
 typedef struct gpt_cuda_box {
     int64_t row, rows, column, columns;
 } gpt_cuda_box;
+
+/* Sets the boxes of parameter `index` of gpt_param_info and returns their number: 3 for weight and bias of
+   qkv under tensor parallelism (queries, keys, values), otherwise 1. 0 for an invalid index. */
 GPT_DEF int gpt_cuda_param_boxes(const gpt_cuda_desc *desc, int index, gpt_cuda_box box[3]);
 
+/* Allocates the model's memory on the current device. *out is NULL on failure. Free it with gpt_cuda_destroy.
+   Errors: DDP_ERR_INVALID (gpt_cuda_check), DDP_ERR_NO_MEMORY, DDP_ERR_ENGINE. */
 GPT_DEF ddp_result gpt_cuda_create(gpt_cuda **out, const gpt_cuda_desc *desc);
-GPT_DEF void gpt_cuda_destroy(gpt_cuda *model); /* waits for the stream; NULL is fine */
 
-/* Forward of a unit. values: pointers to the unit's parameters in the order of gpt_param_info, three for each: values[3 * i + k] is box k of the i-th
-   parameter of this unit (embedding: wte, wpe; block: GPT_LN1_WEIGHT...; head: ln_f.weight, ln_f.bias, head.weight). Where k > 0 is NULL, box k lies right
-   behind box k - 1. Device memory of desc.dtype, row-major, aligned to 16 bytes; the table itself is read before the call returns.
-   batch: device memory, read by embedding and head. in, out: (B T, C), different memory; NULL = the model's own, gpt_cuda_stream_of(model, unit, slot), and
-   that of the unit behind. Embedding: in is not used. Head: out is not used; the losses and what backward needs are kept. */
+/* Waits for the stream. NULL is ignored. */
+GPT_DEF void gpt_cuda_destroy(gpt_cuda *model);
+
+/* Forward of a unit. Asynchronous.
+   values   Pointers to the unit's parameters in the order of gpt_param_info, three per parameter:
+            values[3 * i + k] is box k of parameter i of this unit (embedding: wte, wpe; block:
+            GPT_LN1_WEIGHT...; head: ln_f.weight, ln_f.bias, head.weight). If it is NULL for k > 0, box k
+            follows box k - 1 in memory. Device memory of desc.dtype, row-major, aligned to 16 bytes. The
+            table is read before the call returns.
+   batch    Device memory, used by embedding and head.
+   in, out  (B T, C), not the same memory. NULL = gpt_cuda_stream_of(model, unit, slot), and that of the next
+            unit. The embedding has no in. The head has no out: it stores the losses. */
 GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *model, int unit, int slot, void *const *values,
                                          const int32_t *batch, const void *in, void *out);
 
-/* Backward of a unit for the mean of the B T losses, after its forward in the same slot with the same values, batch and in. grads: like values; overwritten.
-   d_out: gradient of its output, d_in: of its input, (B T, C), may be the same memory; NULL = gpt_cuda_d_stream_of(model). Head: d_out is not used;
-   embedding: d_in is not. */
+/* Backward of a unit for the mean of the B T losses, after its forward in the same slot with the same values,
+   batch and in. Overwrites grads, a table like values. d_out, d_in: gradients of output and input, (B T, C),
+   may be the same memory; NULL = gpt_cuda_d_stream_of(model). The head has no d_out, the embedding no d_in.
+   Asynchronous. */
 GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *model, int unit, int slot, void *const *values,
                                           void *const *grads, const int32_t *batch, const void *in,
                                           const void *d_out, void *d_in);
 
-/* Forward and backward of all units, with memory of the model's own between them: as gpt_cuda_unit_forward of each, first to last, then
-   gpt_cuda_unit_backward of each, last to first. values[u] and grads[u]: tables of unit u, as there. With graphs it is one graph: the losses stay on the
-   device, and gpt_cuda_loss adds them up. The rank has all units. */
+/* Calls gpt_cuda_unit_forward of all units, first to last, then gpt_cuda_unit_backward, last to first, with
+   the model's own memory between units. values[u], grads[u]: tables of unit u. With graphs it is one graph.
+   The rank must have all units. gpt_cuda_loss returns the loss. */
 GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *model, int slot, void *const *const *values,
                                         void *const *const *grads, const int32_t *batch);
 
-/* *sum (device memory, or pinned memory of the host, 8 bytes aligned) becomes the sum of the B T losses of the slot's last head forward, added in f64 in a
-   fixed order. Asynchronous. */
+/* *sum = sum of the B T losses of the slot's last head forward, in f64 and in a fixed order. sum: device
+   memory or pinned host memory, aligned to 8 bytes. Asynchronous. */
 GPT_DEF ddp_result gpt_cuda_loss(gpt_cuda *model, int slot, double *sum);
 
-/* logits (device memory, vocab, f32) of position `position` of sequence 0, from the head's own input in the slot: to sample text after forwards of the
-   units before the head. values: the head's. */
+/* Logits (device memory, vocab floats) of position `position` of sequence 0, to sample text after the forward
+   of the units before the head. values: table of the head. Asynchronous. */
 GPT_DEF ddp_result gpt_cuda_logits(gpt_cuda *model, int slot, void *const *values, int position,
                                    float *logits);
 
-/* The model's own memory for the input of a unit, (B T, C) in desc.dtype: units 1 to layers + 1 of this rank, and of the unit behind its last one. NULL: there
-   is none. Valid from its writer's forward to its own backward. */
+/* The model's buffer for the input of a unit, (B T, C) in desc.dtype: units 1 to layers + 1 of this rank, and
+   the unit after its last one. NULL for other units. Valid from the forward that writes it to the backward of
+   the unit. */
 GPT_DEF void *gpt_cuda_stream_of(gpt_cuda *model, int unit, int slot);
-/* The model's own memory for the gradient of the residual stream, (B T, C), used by all units and slots in turn. */
+
+/* The model's buffer for the gradient of the residual stream, (B T, C), shared by all units and slots. */
 GPT_DEF void *gpt_cuda_d_stream_of(gpt_cuda *model);
 
-#define GPT_CUDA__TRY(call)                                    \
-    do {                                                       \
-        ddp_result gpt_cuda__tried = (call);                   \
-        if (gpt_cuda__tried != DDP_OK) return gpt_cuda__tried; \
-    } while (0)
-#define GPT_CUDA__ALIGN 16 /* bytes; of every matrix and vector */
+#define GPT_CUDA__ALIGN 16 /* bytes, of every matrix and vector */
 #define GPT_CUDA__CHANNELS \
-    12288 /* at most: the backward of a norm keeps two sums per channel in shared memory */
+    12288 /* maximum: backward of layer norm has two sums per channel in shared memory */
 
-//== batch ============================================================================== >>batch
+//== batch ==================================================================================================
 
 GPT_DEF size_t gpt_cuda_batch_ints(int tokens) { return ((size_t)tokens * 4 + 2 + 3) / 4 * 4; }
 
-/* order sorted by token, positions of one token ascending: a radix sort with 8 bits at a time (Knuth, volume 3, 5.2.5), `spare` being as long as order. */
+/* Stable radix sort of the positions by token, with 8 bits per pass (Knuth, volume 3, 5.2.5). spare: as long
+   as order. */
 static inline void gpt_cuda__sort(const int32_t *token, int32_t *order, int32_t *spare, int n, int vocab) {
     for (int i = 0; i < n; i++) order[i] = i;
     for (int shift = 0; shift < 31 && (vocab - 1) >> shift > 0; shift += 8) {
@@ -179,21 +207,24 @@ GPT_DEF int gpt_cuda_batch_sort(int32_t *batch, int tokens, int vocab) {
     return 0;
 }
 
-//== cut ================================================================================== >>cut
+//== tensor parallelism =====================================================================================
 
-/* desc with its defaults filled in. */
+/* Returns desc with defaults resolved. */
 static inline gpt_cuda_desc gpt_cuda__resolve(const gpt_cuda_desc *desc) {
     gpt_cuda_desc d = *desc;
     if (d.dtype == DDP_DTYPE_DEFAULT) d.dtype = DDP_BF16;
     if (d.slots == 0) d.slots = 1;
     if (d.end_unit == 0) d.end_unit = d.config.layers + 2;
-    if (d.tensor) d.tensor_ranks = ddp_world_size(d.tensor), d.tensor_rank = ddp_rank(d.tensor);
+    if (d.tensor) {
+        d.tensor_ranks = ddp_world_size(d.tensor);
+        d.tensor_rank = ddp_rank(d.tensor);
+    }
     if (d.tensor_ranks == 0) d.tensor_ranks = 1;
     return d;
 }
 
-static inline const char *gpt_cuda__wrong(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static inline const char *gpt_cuda__wrong(const char *format, ...) {
+static inline const char *gpt_cuda__message(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static inline const char *gpt_cuda__message(const char *format, ...) {
     static thread_local char text[256];
     va_list args;
     va_start(args, format);
@@ -205,9 +236,12 @@ static inline const char *gpt_cuda__wrong(const char *format, ...) {
 /* Attention over the heads of this rank. */
 static inline gpt_cuda_attention gpt_cuda__attention_of(const gpt_cuda_desc *d) {
     gpt_cuda_attention it = DDP_ZERO;
-    it.batch = d->batch, it.length = d->length, it.heads = d->config.heads / d->tensor_ranks,
+    it.batch = d->batch;
+    it.length = d->length;
+    it.heads = d->config.heads / d->tensor_ranks;
     it.head_size = d->config.channels / d->config.heads;
-    it.dtype = d->dtype, it.stream = d->stream;
+    it.dtype = d->dtype;
+    it.stream = d->stream;
     return it;
 }
 
@@ -220,44 +254,44 @@ GPT_DEF const char *gpt_cuda_check(const gpt_cuda_desc *desc) {
     d = gpt_cuda__resolve(desc);
     c = &d.config;
     wrong = gpt_config_check(c);
-    if (wrong) return gpt_cuda__wrong("config: %s", wrong);
+    if (wrong) return gpt_cuda__message("config: %s", wrong);
     if (d.dtype != DDP_BF16 && d.dtype != DDP_F32)
-        return gpt_cuda__wrong("dtype is %s; the model is bf16 or f32", ddp_dtype_name(d.dtype));
+        return gpt_cuda__message("dtype is %s; the model is bf16 or f32", ddp_dtype_name(d.dtype));
     if (c->channels % 8 || c->channels > GPT_CUDA__CHANNELS)
-        return gpt_cuda__wrong(
+        return gpt_cuda__message(
             "%d channels are not a multiple of 8 up to %d; the kernels read 16 bytes at a time", c->channels,
             GPT_CUDA__CHANNELS);
     if (d.tensor && desc->tensor_ranks && desc->tensor_ranks != d.tensor_ranks)
-        return gpt_cuda__wrong("tensor_ranks is %d, but the tensor group has %d ranks; leave it 0",
-                               desc->tensor_ranks, d.tensor_ranks);
+        return gpt_cuda__message("tensor_ranks is %d, but the tensor group has %d ranks; leave it 0",
+                                 desc->tensor_ranks, d.tensor_ranks);
     if (d.tensor_ranks < 1 || d.tensor_rank < 0 || d.tensor_rank >= d.tensor_ranks)
-        return gpt_cuda__wrong("tensor_rank is %d of %d; ranks are numbered from 0", d.tensor_rank,
-                               d.tensor_ranks);
+        return gpt_cuda__message("tensor_rank is %d of %d; ranks are numbered from 0", d.tensor_rank,
+                                 d.tensor_ranks);
     if (c->heads % d.tensor_ranks)
-        return gpt_cuda__wrong("%d tensor ranks do not divide %d heads; each rank has whole heads",
-                               d.tensor_ranks, c->heads);
+        return gpt_cuda__message("%d tensor ranks do not divide %d heads; each rank has whole heads",
+                                 d.tensor_ranks, c->heads);
     if (c->channels / d.tensor_ranks % 8)
-        return gpt_cuda__wrong("%d channels over %d tensor ranks are %d each; that must be a multiple of 8",
-                               c->channels, d.tensor_ranks, c->channels / d.tensor_ranks);
+        return gpt_cuda__message("%d channels over %d tensor ranks are %d each; that must be a multiple of 8",
+                                 c->channels, d.tensor_ranks, c->channels / d.tensor_ranks);
     if (d.batch < 1 || d.length < 1)
-        return gpt_cuda__wrong("batch %d and length %d must be at least 1", d.batch, d.length);
+        return gpt_cuda__message("batch %d and length %d must be at least 1", d.batch, d.length);
     if (d.length > c->context)
-        return gpt_cuda__wrong("length %d is more than the context of %d positions", d.length, c->context);
+        return gpt_cuda__message("length %d is more than the context of %d positions", d.length, c->context);
     if ((int64_t)d.batch * d.length > (1 << 26))
-        return gpt_cuda__wrong(
+        return gpt_cuda__message(
             "batch %d times length %d is more than %d tokens; use more, smaller micro-batches", d.batch,
             d.length, 1 << 26);
     if (d.slots < 1 || d.slots > 4096)
-        return gpt_cuda__wrong("slots is %d; 1 to 4096 micro-batches can be kept", d.slots);
+        return gpt_cuda__message("slots is %d; 1 to 4096 micro-batches can be kept", d.slots);
     if (d.first_unit < 0 || d.first_unit >= d.end_unit || d.end_unit > c->layers + 2)
-        return gpt_cuda__wrong("units %d to %d are not part of the model's, 0 to %d", d.first_unit,
-                               d.end_unit - 1, c->layers + 1);
+        return gpt_cuda__message("units %d to %d are not part of the model's, 0 to %d", d.first_unit,
+                                 d.end_unit - 1, c->layers + 1);
     if (d.graphs && d.tensor_ranks > 1)
         return "graphs is set with a tensor group; its collectives are not captured, so leave one of them "
                "out";
     attention = gpt_cuda__attention_of(&d);
     wrong = c->layers > 0 ? gpt_cuda_attention_check(&attention) : NULL;
-    return wrong ? gpt_cuda__wrong("attention: %s", wrong) : NULL;
+    return wrong ? gpt_cuda__message("attention: %s", wrong) : NULL;
 }
 
 GPT_DEF int gpt_cuda_param_boxes(const gpt_cuda_desc *desc, int index, gpt_cuda_box box[3]) {
@@ -267,17 +301,21 @@ GPT_DEF int gpt_cuda_param_boxes(const gpt_cuda_desc *desc, int index, gpt_cuda_
     gpt_param p;
     memset(box, 0, 3 * sizeof *box);
     if (gpt_param_info(&d.config, index, &p) != 0) return 0;
-    box[0].rows = p.shape[0], box[0].columns = p.shape[1];
+    box[0].rows = p.shape[0];
+    box[0].columns = p.shape[1];
     if (p.unit < 1 || p.unit > d.config.layers || ranks == 1) return 1;
     if (kind == GPT_QKV_WEIGHT || kind == GPT_QKV_BIAS) count = 3;
     if (count == 3 || kind == GPT_FC_WEIGHT || kind == GPT_FC_BIAS)
         for (int k = 0; k < count; k++) {
             int64_t rows = p.shape[0] / count;
-            box[k].row = rows * k + rows / ranks * rank, box[k].rows = rows / ranks;
+            box[k].row = rows * k + rows / ranks * rank;
+            box[k].rows = rows / ranks;
             box[k].columns = p.shape[1];
         }
-    if (kind == GPT_ATTN_WEIGHT || kind == GPT_MLP_WEIGHT)
-        box[0].columns = p.shape[1] / ranks, box[0].column = box[0].columns * rank;
+    if (kind == GPT_ATTN_WEIGHT || kind == GPT_MLP_WEIGHT) {
+        box[0].columns = p.shape[1] / ranks;
+        box[0].column = box[0].columns * rank;
+    }
     return count;
 }
 
@@ -292,16 +330,17 @@ GPT_DEF double gpt_cuda_flops(const gpt_cuda_desc *desc) {
     return tokens * flops;
 }
 
-//== memory ============================================================================== >>memory
+//== memory =================================================================================================
 
-enum { GPT_CUDA__NORM_BLOCKS = 528, GPT_CUDA__SUM_BLOCKS = 64 }; /* that leave partial sums over rows */
-#define GPT_CUDA__LT_BYTES ((size_t)32 << 20) /* of workspace, as NVIDIA asks for on its largest devices */
 enum {
-    GPT_CUDA__WAYS = 128,
-    GPT_CUDA__GRAPHS = 4
-}; /* of products; graphs of one unit, direction and slot, and of micro-batches */
+    GPT_CUDA__NORM_BLOCKS = 528, /* blocks with partial sums over rows, in layer norm */
+    GPT_CUDA__SUM_BLOCKS = 64,   /* and elsewhere */
+    GPT_CUDA__ALGOS = 128,       /* cached cuBLASLt algorithms */
+    GPT_CUDA__GRAPHS = 4         /* graphs per unit, direction and slot, and of micro-batches */
+};
+#define GPT_CUDA__LT_BYTES ((size_t)32 << 20) /* cuBLASLt's workspace, as NVIDIA recommends for Hopper */
 
-/* What a block's forward keeps for its backward. L = C / tensor ranks. */
+/* Activations of a block for its backward. L = C / tensor ranks. */
 typedef struct gpt_cuda__acts {
     char *ln1, *qkv, *attention;          /* (B, T, C) (B, T, 3L) (B, T, L) */
     char *middle, *ln2, *fc, *gelu;       /* (B, T, C) (B, T, C) (B, T, 4L) (B, T, 4L) */
@@ -310,25 +349,27 @@ typedef struct gpt_cuda__acts {
 } gpt_cuda__acts;
 
 typedef struct gpt_cuda__head {
-    char *ln;
-    float *mean, *rstd, *losses;
-} gpt_cuda__head; /* (B, T, C) (B, T) (B, T) (B, T) */
+    char *ln;                    /* (B, T, C) */
+    float *mean, *rstd, *losses; /* (B, T) */
+} gpt_cuda__head;
 
-typedef struct gpt_cuda__way {
+/* An entry of the cache of cuBLASLt algorithms. */
+typedef struct gpt_cuda__algo {
     int64_t key[8];
-    int state;
+    int state; /* 0 empty, 1 algo is valid, 2 not supported */
     cublasLtMatmulAlgo_t algo;
-} gpt_cuda__way; /* state: 0 none, 1 a way, 2 not supported */
+} gpt_cuda__algo;
 
-/* Work of a unit, or of a whole micro-batch, with these pointers: seen once, or a graph. */
 enum {
-    GPT_CUDA__TABLES = 6 * GPT_BLOCK_PARAMS,
-    GPT_CUDA__KEY = GPT_CUDA__TABLES + 6
-}; /* pointers: values and gradients of a unit; of a unit's call */
+    GPT_CUDA__TABLES = 6 * GPT_BLOCK_PARAMS, /* pointers to values and gradients of a unit */
+    GPT_CUDA__KEY = GPT_CUDA__TABLES + 6     /* pointers of a unit's call */
+};
+
+/* A CUDA graph of a unit or of a micro-batch. The key has all pointers of the call. */
 typedef struct gpt_cuda__graph {
     const void **key;
-    int seen;
-    uint64_t used;
+    int seen;      /* the work has run once with this key */
+    uint64_t used; /* clock of the last use */
     cudaGraphExec_t exec;
 } gpt_cuda__graph;
 
@@ -336,33 +377,33 @@ struct gpt_cuda {
     gpt_cuda_desc desc;      /* resolved */
     int f32, rows, L, heads; /* rows = B T; L channels and heads of this rank */
     size_t size, bytes;      /* of an element; of memory */
-    int64_t padded;          /* V up to a multiple of 64: columns of logits in memory */
+    int64_t padded;          /* V rounded up to a multiple of 64: columns of logits */
     char *memory;
-    int block_sets;           /* of activations: per slot and block, or one with recompute */
+    int block_sets;           /* sets of activations: one per slot and block, or one with recompute */
     gpt_cuda__acts *blocks;   /* [slot][block of this rank] */
     gpt_cuda__head *heads_of; /* [slot] */
     char **stream;            /* [slot][unit - first + 1]: inputs; last: output of the last unit */
     char *d_stream, *d_middle, *d_norm, *d_wide; /* (B, T, C) three times, (B, T, 4L) */
     char *logits;                                /* (B, T, padded), then their gradient */
     char *head,
-        *d_head; /* (padded, C): the head's matrix and its gradient, where V is not padded already; otherwise NULL */
-    float *
-        partial; /* sums over some of the rows: GPT_CUDA__NORM_BLOCKS of 2 C, or GPT_CUDA__SUM_BLOCKS of up to 4 C */
-    char *attention;          /* what attention wants for itself */
-    char *workspace;          /* cuBLASLt's */
-    int held_unit, held_slot; /* recompute: whose activations lie there; -1 = nobody's */
-    int logits_slot;          /* whose logits do */
-    int capturing, whole; /* whole: units that are called are part of a micro-batch, whose graph they make */
+        *d_head;     /* (padded, C): padded copies of the head's matrix and gradient; NULL if V == padded */
+    float *partial;  /* partial sums: GPT_CUDA__NORM_BLOCKS of 2 C, or GPT_CUDA__SUM_BLOCKS of up to 4 C */
+    char *attention; /* workspace of attention */
+    char *workspace; /* of cuBLASLt */
+    int stored_unit, stored_slot; /* recompute: unit and slot of the stored activations; -1 = none */
+    int logits_slot;              /* slot of the stored logits; -1 = none */
+    int capturing;
+    int in_micro_batch; /* units are called by gpt_cuda_micro_batch, which makes one graph of them */
     cublasLtHandle_t lt;
-    gpt_cuda__way ways[GPT_CUDA__WAYS];
-    int next_way;
-    gpt_cuda__graph *
-        graphs; /* [unit - first][direction][slot][GPT_CUDA__GRAPHS], then GPT_CUDA__GRAPHS of micro-batches */
-    const void **keys, **key; /* of graphs; of the micro-batch under way */
-    uint64_t clock;           /* of their use */
+    gpt_cuda__algo algos[GPT_CUDA__ALGOS];
+    int next_algo;
+    /* [unit - first][direction][slot][GPT_CUDA__GRAPHS], followed by GPT_CUDA__GRAPHS of micro-batches */
+    gpt_cuda__graph *graphs;
+    const void **keys, **key; /* keys of all graphs; key of the current micro-batch */
+    uint64_t clock;           /* counts uses of graphs */
 };
 
-static inline char *gpt_cuda__take(char *memory, size_t *used, size_t bytes) {
+static inline char *gpt_cuda__alloc(char *memory, size_t *used, size_t bytes) {
     char *at = memory ? memory + *used : NULL;
     *used += (bytes + 255) / 256 * 256;
     return at;
@@ -371,51 +412,51 @@ static inline char *gpt_cuda__take(char *memory, size_t *used, size_t bytes) {
 static inline void gpt_cuda__place_block(const gpt_cuda *m, char *memory, size_t *used, gpt_cuda__acts *a) {
     size_t rows = (size_t)m->rows, C = (size_t)m->desc.config.channels * m->size, L = (size_t)m->L * m->size,
            column = rows * sizeof(float);
-    a->ln1 = gpt_cuda__take(memory, used, rows * C);
-    a->qkv = gpt_cuda__take(memory, used, rows * 3 * L);
-    a->attention = gpt_cuda__take(memory, used, rows * L);
-    a->middle = gpt_cuda__take(memory, used, rows * C);
-    a->ln2 = gpt_cuda__take(memory, used, rows * C);
-    a->fc = gpt_cuda__take(memory, used, rows * 4 * L);
-    a->gelu = gpt_cuda__take(memory, used, rows * 4 * L);
-    a->mean1 = (float *)gpt_cuda__take(memory, used, column);
-    a->rstd1 = (float *)gpt_cuda__take(memory, used, column);
-    a->mean2 = (float *)gpt_cuda__take(memory, used, column);
-    a->rstd2 = (float *)gpt_cuda__take(memory, used, column);
-    a->lse = (float *)gpt_cuda__take(memory, used, column * (size_t)m->heads);
+    a->ln1 = gpt_cuda__alloc(memory, used, rows * C);
+    a->qkv = gpt_cuda__alloc(memory, used, rows * 3 * L);
+    a->attention = gpt_cuda__alloc(memory, used, rows * L);
+    a->middle = gpt_cuda__alloc(memory, used, rows * C);
+    a->ln2 = gpt_cuda__alloc(memory, used, rows * C);
+    a->fc = gpt_cuda__alloc(memory, used, rows * 4 * L);
+    a->gelu = gpt_cuda__alloc(memory, used, rows * 4 * L);
+    a->mean1 = (float *)gpt_cuda__alloc(memory, used, column);
+    a->rstd1 = (float *)gpt_cuda__alloc(memory, used, column);
+    a->mean2 = (float *)gpt_cuda__alloc(memory, used, column);
+    a->rstd2 = (float *)gpt_cuda__alloc(memory, used, column);
+    a->lse = (float *)gpt_cuda__alloc(memory, used, column * (size_t)m->heads);
 }
 
-/* What units share, one after the other. */
+/* Allocates the buffers that all units share. */
 static inline void gpt_cuda__place_shared(gpt_cuda *m, char *memory, size_t *used) {
     size_t rows = (size_t)m->rows, C = (size_t)m->desc.config.channels, L = (size_t)m->L;
     int layers = m->desc.config.layers, has_head = m->desc.end_unit == layers + 2;
     int has_block = m->desc.first_unit <= layers && m->desc.end_unit > 1 && layers > 0;
     gpt_cuda_attention attention = gpt_cuda__attention_of(&m->desc);
-    m->d_stream = gpt_cuda__take(memory, used, rows * C * m->size);
+    m->d_stream = gpt_cuda__alloc(memory, used, rows * C * m->size);
     if (!has_block && !has_head) return;
-    m->d_norm = gpt_cuda__take(memory, used, rows * C * m->size);
-    m->partial = (float *)gpt_cuda__take(memory, used, 2 * C * GPT_CUDA__NORM_BLOCKS * sizeof(float));
-    m->workspace = gpt_cuda__take(memory, used, GPT_CUDA__LT_BYTES);
-    if (has_head) m->logits = gpt_cuda__take(memory, used, rows * (size_t)m->padded * m->size);
+    m->d_norm = gpt_cuda__alloc(memory, used, rows * C * m->size);
+    m->partial = (float *)gpt_cuda__alloc(memory, used, 2 * C * GPT_CUDA__NORM_BLOCKS * sizeof(float));
+    m->workspace = gpt_cuda__alloc(memory, used, GPT_CUDA__LT_BYTES);
+    if (has_head) m->logits = gpt_cuda__alloc(memory, used, rows * (size_t)m->padded * m->size);
     if (has_head && m->padded != m->desc.config.vocab) {
-        m->head = gpt_cuda__take(memory, used, (size_t)m->padded * C * m->size);
-        m->d_head = gpt_cuda__take(memory, used, (size_t)m->padded * C * m->size);
+        m->head = gpt_cuda__alloc(memory, used, (size_t)m->padded * C * m->size);
+        m->d_head = gpt_cuda__alloc(memory, used, (size_t)m->padded * C * m->size);
     }
     if (!has_block) return;
-    m->d_middle = gpt_cuda__take(memory, used, rows * C * m->size);
-    m->d_wide = gpt_cuda__take(memory, used, rows * 4 * L * m->size);
-    m->attention = gpt_cuda__take(memory, used, gpt_cuda_attention_workspace(&attention));
+    m->d_middle = gpt_cuda__alloc(memory, used, rows * C * m->size);
+    m->d_wide = gpt_cuda__alloc(memory, used, rows * 4 * L * m->size);
+    m->attention = gpt_cuda__alloc(memory, used, gpt_cuda_attention_workspace(&attention));
 }
 
-/* Lays out all device memory; memory NULL only counts, and needs no lists. */
-static inline size_t gpt_cuda__lay_out(gpt_cuda *m, char *memory) {
+/* Assigns all device memory and returns its size. memory NULL: only computes the size. */
+static inline size_t gpt_cuda__layout(gpt_cuda *m, char *memory) {
     const gpt_cuda_desc *d = &m->desc;
     size_t used = 0, rows = (size_t)m->rows, C = (size_t)d->config.channels * m->size;
     int layers = d->config.layers, first = d->first_unit > 1 ? d->first_unit : 1,
         last = d->end_unit <= layers ? d->end_unit : layers + 1;
     for (int slot = 0; slot < d->slots; slot++) {
         for (int unit = first; unit <= last; unit++) {
-            char *at = gpt_cuda__take(memory, &used, rows * C);
+            char *at = gpt_cuda__alloc(memory, &used, rows * C);
             if (m->stream) m->stream[slot * (d->end_unit - d->first_unit + 1) + unit - d->first_unit] = at;
         }
         for (int unit = first; unit <= layers && unit < d->end_unit; unit++) {
@@ -427,10 +468,10 @@ static inline size_t gpt_cuda__lay_out(gpt_cuda *m, char *memory) {
         }
         if (d->end_unit == layers + 2) {
             gpt_cuda__head head;
-            head.ln = gpt_cuda__take(memory, &used, rows * C);
-            head.mean = (float *)gpt_cuda__take(memory, &used, rows * sizeof(float));
-            head.rstd = (float *)gpt_cuda__take(memory, &used, rows * sizeof(float));
-            head.losses = (float *)gpt_cuda__take(memory, &used, rows * sizeof(float));
+            head.ln = gpt_cuda__alloc(memory, &used, rows * C);
+            head.mean = (float *)gpt_cuda__alloc(memory, &used, rows * sizeof(float));
+            head.rstd = (float *)gpt_cuda__alloc(memory, &used, rows * sizeof(float));
+            head.losses = (float *)gpt_cuda__alloc(memory, &used, rows * sizeof(float));
             if (m->heads_of) m->heads_of[slot] = head;
         }
     }
@@ -438,7 +479,7 @@ static inline size_t gpt_cuda__lay_out(gpt_cuda *m, char *memory) {
     return used;
 }
 
-/* The sizes of a model; without any memory. */
+/* Sets the sizes of a model, without memory. */
 static inline void gpt_cuda__shape(gpt_cuda *m, const gpt_cuda_desc *desc) {
     memset(m, 0, sizeof *m);
     m->desc = gpt_cuda__resolve(desc);
@@ -448,31 +489,33 @@ static inline void gpt_cuda__shape(gpt_cuda *m, const gpt_cuda_desc *desc) {
     m->L = m->desc.config.channels / m->desc.tensor_ranks;
     m->heads = m->desc.config.heads / m->desc.tensor_ranks;
     m->padded = ((int64_t)m->desc.config.vocab + 63) / 64 * 64;
-    m->held_unit = m->held_slot = m->logits_slot = -1;
+    m->stored_unit = -1;
+    m->stored_slot = -1;
+    m->logits_slot = -1;
 }
 
 GPT_DEF size_t gpt_cuda_bytes(const gpt_cuda_desc *desc) {
     gpt_cuda m;
     gpt_cuda__shape(&m, desc);
-    return gpt_cuda__lay_out(&m, NULL);
+    return gpt_cuda__layout(&m, NULL);
 }
 
-//== kernels on rows ============================================================== >>kernels-rows
-/* Rows are read and written in packs of 16 bytes, so their length is a multiple of 8 (bf16) or 4 (f32) elements. */
+//== kernels on rows ========================================================================================
+/* Rows are accessed in packs of 16 bytes, so their length is a multiple of 8 (bf16) or 4 (f32) elements. */
 
 #if defined(GPT_CUDA_ON_CPU)
 #define GPT_CUDA__THREADS(...)
-#define GPT_CUDA__UNDER_WAY /* before a loop that loads: four turns' loads at a time */
+#define GPT_CUDA__IN_FLIGHT /* unrolls a loop, so that the loads of four iterations are in flight */
 #else
 #define GPT_CUDA__THREADS(...) \
-    __launch_bounds__(__VA_ARGS__) /* threads of a block, and blocks that a multiprocessor has room for */
-#define GPT_CUDA__UNDER_WAY _Pragma("unroll 4")
+    __launch_bounds__(__VA_ARGS__) /* threads per block, blocks per multiprocessor */
+#define GPT_CUDA__IN_FLIGHT _Pragma("unroll 4")
 #endif
 #define GPT_CUDA__LOG2E 1.44269504f
 
 template <class T> struct alignas(16) gpt_cuda__vector { T v[16 / sizeof(T)]; };
 
-/* out = x + bias + residual, row by row; bias (columns) and residual may be NULL. A block per row. */
+/* out = x + bias + residual. bias (columns) and residual may be NULL. One block per row. */
 template <class T>
 static __global__ void gpt_cuda__add_kernel(T *out, const T *x, const T *bias, const T *residual,
                                             int columns) {
@@ -493,12 +536,12 @@ static __global__ void gpt_cuda__add_kernel(T *out, const T *x, const T *bias, c
     }
 }
 
-/* GELU in its tanh form is x s with the gate s = 1 / (1 + exp(-2u)), as in gpt.h. */
+/* GELU in tanh form is x s, with the gate s = 1 / (1 + exp(-2u)), as in gpt.h. */
 GPT_CUDA_DEVICE float gpt_cuda__gate(float x) {
     return 1.0f / (1.0f + gpt_cuda_exp2(-GPT_CUDA__LOG2E * x * (GPT_GELU_A + GPT_GELU_B * (x * x))));
 }
 
-/* x += bias, which may be NULL; out = gelu(x). A block per row. */
+/* x += bias (may be NULL), out = gelu(x). One block per row. */
 template <class T> static __global__ void gpt_cuda__gelu_kernel(T *out, T *x, const T *bias, int columns) {
     enum { K = 16 / sizeof(T) };
     size_t row = (size_t)blockIdx.x * (size_t)columns;
@@ -519,7 +562,7 @@ template <class T> static __global__ void gpt_cuda__gelu_kernel(T *out, T *x, co
     }
 }
 
-/* d *= gelu'(x). A block per row. */
+/* d *= gelu'(x). One block per row. */
 template <class T> static __global__ void gpt_cuda__gelu_backward_kernel(T *d, const T *x, int columns) {
     enum { K = 16 / sizeof(T) };
     size_t row = (size_t)blockIdx.x * (size_t)columns;
@@ -536,18 +579,19 @@ template <class T> static __global__ void gpt_cuda__gelu_backward_kernel(T *d, c
     }
 }
 
-/* partial (gridDim.y, columns) in f32: sums of x (rows, columns), `step` elements from row to row, over the rows y, y + gridDim.y, ... of each block.
-   A block has 8 warps for 32 packs of columns; warps take rows in turn and are added in order. */
+/* Partial column sums in f32: partial (gridDim.y, columns), where row y is the sum of rows y, y + gridDim.y,
+   ... of x (rows, columns) with row stride `step`. A block has 8 warps for 32 packs of columns. Warps
+   alternate rows and are added in order. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda__column_partial_kernel(float *partial, const T *x, int64_t step, int rows, int columns) {
     enum { K = 16 / sizeof(T), WARPS = 8 };
     GPT_CUDA_SHARED(float, sums, WARPS * 32 * K);
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32,
-        column = ((int)blockIdx.x * 32 + lane) * K, end = column < columns ? rows : 0;
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    int column = ((int)blockIdx.x * 32 + lane) * K, end = column < columns ? rows : 0;
     float sum[K];
     for (int i = 0; i < K; i++) sum[i] = 0;
-    GPT_CUDA__UNDER_WAY for (int row = (int)blockIdx.y * WARPS + warp; row < end;
+    GPT_CUDA__IN_FLIGHT for (int row = (int)blockIdx.y * WARPS + warp; row < end;
                              row += (int)gridDim.y * WARPS) {
         T a[K];
         gpt_cuda_load<K>(a, x + row * step + column);
@@ -562,8 +606,8 @@ static __global__ void GPT_CUDA__THREADS(256)
         gpt_cuda_store<4>(partial + (size_t)blockIdx.y * (size_t)columns + column + i, sum + i);
 }
 
-/* The sum of partial (parts, columns) over parts: columns before `split` to first, the rest to second. A block has 32 warps for 32 columns; warps take parts in
-   turn and are added in order. */
+/* Sums partial (parts, columns) over parts. Columns before `split` are stored to first, the others to second.
+   A block has 32 warps for 32 columns. Warps alternate parts and are added in order. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(1024)
     gpt_cuda__column_sum_kernel(T *first, T *second, int split, const float *partial, int parts,
@@ -572,7 +616,7 @@ static __global__ void GPT_CUDA__THREADS(1024)
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, column = (int)blockIdx.x * 32 + lane;
     int end = column < columns ? parts : 0;
     float sum = 0;
-    GPT_CUDA__UNDER_WAY for (int part = warp; part < end; part += 32) {
+    GPT_CUDA__IN_FLIGHT for (int part = warp; part < end; part += 32) {
         float x;
         gpt_cuda_load<1>(&x, partial + (size_t)part * (size_t)columns + column);
         sum += x;
@@ -585,7 +629,7 @@ static __global__ void GPT_CUDA__THREADS(1024)
     gpt_cuda_store<1>(column < split ? first + column : second + (column - split), &rounded);
 }
 
-/* out (V) = w (V, C) x (C), in f32. A warp per element. */
+/* out (V) = w (V, C) x (C), in f32. One warp per element. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda__matrix_vector_kernel(float *out, const T *w, const T *x, int V, int C) {
@@ -603,10 +647,11 @@ static __global__ void GPT_CUDA__THREADS(256)
     if (lane == 0) gpt_cuda_store<1>(out + row, &sum);
 }
 
-//== layer norm =================================================================== >>kernels-norm
+//== layer norm =============================================================================================
 
-/* out = (x - mean) rstd weight + shift for each row of C; mean and rstd are kept. With residual: x += bias + residual first, rounded to T and stored in sum
-   (which may be x); bias may be NULL. A warp per row; each lane comes back to its own packs of it in shared memory. */
+/* Layer norm of rows of C: out = (x - mean) rstd weight + shift; stores mean and rstd. With residual, first
+   x += bias + residual, rounded to T and stored in sum (may be x); bias may be NULL. One warp per row. Shared
+   memory holds the row; each lane reads only its own packs. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda__norm_kernel(T *out, float *mean, float *rstd, T *sum, const T *x, const T *bias,
@@ -655,10 +700,11 @@ static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda_store<1>(rstd + row, &r);
 }
 
-/* dx = add + the gradient through the norm, which with n = (x - mean) rstd and g = d_out weight is rstd (g - mean(g) - n mean(g n)); dx may be add, and add
-   may be NULL. partial (gridDim.x, 2, C): this block's sums of d_out n and of d_out. Warps take rows in turn; each keeps its sums in shared memory, every
-   lane those of its own columns, and at the end they are added in the order of the warps. The i-th sums of the 32 lanes are neighbours there: each in a bank
-   of its own. */
+/* Backward of layer norm: dx = add + rstd (g - mean(g) - n mean(g n)), with n = (x - mean) rstd and g = d_out
+   weight. dx may be add; add may be NULL. partial (gridDim.x, 2, C): this block's sums of d_out n and of
+   d_out. Warps alternate rows. Each warp has its sums in shared memory, each lane those of its own columns;
+   at the end they are added in warp order. The i-th sums of the 32 lanes are neighbours, so they are in
+   different banks. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda__norm_backward_kernel(T *dx, const T *add, float *partial, const T *d_out, const T *x,
@@ -708,17 +754,17 @@ static __global__ void GPT_CUDA__THREADS(256)
     for (int j = (int)threadIdx.x * 4; j < 2 * C; j += (int)blockDim.x * 4) {
         float sum[4] = {0, 0, 0, 0};
         for (int i = 0; i < 4; i++) {
-            int column = j < C ? j + i : j - C + i,
-                at = (j < C ? 0 : wide) + column / (32 * K) * (32 * K) + column % K * 32 + column / K % 32;
+            int column = j < C ? j + i : j - C + i;
+            int at = (j < C ? 0 : wide) + column / (32 * K) * (32 * K) + column % K * 32 + column / K % 32;
             for (int other = 0; other < warps; other++) sum[i] += all[(size_t)other * 2 * (size_t)wide + at];
         }
         gpt_cuda_store<4>(partial + (size_t)blockIdx.x * 2 * (size_t)C + j, sum);
     }
 }
 
-//== embedding =================================================================== >>kernels-embed
+//== embedding ==============================================================================================
 
-/* out (rows, C) = wte[token] + wpe[row % T]. A warp per row. */
+/* out (rows, C) = wte[token] + wpe[row % T]. One warp per row. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda__embed_kernel(T *out, const T *wte, const T *wpe, const int32_t *tokens, int rows, int length,
@@ -737,23 +783,24 @@ static __global__ void GPT_CUDA__THREADS(256)
     }
 }
 
-/* Rows of d_wte that tokens of the batch use: the sum of d_out over the token's positions. The others hold zeros. A block of 8 warps has one distinct token
-   and 32 packs of columns; warps take positions in turn and are added in order. */
+/* Row of d_wte for each distinct token of the batch: the sum of d_out over its positions. Other rows must be
+   zero already. A block of 8 warps has one token and 32 packs of columns. Warps alternate positions and are
+   added in order. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda__embed_backward_kernel(T *d_wte, const T *d_out, const int32_t *batch, int rows, int C) {
     enum { K = 16 / sizeof(T), WARPS = 8 };
     GPT_CUDA_SHARED(float, sums, WARPS * 32 * K);
     const int32_t *order = batch + 2 * (size_t)rows, *begin = order + rows;
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, j = ((int)blockIdx.y * 32 + lane) * K,
-        count, from, to, token;
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    int j = ((int)blockIdx.y * 32 + lane) * K, count, from, to, token;
     float sum[K];
     gpt_cuda_load<1>(&count, begin + rows + 1);
     if ((int)blockIdx.x >= count) return;
     gpt_cuda_load<1>(&from, begin + blockIdx.x);
     gpt_cuda_load<1>(&to, begin + blockIdx.x + 1);
     for (int i = 0; i < K; i++) sum[i] = 0;
-    for (int at = from + warp; at < to && j < C; at += 4 * WARPS) { /* four rows on their way */
+    for (int at = from + warp; at < to && j < C; at += 4 * WARPS) { /* four rows in flight */
         int position[4];
         T d[4][K];
         for (int u = 0; u < 4; u++)
@@ -775,7 +822,8 @@ static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda_store<K>(d_wte + (size_t)token * (size_t)C + j, rounded);
 }
 
-/* d_wpe (context, C): for each position the sum of d_out over the sequences, in order; positions from T on get zeros. A warp per position. */
+/* d_wpe (context, C): the sum of d_out over the sequences, in order. Positions from T on become 0. One warp
+   per position. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
     gpt_cuda__position_backward_kernel(T *d_wpe, const T *d_out, int sequences, int length, int context,
@@ -800,9 +848,9 @@ static __global__ void GPT_CUDA__THREADS(256)
     }
 }
 
-//== loss ========================================================================= >>kernels-loss
+//== loss ===================================================================================================
 
-/* Of numbers x the largest, top, and sum = the sum of exp(x - top), of two sets together (the online softmax of Milakov and Gimelshein 2018). */
+/* Online softmax (Milakov and Gimelshein 2018): merges maximum and sum of exp(x - maximum) of two sets. */
 GPT_CUDA_DEVICE void gpt_cuda__softmax_join(float *top, float *sum, float other_top, float other_sum) {
     float both = fmaxf(*top, other_top);
     float mine = *top == both ? *sum : *sum * gpt_cuda_exp2((*top - both) * GPT_CUDA__LOG2E);
@@ -819,7 +867,7 @@ GPT_CUDA_DEVICE void gpt_cuda__softmax_join_warp(float *top, float *sum) {
     }
 }
 
-/* A pack of 16 bytes from floats: two bf16 in one instruction. */
+/* Rounds floats to a pack of 16 bytes, two bf16 per instruction. */
 GPT_CUDA_DEVICE void gpt_cuda__round_pack(float *v, const float *x) { memcpy(v, x, 16); }
 GPT_CUDA_DEVICE void gpt_cuda__round_pack(gpt_bf16 *v, const float *x) {
     uint32_t pair[4];
@@ -827,9 +875,10 @@ GPT_CUDA_DEVICE void gpt_cuda__round_pack(gpt_bf16 *v, const float *x) {
     memcpy(v, pair, 16);
 }
 
-/* A block per row of logits (rows, padded), V of them in use: losses[row] = -log softmax[target], and the row becomes the gradient of factor times that;
-   what is padding becomes 0. CACHED: the row lies in shared memory between the two looks at it, and goes over the wires of memory once each way.
-   Only the packs in which V ends or the target lies ask which element is which: memory, and not instructions, should be what it takes. */
+/* Cross-entropy of a row of logits (rows, padded), of which V columns are used: losses[row] = -log
+   softmax[target]. Replaces the row by the gradient of factor * loss; padding becomes 0. One block per row.
+   CACHED: shared memory holds the row between the two passes, so global memory is read and written once. Only
+   the packs with the end of V or the target test single elements, so that the kernel is bound by memory. */
 template <class T, int CACHED>
 static __global__ void GPT_CUDA__THREADS(1024, 2)
     gpt_cuda__classifier_kernel(T *logits, float *losses, const int32_t *targets, int V, int padded,
@@ -859,9 +908,13 @@ static __global__ void GPT_CUDA__THREADS(1024, 2)
         GPT_CUDA_UNROLL for (int i = 0; i < K; i++) sum += gpt_cuda_exp2((x_of[i] - top) * GPT_CUDA__LOG2E);
     }
     gpt_cuda__softmax_join_warp(&top, &sum);
-    if (lane == 0) tops[warp] = top, sums[warp] = sum;
+    if (lane == 0) {
+        tops[warp] = top;
+        sums[warp] = sum;
+    }
     gpt_cuda_sync();
-    top = lane < warps ? tops[lane] : -INFINITY, sum = lane < warps ? sums[lane] : 0;
+    top = lane < warps ? tops[lane] : -INFINITY;
+    sum = lane < warps ? sums[lane] : 0;
     gpt_cuda__softmax_join_warp(&top, &sum);
     lse = top + logf(sum);
     for (int j = (int)threadIdx.x; j < padded / K; j += (int)blockDim.x) {
@@ -884,7 +937,7 @@ static __global__ void GPT_CUDA__THREADS(1024, 2)
     gpt_cuda_store<1>(losses + blockIdx.x, &lse);
 }
 
-/* *out = the sum of x (count), in f64: 256 threads take elements in turn, then halves are added to halves. One block. */
+/* *out = sum of x (count), in f64. One block of 256 threads, then a tree. */
 static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__sum_kernel(double *out, const float *x, int count) {
     GPT_CUDA_SHARED(double, sums, 256);
     int thread = (int)threadIdx.x;
@@ -902,8 +955,8 @@ static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__sum_kernel(double *out, 
     if (thread == 0) gpt_cuda_store<1>(out, &sums[0]);
 }
 
-//== launches of kernels ============================================================== >>launches
-/* Void pointers are memory of the model's dtype. */
+//== launches of kernels ====================================================================================
+/* Void pointers point to memory of the model's dtype. */
 
 #define GPT_CUDA__AS(m, function, ...) \
     ((m)->f32 ? function<float>(m, __VA_ARGS__) : function<gpt_bf16>(m, __VA_ARGS__))
@@ -912,36 +965,35 @@ static inline void gpt_cuda__note(const gpt_cuda *m, const char *name, double fl
     if (m->desc.note && !m->capturing) m->desc.note(m->desc.note_user, name, flops, bytes);
 }
 
-/* Threads of a block with one row of `columns`: a whole number of warps. */
-static inline unsigned gpt_cuda__threads(const gpt_cuda *m, int64_t columns, int64_t most) {
+/* Threads of a block for a row of `columns`: one per pack, a multiple of 32, at most max. */
+static inline unsigned gpt_cuda__threads(const gpt_cuda *m, int64_t columns, int64_t max) {
     int64_t packs = columns * (int64_t)m->size / 16, threads = (packs + 31) / 32 * 32;
-    return (unsigned)(threads < most ? threads : most);
+    return (unsigned)(threads < max ? threads : max);
 }
 
 template <class T>
 static ddp_result gpt_cuda__add(gpt_cuda *m, void *out, const void *x, const void *bias, const void *residual,
                                 int rows, int columns) {
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__add_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256),
-                                  0, m->desc.stream, (T *)out, (const T *)x, (const T *)bias,
-                                  (const T *)residual, columns));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__add_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256), 0,
+                            m->desc.stream, (T *)out, (const T *)x, (const T *)bias, (const T *)residual,
+                            columns));
     gpt_cuda__note(m, "bias, residual", 0, (2.0 + (residual != NULL)) * rows * columns * sizeof(T));
     return DDP_OK;
 }
 
 template <class T>
 static ddp_result gpt_cuda__gelu(gpt_cuda *m, void *out, void *x, const void *bias, int rows, int columns) {
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_kernel<T>, (unsigned)rows,
-                                  gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)out, (T *)x,
-                                  (const T *)bias, columns));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256), 0,
+                            m->desc.stream, (T *)out, (T *)x, (const T *)bias, columns));
     gpt_cuda__note(m, "gelu", 0, (2.0 + (bias != NULL)) * rows * columns * sizeof(T));
     return DDP_OK;
 }
 
 template <class T>
 static ddp_result gpt_cuda__gelu_backward(gpt_cuda *m, void *d, const void *x, int rows, int columns) {
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_backward_kernel<T>, (unsigned)rows,
-                                  gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)d, (const T *)x,
-                                  columns));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_backward_kernel<T>, (unsigned)rows,
+                            gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)d, (const T *)x,
+                            columns));
     gpt_cuda__note(m, "gelu backward", 0, 3.0 * rows * columns * sizeof(T));
     return DDP_OK;
 }
@@ -953,31 +1005,32 @@ static ddp_result gpt_cuda__partial_sum(gpt_cuda *m, void *first, void *second, 
                            m->desc.stream, (T *)first, (T *)second, split, m->partial, parts, columns);
 }
 
-/* out (columns) = the sum of the rows of x, `step` elements apart; at most 4 C columns. */
+/* out (columns) = sum of the rows of x, with row stride `step`. At most 4 C columns. */
 template <class T>
 static ddp_result gpt_cuda__column_sum(gpt_cuda *m, void *out, const void *x, int64_t step, int rows,
                                        int columns) {
-    int parts = (rows + 7) / 8 < GPT_CUDA__SUM_BLOCKS ? (rows + 7) / 8 : GPT_CUDA__SUM_BLOCKS,
-        width = 32 * 16 / (int)sizeof(T);
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__column_partial_kernel<T>,
-                                  dim3((unsigned)((columns + width - 1) / width), (unsigned)parts), 256, 0,
-                                  m->desc.stream, m->partial, (const T *)x, step, rows, columns));
-    GPT_CUDA__TRY(gpt_cuda__partial_sum<T>(m, out, NULL, columns, parts, columns));
+    int parts = (rows + 7) / 8, width = 32 * 16 / (int)sizeof(T);
+    if (parts > GPT_CUDA__SUM_BLOCKS) parts = GPT_CUDA__SUM_BLOCKS;
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__column_partial_kernel<T>,
+                            dim3((unsigned)((columns + width - 1) / width), (unsigned)parts), 256, 0,
+                            m->desc.stream, m->partial, (const T *)x, step, rows, columns));
+    DDP_TRY(gpt_cuda__partial_sum<T>(m, out, NULL, columns, parts, columns));
     gpt_cuda__note(m, "bias gradient", 0, (double)rows * columns * sizeof(T));
     return DDP_OK;
 }
 
-/* residual NULL: of x alone, and sum is not written. */
+/* residual NULL: normalises x, and does not write sum. */
 template <class T>
 static ddp_result gpt_cuda__norm(gpt_cuda *m, void *out, float *mean, float *rstd, void *sum, const void *x,
                                  const void *bias, const void *residual, const void *weight,
                                  const void *shift, int rows) {
     int C = m->desc.config.channels, warps = (int)(49152 / ((size_t)C * sizeof(T)));
-    warps = warps < 1 ? 1 : warps > 8 ? 8 : warps;
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_kernel<T>, (unsigned)((rows + warps - 1) / warps),
-                                  (unsigned)warps * 32, (size_t)warps * (size_t)C * sizeof(T), m->desc.stream,
-                                  (T *)out, mean, rstd, (T *)sum, (const T *)x, (const T *)bias,
-                                  (const T *)residual, (const T *)weight, (const T *)shift, rows, C));
+    if (warps < 1) warps = 1;
+    if (warps > 8) warps = 8;
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_kernel<T>, (unsigned)((rows + warps - 1) / warps),
+                            (unsigned)warps * 32, (size_t)warps * (size_t)C * sizeof(T), m->desc.stream,
+                            (T *)out, mean, rstd, (T *)sum, (const T *)x, (const T *)bias,
+                            (const T *)residual, (const T *)weight, (const T *)shift, rows, C));
     gpt_cuda__note(m, residual ? "residual, layer norm" : "layer norm", 0,
                    (residual ? 4.0 : 2.0) * rows * C * sizeof(T));
     return DDP_OK;
@@ -988,14 +1041,14 @@ static ddp_result gpt_cuda__norm_backward(gpt_cuda *m, void *dx, const void *add
                                           void *d_shift, const void *d_out, const void *x, const float *mean,
                                           const float *rstd, const void *weight) {
     int C = m->desc.config.channels, rows = m->rows, pass = 32 * 16 / (int)sizeof(T), blocks, warps;
-    size_t sums = 8 * (size_t)((C + pass - 1) / pass * pass); /* bytes of a warp */
+    size_t sums = 8 * (size_t)((C + pass - 1) / pass * pass); /* bytes per warp */
     warps = 98304 / sums > 8 ? 8 : (int)(98304 / sums);
-    blocks = (rows + warps - 1) / warps < GPT_CUDA__NORM_BLOCKS ? (rows + warps - 1) / warps
-                                                                : GPT_CUDA__NORM_BLOCKS;
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_backward_kernel<T>, (unsigned)blocks, (unsigned)warps * 32,
-                                  (size_t)warps * sums, m->desc.stream, (T *)dx, (const T *)add, m->partial,
-                                  (const T *)d_out, (const T *)x, mean, rstd, (const T *)weight, rows, C));
-    GPT_CUDA__TRY(gpt_cuda__partial_sum<T>(m, d_weight, d_shift, C, blocks, 2 * C));
+    blocks = (rows + warps - 1) / warps;
+    if (blocks > GPT_CUDA__NORM_BLOCKS) blocks = GPT_CUDA__NORM_BLOCKS;
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__norm_backward_kernel<T>, (unsigned)blocks, (unsigned)warps * 32,
+                            (size_t)warps * sums, m->desc.stream, (T *)dx, (const T *)add, m->partial,
+                            (const T *)d_out, (const T *)x, mean, rstd, (const T *)weight, rows, C));
+    DDP_TRY(gpt_cuda__partial_sum<T>(m, d_weight, d_shift, C, blocks, 2 * C));
     gpt_cuda__note(m, "layer norm backward", 0, (add ? 4.0 : 3.0) * rows * C * sizeof(T));
     return DDP_OK;
 }
@@ -1004,9 +1057,8 @@ template <class T>
 static ddp_result gpt_cuda__embed(gpt_cuda *m, void *out, const void *wte, const void *wpe,
                                   const int32_t *batch) {
     int C = m->desc.config.channels;
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_kernel<T>, (unsigned)(m->rows + 7) / 8, 256, 0,
-                                  m->desc.stream, (T *)out, (const T *)wte, (const T *)wpe, batch, m->rows,
-                                  m->desc.length, C));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_kernel<T>, (unsigned)(m->rows + 7) / 8, 256, 0, m->desc.stream,
+                            (T *)out, (const T *)wte, (const T *)wpe, batch, m->rows, m->desc.length, C));
     gpt_cuda__note(m, "embedding", 0, 2.0 * m->rows * C * sizeof(T));
     return DDP_OK;
 }
@@ -1026,21 +1078,22 @@ static ddp_result gpt_cuda__embed_backward(gpt_cuda *m, void *d_wte, void *d_wpe
     cudaError_t error = cudaMemsetAsync(d_wte, 0, bytes, m->desc.stream);
     if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaMemsetAsync", "the gradient of wte");
     gpt_cuda__note(m, "embedding gradient, zeros", 0, (double)bytes);
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_backward_kernel<T>,
-                                  dim3((unsigned)tokens, (unsigned)((C + width - 1) / width)), 256, 0,
-                                  m->desc.stream, (T *)d_wte, (const T *)d_out, batch, m->rows, C));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_backward_kernel<T>,
+                            dim3((unsigned)tokens, (unsigned)((C + width - 1) / width)), 256, 0,
+                            m->desc.stream, (T *)d_wte, (const T *)d_out, batch, m->rows, C));
     gpt_cuda__note(m, "embedding backward", 0, 2.0 * m->rows * C * sizeof(T));
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__position_backward_kernel<T>, (unsigned)(c->context + 7) / 8, 256,
-                                  0, m->desc.stream, (T *)d_wpe, (const T *)d_out, m->desc.batch,
-                                  m->desc.length, c->context, C));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__position_backward_kernel<T>, (unsigned)(c->context + 7) / 8, 256, 0,
+                            m->desc.stream, (T *)d_wpe, (const T *)d_out, m->desc.batch, m->desc.length,
+                            c->context, C));
     gpt_cuda__note(m, "position backward", 0, 1.0 * m->rows * C * sizeof(T));
     return DDP_OK;
 }
 
-#define GPT_CUDA__ROW_BYTES \
-    100864 /* of shared memory for a row of logits: with the rest less than the 99 KiB that every GPU since sm_80 gives a block */
+/* Shared memory for a row of logits: with static memory below 99 KiB, the limit of a block on every GPU since
+   sm_80. */
+#define GPT_CUDA__ROW_BYTES 100864
 
-/* Logits become their gradient, for the mean over rows. */
+/* Computes losses and replaces logits by their gradient, for the mean over rows. */
 template <class T>
 static ddp_result gpt_cuda__classify(gpt_cuda *m, void *logits, float *losses, const int32_t *targets) {
     size_t row = (size_t)m->padded * sizeof(T);
@@ -1048,37 +1101,39 @@ static ddp_result gpt_cuda__classify(gpt_cuda *m, void *logits, float *losses, c
     float factor = 1.0f / (float)m->rows;
     int V = m->desc.config.vocab, padded = (int)m->padded;
     if (row <= GPT_CUDA__ROW_BYTES)
-        GPT_CUDA__TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 1>), (unsigned)m->rows, threads, row,
-                                      m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
+        DDP_TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 1>), (unsigned)m->rows, threads, row,
+                                m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
     else
-        GPT_CUDA__TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 0>), (unsigned)m->rows, threads, 0,
-                                      m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
+        DDP_TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 0>), (unsigned)m->rows, threads, 0,
+                                m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
     gpt_cuda__note(m, "classifier", 0, (row <= GPT_CUDA__ROW_BYTES ? 2.0 : 3.0) * m->rows * (double)row);
     return DDP_OK;
 }
 
-//== products ========================================================================== >>products
+//== products ===============================================================================================
 
-/* out (m, n) = op(a) op(b) [+ add], row-major, all of the model's dtype; leading dimensions in elements. */
+/* out (m, n) = op(a) op(b) [+ add], row-major, in the model's dtype. Leading dimensions are in elements. */
 typedef struct gpt_cuda__product {
     const char *name;
     int64_t m, n, k;
     const void *a;
     int64_t lda;
-    int a_transposed; /* (m, k), or (k, m) where transposed */
+    int a_transposed; /* 0: (m, k); 1: (k, m) */
     const void *b;
     int64_t ldb;
-    int b_transposed; /* (k, n), or (n, k) */
+    int b_transposed; /* 0: (k, n); 1: (n, k) */
     void *out;
     int64_t ldo;
     const void *add; /* NULL or (m, n), with out's leading dimension; may be out */
-    cublasLtEpilogue_t
-        epilogue; /* 0 = nothing more. BIAS: + bias (n). GELU_AUX_BIAS: aux = what comes to with + bias (n),
-                     out = gelu(aux). DGELU: out = gelu'(aux) times it. BGRADB: bias (m) = sums of a's
-                     columns, which is transposed */
-    const void *bias; /* read by BIAS and GELU_AUX_BIAS, written by BGRADB */
-    void *aux;        /* (m, n), close together */
-    int64_t spare;    /* of the m n k multiplications, those that only fill up: no work for notes */
+    /* 0              none
+       BIAS           adds bias (n)
+       GELU_AUX_BIAS  adds bias (n), stores the sum in aux, out = gelu(aux)
+       DGELU          multiplies by gelu'(aux)
+       BGRADB         bias (m) = column sums of a, which is transposed */
+    cublasLtEpilogue_t epilogue;
+    const void *bias; /* input of BIAS and GELU_AUX_BIAS, output of BGRADB */
+    void *aux;        /* (m, n), contiguous */
+    int64_t padding;  /* multiplications for padding, not counted in notes */
 } gpt_cuda__product;
 typedef struct gpt_cuda__lt {
     cublasLtMatmulDescOpaque_t product;
@@ -1093,7 +1148,7 @@ static inline ddp_result gpt_cuda__lt_fail(const gpt_cuda *m, const gpt_cuda__pr
                     (int)p->epilogue, cublasLtGetStatusString(status), cublasLtGetStatusName(status));
 }
 
-/* cuBLASLt reads by columns: out' (n, m) = op(b)' op(a)', so its A is b and its B is a. */
+/* cuBLASLt is column-major: out' (n, m) = op(b)' op(a)', so its A is b and its B is a. */
 static inline cublasStatus_t gpt_cuda__lt_describe(const gpt_cuda *m, const gpt_cuda__product *p,
                                                    gpt_cuda__lt *d) {
     cudaDataType_t type = m->f32 ? CUDA_R_32F : CUDA_R_16BF;
@@ -1105,10 +1160,14 @@ static inline cublasStatus_t gpt_cuda__lt_describe(const gpt_cuda *m, const gpt_
         s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
     if (s == CUBLAS_STATUS_SUCCESS)
         s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->a, type, p->b_transposed ? K : N, p->b_transposed ? N : K, p->ldb);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->b, type, p->a_transposed ? M : K, p->a_transposed ? K : M, p->lda);
+    if (s == CUBLAS_STATUS_SUCCESS && p->b_transposed)
+        s = cublasLtMatrixLayoutInit(&d->a, type, K, N, p->ldb);
+    else if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatrixLayoutInit(&d->a, type, N, K, p->ldb);
+    if (s == CUBLAS_STATUS_SUCCESS && p->a_transposed)
+        s = cublasLtMatrixLayoutInit(&d->b, type, M, K, p->lda);
+    else if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatrixLayoutInit(&d->b, type, K, M, p->lda);
     return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->out, type, N, M, p->ldo) : s;
 }
 
@@ -1132,18 +1191,20 @@ static inline cublasStatus_t gpt_cuda__lt_epilogue(const gpt_cuda__product *p, g
     return s;
 }
 
-/* Whether a status says that cuBLASLt does not do such a product: of one with an epilogue, by invalid value, too. */
-static inline int gpt_cuda__lt_refuses(const gpt_cuda__product *p, cublasStatus_t s) {
+/* Whether a status means that cuBLASLt does not support the product. With an epilogue, invalid value means
+   it, too. */
+static inline int gpt_cuda__lt_unsupported(const gpt_cuda__product *p, cublasStatus_t s) {
     return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_ARCH_MISMATCH
            || (s == CUBLAS_STATUS_INVALID_VALUE && p->epilogue);
 }
 
-/* The way cuBLASLt would go first, for memory that is aligned to 16 bytes and no more, so that it does not depend on where things lie. Parts of k add up in the
-   workspace, in order, and not in place by who comes first. count 0: there is none. */
-static inline cublasStatus_t gpt_cuda__lt_ask(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
-                                              cublasLtMatmulAlgo_t *algo, int *count) {
-    const void *aligned = (const void *)(uintptr_t)
-        GPT_CUDA__ALIGN; /* stands for bias and aux: only their alignment counts here */
+/* Queries cuBLASLt's first algorithm. It assumes an alignment of 16 bytes, so the choice does not depend on
+   addresses. Split-K results are added in the workspace, in a fixed order, not in place. *count 0:
+   unsupported. */
+static inline cublasStatus_t gpt_cuda__lt_query(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
+                                                cublasLtMatmulAlgo_t *algo, int *count) {
+    /* placeholder for bias and aux: only the alignment is used */
+    const void *aligned = (const void *)(uintptr_t)GPT_CUDA__ALIGN;
     cublasLtMatmulPreferenceOpaque_t want;
     cublasLtMatmulHeuristicResult_t found;
     uint64_t bytes = GPT_CUDA__LT_BYTES;
@@ -1164,19 +1225,25 @@ static inline cublasStatus_t gpt_cuda__lt_ask(gpt_cuda *m, const gpt_cuda__produ
     if (s != CUBLAS_STATUS_SUCCESS) return s;
     s = cublasLtMatmulAlgoGetHeuristic(m->lt, &d->product, &d->a, &d->b, &d->out, &d->out, &want, 1, &found,
                                        count);
-    if (s == CUBLAS_STATUS_SUCCESS && *count) *algo = found.algo, s = found.state;
+    if (s == CUBLAS_STATUS_SUCCESS && *count) {
+        *algo = found.algo;
+        s = found.state;
+    }
     if (s != CUBLAS_STATUS_SUCCESS) *count = 0;
-    return gpt_cuda__lt_refuses(p, s) ? CUBLAS_STATUS_SUCCESS : s;
+    return gpt_cuda__lt_unsupported(p, s) ? CUBLAS_STATUS_SUCCESS : s;
 }
 
-/* The product without its epilogue, and kernels that do what the epilogue would do. */
 static inline ddp_result gpt_cuda__multiply(gpt_cuda *m, const gpt_cuda__product *p);
-static inline ddp_result gpt_cuda__multiply_plainly(gpt_cuda *m, const gpt_cuda__product *p) {
+
+/* The product without its epilogue, followed by a kernel for the epilogue. */
+static inline ddp_result gpt_cuda__multiply_unfused(gpt_cuda *m, const gpt_cuda__product *p) {
     gpt_cuda__product plain = *p;
     int rows = (int)p->m, columns = (int)p->n;
-    plain.epilogue = (cublasLtEpilogue_t)0, plain.bias = plain.aux = NULL;
+    plain.epilogue = (cublasLtEpilogue_t)0;
+    plain.bias = NULL;
+    plain.aux = NULL;
     if (p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) plain.out = p->aux;
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &plain));
+    DDP_TRY(gpt_cuda__multiply(m, &plain));
     switch (p->epilogue) {
     case CUBLASLT_EPILOGUE_BIAS:
         return GPT_CUDA__AS(m, gpt_cuda__add, p->out, p->out, p->bias, NULL, rows, columns);
@@ -1188,9 +1255,9 @@ static inline ddp_result gpt_cuda__multiply_plainly(gpt_cuda *m, const gpt_cuda_
     }
 }
 
-/* The place of the product's way in the cache; asks for it where it is new. */
-static inline ddp_result gpt_cuda__way_of(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
-                                          gpt_cuda__way **out) {
+/* Finds the algorithm of a product in the cache, or queries it. */
+static inline ddp_result gpt_cuda__find_algo(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
+                                             gpt_cuda__algo **out) {
     int64_t key[8] = {p->m,
                       p->n,
                       p->k,
@@ -1199,60 +1266,70 @@ static inline ddp_result gpt_cuda__way_of(gpt_cuda *m, const gpt_cuda__product *
                       p->ldo,
                       (int)p->epilogue,
                       (p->a_transposed != 0) | (p->b_transposed != 0) << 1 | (p->add != NULL) << 2};
-    gpt_cuda__way *way;
+    gpt_cuda__algo *entry;
     cublasStatus_t s;
     int count;
-    for (int i = 0; i < GPT_CUDA__WAYS; i++)
-        if (m->ways[i].state && memcmp(m->ways[i].key, key, sizeof key) == 0) {
-            *out = &m->ways[i];
+    for (int i = 0; i < GPT_CUDA__ALGOS; i++)
+        if (m->algos[i].state && memcmp(m->algos[i].key, key, sizeof key) == 0) {
+            *out = &m->algos[i];
             return DDP_OK;
         }
-    way = *out = &m->ways[m->next_way];
-    way->state = 0;
-    s = gpt_cuda__lt_ask(m, p, d, &way->algo, &count);
+    entry = &m->algos[m->next_algo];
+    *out = entry;
+    entry->state = 0;
+    s = gpt_cuda__lt_query(m, p, d, &entry->algo, &count);
     if (s != CUBLAS_STATUS_SUCCESS || (count == 0 && !p->epilogue))
         return gpt_cuda__lt_fail(m, p, s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s,
                                  "cublasLtMatmulAlgoGetHeuristic");
-    memcpy(way->key, key, sizeof key);
-    way->state = count ? 1 : 2;
-    m->next_way = (m->next_way + 1) % GPT_CUDA__WAYS;
+    memcpy(entry->key, key, sizeof key);
+    entry->state = count ? 1 : 2;
+    m->next_algo = (m->next_algo + 1) % GPT_CUDA__ALGOS;
     return DDP_OK;
 }
 
 static inline ddp_result gpt_cuda__multiply(gpt_cuda *m, const gpt_cuda__product *p) {
     const float one = 1, more = p->add ? 1.0f : 0.0f;
     gpt_cuda__lt d;
-    gpt_cuda__way *way;
+    gpt_cuda__algo *entry;
     cublasStatus_t s;
-    if (m->f32 && p->aux)
-        return gpt_cuda__multiply_plainly(
-            m, p); /* f32 is for checks: how exact cuBLASLt's GELU is, is not said */
+    /* f32 is for checks, and the accuracy of cuBLASLt's GELU is not documented */
+    if (m->f32 && p->aux) return gpt_cuda__multiply_unfused(m, p);
     s = gpt_cuda__lt_describe(m, p, &d);
-    if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "describing it");
-    GPT_CUDA__TRY(gpt_cuda__way_of(m, p, &d, &way));
-    if (way->state == 2) return gpt_cuda__multiply_plainly(m, p);
+    if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "descriptor");
+    DDP_TRY(gpt_cuda__find_algo(m, p, &d, &entry));
+    if (entry->state == 2) return gpt_cuda__multiply_unfused(m, p);
     s = gpt_cuda__lt_epilogue(p, &d, p->bias, p->aux);
-    if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "describing its epilogue");
+    if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "epilogue");
     s = cublasLtMatmul(m->lt, &d.product, &one, p->b, &d.a, p->a, &d.b, &more, p->add ? p->add : p->out,
-                       &d.out, p->out, &d.out, &way->algo, m->workspace, GPT_CUDA__LT_BYTES, m->desc.stream);
-    if (p->epilogue && gpt_cuda__lt_refuses(p, s)) { /* it found a way, and does not go it */
-        way->state = 2;
-        return gpt_cuda__multiply_plainly(m, p);
+                       &d.out, p->out, &d.out, &entry->algo, m->workspace, GPT_CUDA__LT_BYTES,
+                       m->desc.stream);
+    if (p->epilogue && gpt_cuda__lt_unsupported(p, s)) { /* although the query returned an algorithm */
+        entry->state = 2;
+        return gpt_cuda__multiply_unfused(m, p);
     }
     if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "cublasLtMatmul");
-    gpt_cuda__note(m, p->name, 2.0 * ((double)p->m * (double)p->n * (double)p->k - (double)p->spare),
+    gpt_cuda__note(m, p->name, 2.0 * ((double)p->m * (double)p->n * (double)p->k - (double)p->padding),
                    (double)m->size
                        * ((double)p->m * p->k + (double)p->k * p->n
                           + (double)p->m * p->n * (1 + (p->add != NULL) + (p->aux != NULL))));
     return DDP_OK;
 }
 
-/* y (rows, N) = x (rows, K) weight (N, K)^T; what else y has is the caller's to fill in. */
+/* y (rows, N) = x (rows, K) weight (N, K)^T. The caller adds the epilogue. */
 static inline gpt_cuda__product gpt_cuda__linear(const gpt_cuda *m, const char *name, void *y, const void *x,
                                                  const void *weight, int64_t K, int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
-    p.name = name, p.m = m->rows, p.n = N, p.k = K;
-    p.a = x, p.lda = K, p.b = weight, p.ldb = K, p.b_transposed = 1, p.out = y, p.ldo = N;
+    p.name = name;
+    p.m = m->rows;
+    p.n = N;
+    p.k = K;
+    p.a = x;
+    p.lda = K;
+    p.b = weight;
+    p.ldb = K;
+    p.b_transposed = 1;
+    p.out = y;
+    p.ldo = N;
     return p;
 }
 
@@ -1261,41 +1338,61 @@ static inline gpt_cuda__product gpt_cuda__linear_input(const gpt_cuda *m, const 
                                                        const void *dy, const void *weight, int64_t K,
                                                        int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
-    p.name = name, p.m = m->rows, p.n = K, p.k = N;
-    p.a = dy, p.lda = N, p.b = weight, p.ldb = K, p.out = dx, p.ldo = K;
+    p.name = name;
+    p.m = m->rows;
+    p.n = K;
+    p.k = N;
+    p.a = dy;
+    p.lda = N;
+    p.b = weight;
+    p.ldb = K;
+    p.out = dx;
+    p.ldo = K;
     return p;
 }
 
-/* d_weight (N, K) = dy^T x, d_bias (N) = the sum of the rows of dy; d_bias may be NULL. */
+/* d_weight (N, K) = dy^T x, d_bias (N) = sum of the rows of dy. d_bias may be NULL. */
 static inline gpt_cuda__product gpt_cuda__linear_weight(const gpt_cuda *m, const char *name, void *d_weight,
                                                         void *d_bias, const void *dy, const void *x,
                                                         int64_t K, int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
-    p.name = name, p.m = N, p.n = K, p.k = m->rows;
-    p.a = dy, p.lda = N, p.a_transposed = 1, p.b = x, p.ldb = K, p.out = d_weight, p.ldo = K;
-    if (d_bias) p.epilogue = CUBLASLT_EPILOGUE_BGRADB, p.bias = d_bias;
+    p.name = name;
+    p.m = N;
+    p.n = K;
+    p.k = m->rows;
+    p.a = dy;
+    p.lda = N;
+    p.a_transposed = 1;
+    p.b = x;
+    p.ldb = K;
+    p.out = d_weight;
+    p.ldo = K;
+    if (d_bias) {
+        p.epilogue = CUBLASLT_EPILOGUE_BGRADB;
+        p.bias = d_bias;
+    }
     return p;
 }
 
-//== units ================================================================================ >>units
+//== units ==================================================================================================
 
-/* Pointers into a unit's values, or gradients, by parameter and box. */
+/* Pointers to the values or gradients of a unit, by parameter and box. */
 typedef struct gpt_cuda__table {
     char *at[GPT_BLOCK_PARAMS][3];
 } gpt_cuda__table;
 
-/* What one call of a unit works on. */
+/* Arguments of a call of a unit. */
 typedef struct gpt_cuda__call {
-    int unit, slot, backward,
-        again; /* again: activations that another call's took the place of are computed again first */
+    int unit, slot, backward;
+    int again; /* backward first repeats the forward, because another call has overwritten the activations */
     gpt_cuda__table values, grads;
     const int32_t *batch;
     const char *in, *d_out;
     char *out, *d_in;
 } gpt_cuda__call;
 
-/* Whether queries, keys and values lie one behind the other, weights and biases alike. */
-static inline int gpt_cuda__qkv_whole(const gpt_cuda *m, const gpt_cuda__table *t) {
+/* Whether queries, keys and values are contiguous, in weight and bias. */
+static inline int gpt_cuda__qkv_contiguous(const gpt_cuda *m, const gpt_cuda__table *t) {
     size_t bias = (size_t)m->L * m->size, weight = bias * (size_t)m->desc.config.channels;
     for (int k = 1; k < 3; k++)
         if (t->at[GPT_QKV_WEIGHT][k] != t->at[GPT_QKV_WEIGHT][0] + (size_t)k * weight
@@ -1304,19 +1401,19 @@ static inline int gpt_cuda__qkv_whole(const gpt_cuda *m, const gpt_cuda__table *
     return 1;
 }
 
-/* Adds a partial result (B, T, C) over the tensor ranks, in place. */
+/* All-reduces a partial result (B, T, C) over the tensor ranks, in place. */
 static inline ddp_result gpt_cuda__sum_ranks(gpt_cuda *m, void *data) {
     size_t count = (size_t)m->rows * (size_t)m->desc.config.channels;
     if (m->desc.tensor_ranks == 1) return DDP_OK;
-    GPT_CUDA__TRY(ddp_cuda_set_stream(m->desc.tensor, m->desc.stream));
-    GPT_CUDA__TRY(ddp_all_reduce(m->desc.tensor, data, data, count, m->desc.dtype, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp_cuda_set_stream(m->desc.tensor, m->desc.stream));
+    DDP_TRY(ddp_all_reduce(m->desc.tensor, data, data, count, m->desc.dtype, DDP_OP_SUM, NULL));
     gpt_cuda__note(m, "all-reduce over tensor ranks", 0, 2.0 * (double)count * (double)m->size);
     return DDP_OK;
 }
 
 static inline ddp_result gpt_cuda__attend(gpt_cuda *m, const gpt_cuda__acts *a) {
     gpt_cuda_attention it = gpt_cuda__attention_of(&m->desc);
-    GPT_CUDA__TRY(gpt_cuda_attention_forward(&it, a->qkv, a->attention, a->lse));
+    DDP_TRY(gpt_cuda_attention_forward(&it, a->qkv, a->attention, a->lse));
     gpt_cuda__note(m, "attention", gpt_cuda_attention_flops(&it, 0), 4.0 * m->rows * m->L * (double)m->size);
     return DDP_OK;
 }
@@ -1324,21 +1421,23 @@ static inline ddp_result gpt_cuda__attend(gpt_cuda *m, const gpt_cuda__acts *a) 
 static inline ddp_result gpt_cuda__attend_backward(gpt_cuda *m, void *d_qkv, const void *d_out,
                                                    const gpt_cuda__acts *a) {
     gpt_cuda_attention it = gpt_cuda__attention_of(&m->desc);
-    GPT_CUDA__TRY(gpt_cuda_attention_backward(&it, a->qkv, a->attention, a->lse, d_out, d_qkv, m->attention));
+    DDP_TRY(gpt_cuda_attention_backward(&it, a->qkv, a->attention, a->lse, d_out, d_qkv, m->attention));
     gpt_cuda__note(m, "attention backward", gpt_cuda_attention_flops(&it, 1),
                    8.0 * m->rows * m->L * (double)m->size);
     return DDP_OK;
 }
 
-/* qkv (B, T, 3L): in one product, or in three where the boxes are not neighbours. */
+/* qkv (B, T, 3L): one product, or three if the boxes are not contiguous. */
 static inline ddp_result gpt_cuda__qkv(gpt_cuda *m, const gpt_cuda__table *w, char *qkv, const char *ln) {
     int64_t C = m->desc.config.channels, L = m->L;
-    int whole = gpt_cuda__qkv_whole(m, w);
+    int whole = gpt_cuda__qkv_contiguous(m, w);
     for (int k = 0; k < (whole ? 1 : 3); k++) {
         gpt_cuda__product p = gpt_cuda__linear(m, "qkv", qkv + (size_t)k * (size_t)L * m->size, ln,
                                                w->at[GPT_QKV_WEIGHT][k], C, whole ? 3 * L : L);
-        p.ldo = 3 * L, p.epilogue = CUBLASLT_EPILOGUE_BIAS, p.bias = w->at[GPT_QKV_BIAS][k];
-        GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+        p.ldo = 3 * L;
+        p.epilogue = CUBLASLT_EPILOGUE_BIAS;
+        p.bias = w->at[GPT_QKV_BIAS][k];
+        DDP_TRY(gpt_cuda__multiply(m, &p));
     }
     return DDP_OK;
 }
@@ -1347,122 +1446,130 @@ static inline ddp_result gpt_cuda__qkv_backward(gpt_cuda *m, const gpt_cuda__tab
                                                 const gpt_cuda__table *g, char *d_ln, const char *d_qkv,
                                                 const char *ln) {
     int64_t C = m->desc.config.channels, L = m->L;
-    int whole = gpt_cuda__qkv_whole(m, g);
+    int whole = gpt_cuda__qkv_contiguous(m, g);
     for (int k = 0; k < (whole ? 1 : 3); k++) {
         gpt_cuda__product p = gpt_cuda__linear_weight(
             m, "qkv weight gradient", g->at[GPT_QKV_WEIGHT][k], g->at[GPT_QKV_BIAS][k],
             d_qkv + (size_t)k * (size_t)L * m->size, ln, C, whole ? 3 * L : L);
         p.lda = 3 * L;
-        GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+        DDP_TRY(gpt_cuda__multiply(m, &p));
     }
-    whole = gpt_cuda__qkv_whole(m, w);
+    whole = gpt_cuda__qkv_contiguous(m, w);
     for (int k = 0; k < (whole ? 1 : 3); k++) {
         gpt_cuda__product p = gpt_cuda__linear_input(m, "qkv input gradient", d_ln,
                                                      d_qkv + (size_t)k * (size_t)L * m->size,
                                                      w->at[GPT_QKV_WEIGHT][k], C, whole ? 3 * L : L);
-        p.lda = 3 * L, p.add = k ? d_ln : NULL;
-        GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+        p.lda = 3 * L;
+        p.add = k ? d_ln : NULL;
+        DDP_TRY(gpt_cuda__multiply(m, &p));
     }
     return DDP_OK;
 }
 
-/* out = middle + mlp(ln2(middle)) with middle = in + attention(ln1(in)); the mathematics of gpt_block_forward. out NULL: all but the last product, as backward
-   needs no more. */
+/* middle = in + attention(ln1(in)), out = middle + mlp(ln2(middle)), as gpt_block_forward. out NULL: leaves
+   out the last product, which backward does not need. */
 static inline ddp_result gpt_cuda__block_forward(gpt_cuda *m, const gpt_cuda__table *w, gpt_cuda__acts *a,
                                                  const char *in, char *out) {
     int64_t C = m->desc.config.channels, L = m->L;
     gpt_cuda__product p;
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln1, a->mean1, a->rstd1, NULL, in, NULL, NULL,
-                               w->at[GPT_LN1_WEIGHT][0], w->at[GPT_LN1_BIAS][0], m->rows));
-    GPT_CUDA__TRY(gpt_cuda__qkv(m, w, a->qkv, a->ln1));
-    GPT_CUDA__TRY(gpt_cuda__attend(m, a));
+    DDP_TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln1, a->mean1, a->rstd1, NULL, in, NULL, NULL,
+                         w->at[GPT_LN1_WEIGHT][0], w->at[GPT_LN1_BIAS][0], m->rows));
+    DDP_TRY(gpt_cuda__qkv(m, w, a->qkv, a->ln1));
+    DDP_TRY(gpt_cuda__attend(m, a));
     p = gpt_cuda__linear(m, "attention projection", a->middle, a->attention, w->at[GPT_ATTN_WEIGHT][0], L, C);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    GPT_CUDA__TRY(gpt_cuda__sum_ranks(m, a->middle));
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln2, a->mean2, a->rstd2, a->middle, a->middle,
-                               w->at[GPT_ATTN_BIAS][0], in, w->at[GPT_LN2_WEIGHT][0], w->at[GPT_LN2_BIAS][0],
-                               m->rows));
+    DDP_TRY(gpt_cuda__multiply(m, &p));
+    DDP_TRY(gpt_cuda__sum_ranks(m, a->middle));
+    DDP_TRY(GPT_CUDA__AS(m, gpt_cuda__norm, a->ln2, a->mean2, a->rstd2, a->middle, a->middle,
+                         w->at[GPT_ATTN_BIAS][0], in, w->at[GPT_LN2_WEIGHT][0], w->at[GPT_LN2_BIAS][0],
+                         m->rows));
     p = gpt_cuda__linear(m, "mlp up, gelu", a->gelu, a->ln2, w->at[GPT_FC_WEIGHT][0], C, 4 * L);
-    p.epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, p.bias = w->at[GPT_FC_BIAS][0], p.aux = a->fc;
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+    p.epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    p.bias = w->at[GPT_FC_BIAS][0];
+    p.aux = a->fc;
+    DDP_TRY(gpt_cuda__multiply(m, &p));
     if (!out) return DDP_OK;
     p = gpt_cuda__linear(m, "mlp down, residual", out, a->gelu, w->at[GPT_MLP_WEIGHT][0], 4 * L, C);
     if (m->desc.tensor_ranks == 1) {
-        p.epilogue = CUBLASLT_EPILOGUE_BIAS, p.bias = w->at[GPT_MLP_BIAS][0], p.add = a->middle;
+        p.epilogue = CUBLASLT_EPILOGUE_BIAS;
+        p.bias = w->at[GPT_MLP_BIAS][0];
+        p.add = a->middle;
         return gpt_cuda__multiply(m, &p);
     }
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    GPT_CUDA__TRY(gpt_cuda__sum_ranks(m, out));
+    DDP_TRY(gpt_cuda__multiply(m, &p));
+    DDP_TRY(gpt_cuda__sum_ranks(m, out));
     return GPT_CUDA__AS(m, gpt_cuda__add, out, out, w->at[GPT_MLP_BIAS][0], a->middle, m->rows, (int)C);
 }
 
-/* d_in and all gradients of the block from d_out. d_in may be d_out, which is read for the last time by the first layer norm's backward. */
+/* Computes d_in and all gradients of the block from d_out. d_in may be d_out: the backward of ln1 reads it
+   last. */
 static inline ddp_result gpt_cuda__block_backward(gpt_cuda *m, const gpt_cuda__table *w,
                                                   const gpt_cuda__table *g, gpt_cuda__acts *a, const char *in,
                                                   const char *d_out, char *d_in) {
     int64_t C = m->desc.config.channels, L = m->L;
     gpt_cuda__product p = gpt_cuda__linear_weight(m, "mlp down weight gradient", g->at[GPT_MLP_WEIGHT][0],
                                                   g->at[GPT_MLP_BIAS][0], d_out, a->gelu, 4 * L, C);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+    DDP_TRY(gpt_cuda__multiply(m, &p));
     p = gpt_cuda__linear_input(m, "mlp down input gradient, gelu", m->d_wide, d_out, w->at[GPT_MLP_WEIGHT][0],
                                4 * L, C);
-    p.epilogue = CUBLASLT_EPILOGUE_DGELU, p.aux = a->fc;
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+    p.epilogue = CUBLASLT_EPILOGUE_DGELU;
+    p.aux = a->fc;
+    DDP_TRY(gpt_cuda__multiply(m, &p));
     p = gpt_cuda__linear_weight(m, "mlp up weight gradient", g->at[GPT_FC_WEIGHT][0], g->at[GPT_FC_BIAS][0],
                                 m->d_wide, a->ln2, C, 4 * L);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+    DDP_TRY(gpt_cuda__multiply(m, &p));
     p = gpt_cuda__linear_input(m, "mlp up input gradient", m->d_norm, m->d_wide, w->at[GPT_FC_WEIGHT][0], C,
                                4 * L);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    GPT_CUDA__TRY(gpt_cuda__sum_ranks(m, m->d_norm));
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm_backward, m->d_middle, d_out, g->at[GPT_LN2_WEIGHT][0],
-                               g->at[GPT_LN2_BIAS][0], m->d_norm, a->middle, a->mean2, a->rstd2,
-                               w->at[GPT_LN2_WEIGHT][0]));
+    DDP_TRY(gpt_cuda__multiply(m, &p));
+    DDP_TRY(gpt_cuda__sum_ranks(m, m->d_norm));
+    DDP_TRY(GPT_CUDA__AS(m, gpt_cuda__norm_backward, m->d_middle, d_out, g->at[GPT_LN2_WEIGHT][0],
+                         g->at[GPT_LN2_BIAS][0], m->d_norm, a->middle, a->mean2, a->rstd2,
+                         w->at[GPT_LN2_WEIGHT][0]));
     p = gpt_cuda__linear_weight(m, "attention projection weight gradient", g->at[GPT_ATTN_WEIGHT][0],
                                 g->at[GPT_ATTN_BIAS][0], m->d_middle, a->attention, L, C);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+    DDP_TRY(gpt_cuda__multiply(m, &p));
     p = gpt_cuda__linear_input(m, "attention projection input gradient", m->d_norm, m->d_middle,
                                w->at[GPT_ATTN_WEIGHT][0], L, C);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    GPT_CUDA__TRY(gpt_cuda__attend_backward(m, m->d_wide, m->d_norm, a));
-    GPT_CUDA__TRY(gpt_cuda__qkv_backward(m, w, g, m->d_norm, m->d_wide, a->ln1));
-    GPT_CUDA__TRY(gpt_cuda__sum_ranks(m, m->d_norm));
+    DDP_TRY(gpt_cuda__multiply(m, &p));
+    DDP_TRY(gpt_cuda__attend_backward(m, m->d_wide, m->d_norm, a));
+    DDP_TRY(gpt_cuda__qkv_backward(m, w, g, m->d_norm, m->d_wide, a->ln1));
+    DDP_TRY(gpt_cuda__sum_ranks(m, m->d_norm));
     return GPT_CUDA__AS(m, gpt_cuda__norm_backward, d_in, m->d_middle, g->at[GPT_LN1_WEIGHT][0],
                         g->at[GPT_LN1_BIAS][0], m->d_norm, in, a->mean1, a->rstd1, w->at[GPT_LN1_WEIGHT][0]);
 }
 
-/* What rows of zeros cost a product of the head, in multiplications. */
-static inline int64_t gpt_cuda__head_spare(const gpt_cuda *m) {
+/* Multiplications of a product of the head for the padding rows. */
+static inline int64_t gpt_cuda__head_padding(const gpt_cuda *m) {
     return (m->padded - m->desc.config.vocab) * m->rows * m->desc.config.channels;
 }
 
-/* Rows of the head's matrix, copied to or from where they are filled up. */
+/* Copies the V rows of the head's matrix to or from its padded copy. */
 static inline ddp_result gpt_cuda__copy_head(gpt_cuda *m, void *to, const void *from) {
     size_t bytes = (size_t)m->desc.config.vocab * (size_t)m->desc.config.channels * m->size;
     cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, m->desc.stream);
     if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaMemcpyAsync", "the head's matrix");
-    gpt_cuda__note(m, "head matrix, filled up", 0, 2.0 * (double)bytes);
+    gpt_cuda__note(m, "head matrix, padded", 0, 2.0 * (double)bytes);
     return DDP_OK;
 }
 
-/* Logits from the normalised input, losses, and the logits' gradient in their place. Tensor cores want sizes that are multiples of 16 bytes (cuBLAS calls
-   others slower), which 50257 is not in any of the three products of the head: they see its matrix with rows of zeros up to `padded`. */
+/* Computes logits from the normalised input, then the losses, and replaces the logits by their gradient.
+   Tensor cores need dimensions that are multiples of 16 bytes for full speed. 50257 is none, so the products
+   of the head use a matrix with zero rows up to `padded`. */
 static inline ddp_result gpt_cuda__head_loss(gpt_cuda *m, const gpt_cuda__call *call) {
     const gpt_cuda__head *h = &m->heads_of[call->slot];
     const char *weight = call->values.at[2][0];
     gpt_cuda__product p;
-    if (m->head) GPT_CUDA__TRY(gpt_cuda__copy_head(m, m->head, weight));
+    if (m->head) DDP_TRY(gpt_cuda__copy_head(m, m->head, weight));
     p = gpt_cuda__linear(m, "logits", m->logits, h->ln, m->head ? m->head : weight, m->desc.config.channels,
                          m->padded);
-    p.spare = gpt_cuda__head_spare(m);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+    p.padding = gpt_cuda__head_padding(m);
+    DDP_TRY(gpt_cuda__multiply(m, &p));
     return GPT_CUDA__AS(m, gpt_cuda__classify, m->logits, h->losses, call->batch + m->rows);
 }
 
 static inline ddp_result gpt_cuda__head_forward(gpt_cuda *m, const gpt_cuda__call *call) {
     const gpt_cuda__head *h = &m->heads_of[call->slot];
-    GPT_CUDA__TRY(GPT_CUDA__AS(m, gpt_cuda__norm, h->ln, h->mean, h->rstd, NULL, call->in, NULL, NULL,
-                               call->values.at[0][0], call->values.at[1][0], m->rows));
+    DDP_TRY(GPT_CUDA__AS(m, gpt_cuda__norm, h->ln, h->mean, h->rstd, NULL, call->in, NULL, NULL,
+                         call->values.at[0][0], call->values.at[1][0], m->rows));
     return gpt_cuda__head_loss(m, call);
 }
 
@@ -1472,19 +1579,19 @@ static inline ddp_result gpt_cuda__head_backward(gpt_cuda *m, const gpt_cuda__ca
          *d_weight = m->head ? m->d_head : call->grads.at[2][0];
     int64_t C = m->desc.config.channels;
     gpt_cuda__product p;
-    if (call->again) GPT_CUDA__TRY(gpt_cuda__head_loss(m, call));
+    if (call->again) DDP_TRY(gpt_cuda__head_loss(m, call));
     p = gpt_cuda__linear_weight(m, "head weight gradient", d_weight, NULL, m->logits, h->ln, C, m->padded);
-    p.spare = gpt_cuda__head_spare(m);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
-    if (m->head) GPT_CUDA__TRY(gpt_cuda__copy_head(m, call->grads.at[2][0], m->d_head));
+    p.padding = gpt_cuda__head_padding(m);
+    DDP_TRY(gpt_cuda__multiply(m, &p));
+    if (m->head) DDP_TRY(gpt_cuda__copy_head(m, call->grads.at[2][0], m->d_head));
     p = gpt_cuda__linear_input(m, "head input gradient", m->d_norm, m->logits, weight, C, m->padded);
-    p.spare = gpt_cuda__head_spare(m);
-    GPT_CUDA__TRY(gpt_cuda__multiply(m, &p));
+    p.padding = gpt_cuda__head_padding(m);
+    DDP_TRY(gpt_cuda__multiply(m, &p));
     return GPT_CUDA__AS(m, gpt_cuda__norm_backward, call->d_in, NULL, call->grads.at[0][0],
                         call->grads.at[1][0], m->d_norm, call->in, h->mean, h->rstd, call->values.at[0][0]);
 }
 
-/* All the work of a call, on the stream. */
+/* Enqueues all work of a call. */
 static inline ddp_result gpt_cuda__work(gpt_cuda *m, const gpt_cuda__call *call) {
     int layers = m->desc.config.layers;
     gpt_cuda__acts *a;
@@ -1498,13 +1605,15 @@ static inline ddp_result gpt_cuda__work(gpt_cuda *m, const gpt_cuda__call *call)
         return call->backward ? gpt_cuda__head_backward(m, call) : gpt_cuda__head_forward(m, call);
     a = &m->blocks[call->slot * layers + call->unit - 1];
     if (!call->backward) return gpt_cuda__block_forward(m, &call->values, a, call->in, call->out);
-    if (call->again) GPT_CUDA__TRY(gpt_cuda__block_forward(m, &call->values, a, call->in, NULL));
+    if (call->again) DDP_TRY(gpt_cuda__block_forward(m, &call->values, a, call->in, NULL));
     return gpt_cuda__block_backward(m, &call->values, &call->grads, a, call->in, call->d_out, call->d_in);
 }
 
-//== graphs ============================================================================== >>graphs
-/* Work that comes again with the same pointers is captured, and from then on launched as one. The first time it runs plainly, for cuBLASLt is asked for
-   its ways and kernels are loaded then. Each unit, direction and slot keeps the few sets of pointers that were used last, and so do micro-batches. */
+//== graphs =================================================================================================
+/* The first call with a set of pointers runs without a graph, because it queries cuBLASLt and loads kernels.
+   The second call captures a graph, which it and later calls launch. Each unit, direction and slot has
+   GPT_CUDA__GRAPHS sets of pointers, of which the least recently used is replaced; micro-batches have as
+   many. */
 
 typedef ddp_result (*gpt_cuda__work_fn)(gpt_cuda *m, const void *arguments);
 
@@ -1512,18 +1621,18 @@ static inline size_t gpt_cuda__unit_graphs(const gpt_cuda *m) {
     return (size_t)(m->desc.end_unit - m->desc.first_unit) * 2 * (size_t)m->desc.slots * GPT_CUDA__GRAPHS;
 }
 
-/* Pointers that a micro-batch is known by: its batch, the losses of its slot, and all units' tables. */
-static inline size_t gpt_cuda__whole_key(const gpt_cuda *m) {
+/* Pointers in the key of a micro-batch: its batch, the losses of its slot, and the tables of all units. */
+static inline size_t gpt_cuda__micro_batch_key(const gpt_cuda *m) {
     return (size_t)(m->desc.end_unit - m->desc.first_unit) * GPT_CUDA__TABLES + 2;
 }
 
 static inline ddp_result gpt_cuda__make_graphs(gpt_cuda *m) {
-    size_t units = gpt_cuda__unit_graphs(m), whole = gpt_cuda__whole_key(m);
+    size_t units = gpt_cuda__unit_graphs(m), whole = gpt_cuda__micro_batch_key(m);
     if (!m->desc.graphs) return DDP_OK;
     m->graphs = (gpt_cuda__graph *)calloc(units + GPT_CUDA__GRAPHS, sizeof *m->graphs);
     m->keys = (const void **)calloc(units * GPT_CUDA__KEY + (GPT_CUDA__GRAPHS + 1) * whole, sizeof *m->keys);
     if (!m->graphs || !m->keys)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its graphs");
+        return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: out of host memory for the graphs");
     m->key = m->keys + units * GPT_CUDA__KEY;
     for (size_t i = 0; i < units; i++) m->graphs[i].key = m->keys + i * GPT_CUDA__KEY;
     for (size_t i = 0; i < GPT_CUDA__GRAPHS; i++) m->graphs[units + i].key = m->key + (i + 1) * whole;
@@ -1532,10 +1641,13 @@ static inline ddp_result gpt_cuda__make_graphs(gpt_cuda *m) {
 
 static inline void gpt_cuda__graph_drop(gpt_cuda__graph *graph) {
     if (graph->exec) cudaGraphExecDestroy(graph->exec);
-    graph->exec = NULL, graph->seen = 0, graph->used = 0;
+    graph->exec = NULL;
+    graph->seen = 0;
+    graph->used = 0;
 }
 
-/* Of a list of GPT_CUDA__GRAPHS the graph with this key, or one that is free for it: the one that was not used for longest. */
+/* Finds the graph with this key in a list of GPT_CUDA__GRAPHS. Otherwise replaces the least recently used
+   one. */
 static inline gpt_cuda__graph *gpt_cuda__graph_of(gpt_cuda *m, gpt_cuda__graph *list, const void *const *key,
                                                   size_t key_count) {
     gpt_cuda__graph *graph = list;
@@ -1566,22 +1678,25 @@ static inline ddp_result gpt_cuda__capture(gpt_cuda *m, gpt_cuda__work_fn work, 
         result = gpt_cuda__fail(ended, "cudaStreamEndCapture", what);
     if (result == DDP_OK) {
         error = cudaGraphInstantiate(out, graph, 0);
-        if (error != cudaSuccess) *out = NULL, result = gpt_cuda__fail(error, "cudaGraphInstantiate", what);
+        if (error != cudaSuccess) {
+            *out = NULL;
+            result = gpt_cuda__fail(error, "cudaGraphInstantiate", what);
+        }
     }
     if (graph) cudaGraphDestroy(graph);
     return result;
 }
 
-/* The work, plainly or as a graph. */
-static inline ddp_result gpt_cuda__play(gpt_cuda *m, gpt_cuda__graph *graph, gpt_cuda__work_fn work,
-                                        const void *arguments, const char *what) {
+/* Enqueues the work, directly or as a graph. */
+static inline ddp_result gpt_cuda__run(gpt_cuda *m, gpt_cuda__graph *graph, gpt_cuda__work_fn work,
+                                       const void *arguments, const char *what) {
     cudaError_t error;
     if (!graph->seen) {
-        GPT_CUDA__TRY(work(m, arguments));
+        DDP_TRY(work(m, arguments));
         graph->seen = 1;
         return DDP_OK;
     }
-    if (!graph->exec) GPT_CUDA__TRY(gpt_cuda__capture(m, work, arguments, what, &graph->exec));
+    if (!graph->exec) DDP_TRY(gpt_cuda__capture(m, work, arguments, what, &graph->exec));
     error = cudaGraphLaunch(graph->exec, m->desc.stream);
     return error == cudaSuccess ? DDP_OK : gpt_cuda__fail(error, "cudaGraphLaunch", what);
 }
@@ -1594,14 +1709,14 @@ static inline ddp_result gpt_cuda__issue(gpt_cuda *m, const gpt_cuda__call *call
     const void *key[GPT_CUDA__KEY] = {call->batch, call->in,   call->d_out,
                                       call->out,   call->d_in, call->again ? m : NULL};
     int place = ((call->unit - m->desc.first_unit) * 2 + call->backward) * m->desc.slots + call->slot;
-    if (!m->graphs || m->whole) return gpt_cuda__work(m, call);
+    if (!m->graphs || m->in_micro_batch) return gpt_cuda__work(m, call);
     memcpy(key + 6, &call->values, sizeof call->values);
     memcpy(key + 6 + 3 * GPT_BLOCK_PARAMS, &call->grads, sizeof call->grads);
-    return gpt_cuda__play(m, gpt_cuda__graph_of(m, m->graphs + place * GPT_CUDA__GRAPHS, key, GPT_CUDA__KEY),
-                          gpt_cuda__unit_work, call, "a unit");
+    return gpt_cuda__run(m, gpt_cuda__graph_of(m, m->graphs + place * GPT_CUDA__GRAPHS, key, GPT_CUDA__KEY),
+                         gpt_cuda__unit_work, call, "a unit");
 }
 
-//== public ============================================================================== >>public
+//== public =================================================================================================
 
 GPT_DEF void gpt_cuda_destroy(gpt_cuda *m) {
     if (!m) return;
@@ -1627,20 +1742,20 @@ static inline ddp_result gpt_cuda__fill(gpt_cuda *m) {
     m->heads_of = (gpt_cuda__head *)calloc(slots, sizeof *m->heads_of);
     m->stream = (char **)calloc(slots * (units + 1), sizeof *m->stream);
     if (!m->blocks || !m->heads_of || !m->stream)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its lists");
-    GPT_CUDA__TRY(gpt_cuda__make_graphs(m));
-    m->bytes = gpt_cuda__lay_out(m, NULL);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: out of host memory");
+    DDP_TRY(gpt_cuda__make_graphs(m));
+    m->bytes = gpt_cuda__layout(m, NULL);
     if (ddp_device_cuda()->alloc(NULL, m->bytes, &memory) != DDP_OK) {
         char cause[512];
         snprintf(cause, sizeof cause, "%s", ddp_last_error());
-        return ddp_fail(DDP_ERR_NO_MEMORY,
-                        "gpt_cuda_create: no %.1f MiB of device memory for activations and workspace: "
-                        "smaller micro-batches, fewer slots or recompute need "
-                        "less: %s",
-                        (double)m->bytes / 1048576, cause);
+        return ddp_fail(
+            DDP_ERR_NO_MEMORY,
+            "gpt_cuda_create: cannot allocate %.1f MiB of device memory; use a smaller batch, fewer "
+            "slots or recompute: %s",
+            (double)m->bytes / 1048576, cause);
     }
     m->memory = (char *)memory;
-    gpt_cuda__lay_out(m, m->memory);
+    gpt_cuda__layout(m, m->memory);
     if (m->head) {
         size_t rows = (size_t)m->desc.config.channels * m->size, end = (size_t)m->desc.config.vocab * rows;
         cudaError_t error = cudaMemsetAsync(m->head + end, 0, (size_t)m->padded * rows - end, d->stream);
@@ -1686,7 +1801,7 @@ GPT_DEF void *gpt_cuda_stream_of(gpt_cuda *m, int unit, int slot) {
 
 GPT_DEF void *gpt_cuda_d_stream_of(gpt_cuda *m) { return m->d_stream; }
 
-/* The table of a unit, from a list with three pointers per parameter. */
+/* Builds the table of a unit from a list with three pointers per parameter. */
 static inline ddp_result gpt_cuda__table_of(const gpt_cuda *m, const char *call, int unit, const char *what,
                                             void *const *list, gpt_cuda__table *t) {
     int block = unit > 0 && unit <= m->desc.config.layers, count = unit == 0 ? 2
@@ -1722,7 +1837,7 @@ static inline ddp_result gpt_cuda__call_check(const gpt_cuda *m, const char *cal
     return DDP_OK;
 }
 
-/* in, out, d_in and d_out that are there, and aligned. */
+/* Checks the alignment of in, out, d_in and d_out. */
 static inline ddp_result gpt_cuda__rows_check(const char *call, int unit, const char *what,
                                               const void *rows) {
     if (rows && (uintptr_t)rows % GPT_CUDA__ALIGN == 0) return DDP_OK;
@@ -1736,22 +1851,27 @@ GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *m, int unit, int slot, void *
     gpt_cuda__call call = DDP_ZERO;
     int head, block;
     ddp_result result;
-    GPT_CUDA__TRY(gpt_cuda__call_check(m, name, unit, slot, batch));
-    head = unit == m->desc.config.layers + 1, block = unit > 0 && !head;
-    call.unit = unit, call.slot = slot;
+    DDP_TRY(gpt_cuda__call_check(m, name, unit, slot, batch));
+    head = unit == m->desc.config.layers + 1;
+    block = unit > 0 && !head;
+    call.unit = unit;
+    call.slot = slot;
     call.batch = block ? NULL : batch;
-    GPT_CUDA__TRY(gpt_cuda__table_of(m, name, unit, "values", values, &call.values));
+    DDP_TRY(gpt_cuda__table_of(m, name, unit, "values", values, &call.values));
     if (unit > 0) call.in = (const char *)(in ? in : gpt_cuda_stream_of(m, unit, slot));
     if (!head) call.out = (char *)(out ? out : gpt_cuda_stream_of(m, unit + 1, slot));
-    if (unit > 0) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "in", call.in));
-    if (!head) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "out", call.out));
+    if (unit > 0) DDP_TRY(gpt_cuda__rows_check(name, unit, "in", call.in));
+    if (!head) DDP_TRY(gpt_cuda__rows_check(name, unit, "out", call.out));
     if (call.in && call.in == call.out)
         return ddp_fail(DDP_ERR_INVALID,
                         "%s: unit %d: in and out are the same memory; backward reads in again", name, unit);
-    if (block) m->held_unit = -1;
+    if (block) m->stored_unit = -1;
     if (head) m->logits_slot = -1;
     result = gpt_cuda__issue(m, &call);
-    if (block && result == DDP_OK) m->held_unit = unit, m->held_slot = slot;
+    if (block && result == DDP_OK) {
+        m->stored_unit = unit;
+        m->stored_slot = slot;
+    }
     if (head && result == DDP_OK) m->logits_slot = slot;
     return result;
 }
@@ -1763,30 +1883,36 @@ GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *m, int unit, int slot, void 
     gpt_cuda__call call = DDP_ZERO;
     int head, block;
     ddp_result result;
-    GPT_CUDA__TRY(gpt_cuda__call_check(m, name, unit, slot, batch));
-    head = unit == m->desc.config.layers + 1, block = unit > 0 && !head;
-    call.unit = unit, call.slot = slot, call.backward = 1;
+    DDP_TRY(gpt_cuda__call_check(m, name, unit, slot, batch));
+    head = unit == m->desc.config.layers + 1;
+    block = unit > 0 && !head;
+    call.unit = unit;
+    call.slot = slot;
+    call.backward = 1;
     call.batch = block ? NULL : batch;
-    if (unit > 0) GPT_CUDA__TRY(gpt_cuda__table_of(m, name, unit, "values", values, &call.values));
-    GPT_CUDA__TRY(gpt_cuda__table_of(m, name, unit, "grads", grads, &call.grads));
+    if (unit > 0) DDP_TRY(gpt_cuda__table_of(m, name, unit, "values", values, &call.values));
+    DDP_TRY(gpt_cuda__table_of(m, name, unit, "grads", grads, &call.grads));
     if (unit > 0)
         call.in = (const char *)(in ? in : gpt_cuda_stream_of(m, unit, slot)),
         call.d_in = (char *)(d_in ? d_in : m->d_stream);
     if (!head) call.d_out = (const char *)(d_out ? d_out : m->d_stream);
-    if (unit > 0) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "in", call.in));
-    if (unit > 0) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "d_in", call.d_in));
-    if (!head) GPT_CUDA__TRY(gpt_cuda__rows_check(name, unit, "d_out", call.d_out));
+    if (unit > 0) DDP_TRY(gpt_cuda__rows_check(name, unit, "in", call.in));
+    if (unit > 0) DDP_TRY(gpt_cuda__rows_check(name, unit, "d_in", call.d_in));
+    if (!head) DDP_TRY(gpt_cuda__rows_check(name, unit, "d_out", call.d_out));
     call.again = head ? m->logits_slot != slot
-                      : block && m->desc.recompute && (m->held_unit != unit || m->held_slot != slot);
+                      : block && m->desc.recompute && (m->stored_unit != unit || m->stored_slot != slot);
     if (call.again && head) m->logits_slot = -1;
-    if (call.again && block) m->held_unit = -1;
+    if (call.again && block) m->stored_unit = -1;
     result = gpt_cuda__issue(m, &call);
     if (call.again && head && result == DDP_OK) m->logits_slot = slot;
-    if (call.again && block && result == DDP_OK) m->held_unit = unit, m->held_slot = slot;
+    if (call.again && block && result == DDP_OK) {
+        m->stored_unit = unit;
+        m->stored_slot = slot;
+    }
     return result;
 }
 
-/* What gpt_cuda_micro_batch was called with. */
+/* Arguments of gpt_cuda_micro_batch. */
 typedef struct gpt_cuda__micro_batch {
     int slot;
     void *const *const *values, *const *const *grads;
@@ -1797,23 +1923,24 @@ static inline ddp_result gpt_cuda__each_unit(gpt_cuda *m, const void *arguments)
     const gpt_cuda__micro_batch *it = (const gpt_cuda__micro_batch *)arguments;
     int units = m->desc.end_unit;
     ddp_result result = DDP_OK;
-    m->whole = 1;
+    m->in_micro_batch = 1;
     for (int u = 0; u < units && result == DDP_OK; u++)
         result = gpt_cuda_unit_forward(m, u, it->slot, it->values[u], it->batch, NULL, NULL);
     for (int u = units - 1; u >= 0 && result == DDP_OK; u--)
         result = gpt_cuda_unit_backward(m, u, it->slot, it->values[u], it->grads[u], it->batch, NULL, NULL,
                                         NULL);
-    m->whole = 0;
+    m->in_micro_batch = 0;
     return result;
 }
 
-/* The key of a micro-batch, in m->key. */
-static inline ddp_result gpt_cuda__whole_key_of(gpt_cuda *m, const gpt_cuda__micro_batch *it) {
-    m->key[0] = it->batch, m->key[1] = m->heads_of[it->slot].losses;
+/* Writes the key of a micro-batch to m->key. */
+static inline ddp_result gpt_cuda__micro_batch_key_of(gpt_cuda *m, const gpt_cuda__micro_batch *it) {
+    m->key[0] = it->batch;
+    m->key[1] = m->heads_of[it->slot].losses;
     for (int u = 0; u < m->desc.end_unit; u++) {
         gpt_cuda__table tables[2] = DDP_ZERO;
-        GPT_CUDA__TRY(gpt_cuda__table_of(m, "gpt_cuda_micro_batch", u, "values", it->values[u], &tables[0]));
-        GPT_CUDA__TRY(gpt_cuda__table_of(m, "gpt_cuda_micro_batch", u, "grads", it->grads[u], &tables[1]));
+        DDP_TRY(gpt_cuda__table_of(m, "gpt_cuda_micro_batch", u, "values", it->values[u], &tables[0]));
+        DDP_TRY(gpt_cuda__table_of(m, "gpt_cuda_micro_batch", u, "grads", it->grads[u], &tables[1]));
         memcpy(m->key + 2 + (size_t)u * GPT_CUDA__TABLES, tables, sizeof tables);
     }
     return DDP_OK;
@@ -1825,7 +1952,7 @@ GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *m, int slot, void *const *cons
     const gpt_cuda__micro_batch it = {slot, values, grads, batch};
     gpt_cuda__graph *graph;
     ddp_result result;
-    GPT_CUDA__TRY(gpt_cuda__call_check(m, name, m ? m->desc.first_unit : 0, slot, batch));
+    DDP_TRY(gpt_cuda__call_check(m, name, m ? m->desc.first_unit : 0, slot, batch));
     if (m->desc.first_unit > 0 || m->desc.end_unit < m->desc.config.layers + 2)
         return ddp_fail(DDP_ERR_INVALID,
                         "%s: this rank has units %d to %d; a micro-batch goes through all, 0 to %d", name,
@@ -1833,24 +1960,24 @@ GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *m, int slot, void *const *cons
     if (!values || !grads)
         return ddp_fail(DDP_ERR_INVALID, "%s: values or grads is NULL; give a table for each unit", name);
     if (!m->graphs) return gpt_cuda__each_unit(m, &it);
-    GPT_CUDA__TRY(gpt_cuda__whole_key_of(m, &it));
-    graph = gpt_cuda__graph_of(m, m->graphs + gpt_cuda__unit_graphs(m), m->key, gpt_cuda__whole_key(m));
-    result = gpt_cuda__play(m, graph, gpt_cuda__each_unit, &it, "a micro-batch");
-    m->held_unit = result == DDP_OK ? 1 : -1,
-    m->held_slot = slot; /* a graph leaves what the calls that it was made of would */
+    DDP_TRY(gpt_cuda__micro_batch_key_of(m, &it));
+    graph = gpt_cuda__graph_of(m, m->graphs + gpt_cuda__unit_graphs(m), m->key, gpt_cuda__micro_batch_key(m));
+    result = gpt_cuda__run(m, graph, gpt_cuda__each_unit, &it, "a micro-batch");
+    m->stored_unit = result == DDP_OK ? 1 : -1; /* as after the captured calls */
+    m->stored_slot = slot;
     m->logits_slot = result == DDP_OK ? slot : -1;
     return result;
 }
 
 GPT_DEF ddp_result gpt_cuda_loss(gpt_cuda *m, int slot, double *sum) {
-    GPT_CUDA__TRY(gpt_cuda__call_check(m, "gpt_cuda_loss", m ? m->desc.config.layers + 1 : 0, slot, m));
+    DDP_TRY(gpt_cuda__call_check(m, "gpt_cuda_loss", m ? m->desc.config.layers + 1 : 0, slot, m));
     if (!sum || (uintptr_t)sum % 8)
         return ddp_fail(
             DDP_ERR_INVALID,
             "gpt_cuda_loss: sum is %p; it must be memory of 8 bytes that a GPU reaches, aligned to 8",
             (void *)sum);
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__sum_kernel, 1, 256, 0, m->desc.stream, sum,
-                                  m->heads_of[slot].losses, m->rows));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__sum_kernel, 1, 256, 0, m->desc.stream, sum, m->heads_of[slot].losses,
+                            m->rows));
     gpt_cuda__note(m, "sum of losses", 0, 4.0 * m->rows);
     return DDP_OK;
 }
@@ -1858,11 +1985,11 @@ GPT_DEF ddp_result gpt_cuda_loss(gpt_cuda *m, int slot, double *sum) {
 template <class T>
 static ddp_result gpt_cuda__logits_of(gpt_cuda *m, const void *row, const gpt_cuda__table *w, float *logits) {
     int V = m->desc.config.vocab, C = m->desc.config.channels;
-    GPT_CUDA__TRY(gpt_cuda__norm<T>(m, m->d_norm, m->partial, m->partial + 4, NULL, row, NULL, NULL,
-                                    w->at[0][0], w->at[1][0], 1));
-    GPT_CUDA__TRY(GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<T>, (unsigned)(V + 7) / 8, 256, 0,
-                                  m->desc.stream, logits, (const T *)(const void *)w->at[2][0],
-                                  (const T *)(const void *)m->d_norm, V, C));
+    DDP_TRY(gpt_cuda__norm<T>(m, m->d_norm, m->partial, m->partial + 4, NULL, row, NULL, NULL, w->at[0][0],
+                              w->at[1][0], 1));
+    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<T>, (unsigned)(V + 7) / 8, 256, 0, m->desc.stream,
+                            logits, (const T *)(const void *)w->at[2][0], (const T *)(const void *)m->d_norm,
+                            V, C));
     gpt_cuda__note(m, "logits of one position", 2.0 * V * C, (double)V * C * sizeof(T));
     return DDP_OK;
 }
@@ -1870,8 +1997,8 @@ static ddp_result gpt_cuda__logits_of(gpt_cuda *m, const void *row, const gpt_cu
 GPT_DEF ddp_result gpt_cuda_logits(gpt_cuda *m, int slot, void *const *values, int position, float *logits) {
     gpt_cuda__table w;
     int head = m ? m->desc.config.layers + 1 : 0;
-    GPT_CUDA__TRY(gpt_cuda__call_check(m, "gpt_cuda_logits", head, slot, m));
-    GPT_CUDA__TRY(gpt_cuda__table_of(m, "gpt_cuda_logits", head, "values", values, &w));
+    DDP_TRY(gpt_cuda__call_check(m, "gpt_cuda_logits", head, slot, m));
+    DDP_TRY(gpt_cuda__table_of(m, "gpt_cuda_logits", head, "values", values, &w));
     if (position < 0 || position >= m->desc.length)
         return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_logits: position %d of %d", position, m->desc.length);
     if (!logits)

@@ -1,70 +1,84 @@
-/*  gpt_cuda_attention.cuh - causal attention on the GPU, forward and backward, that never holds a T x T matrix in memory.
+/*  gpt_cuda_attention.cuh - causal attention on the GPU, forward and backward (FlashAttention-2).
 
-    The method is FlashAttention-2 (Dao 2023): tiles of queries against tiles of keys in shared memory, a running maximum and sum per query, and in backward
-    the probabilities once more from the sums that forward kept. Products of bf16 go to the tensor cores, sums stay in f32.
+    Dao 2023: tiles of queries and keys in shared memory, and an online softmax, so no T x T matrix is in
+    memory. Backward recomputes the probabilities from lse. bf16 uses tensor cores with f32 accumulation.
 
 USAGE
     gpt_cuda_attention it = {batch, length, heads, head_size, DDP_BF16, stream};
-    gpt_cuda_attention_forward(&it, qkv, out, lse);                               // puts work on the stream and returns
-    gpt_cuda_attention_backward(&it, qkv, out, lse, d_out, d_qkv, workspace);     // workspace: gpt_cuda_attention_workspace(&it) bytes, holding anything
+    gpt_cuda_attention_forward(&it, qkv, out, lse);     // both calls enqueue kernels and return
+    gpt_cuda_attention_backward(&it, qkv, out, lse, d_out, d_qkv, workspace);
 
-    qkv (B, T, 3, NH, HS) queries, keys and values side by side, as the product before it leaves them; d_qkv the same. out, d_out (B, T, NH, HS).
-    lse (B, NH, T), f32: the logarithm of the sum of exp of a query's scaled scores, as gpt_attention of gpt.h gives it. Device memory, aligned to 16 bytes.
-    T may be anything. bf16 with heads of 32, 64 or 128 is the fast way; f32, and any other head size up to GPT_CUDA_ATTENTION_LARGEST, goes through plain
-    kernels, which are for checks and for small models.
+    qkv, d_qkv     (B, T, 3, NH, HS)  queries, keys, values, as the projection writes them
+    out, d_out     (B, T, NH, HS)
+    lse            (B, NH, T) f32     log of the sum of exp of a query's scaled scores, as in gpt_attention
+    workspace      gpt_cuda_attention_workspace(&it) bytes, uninitialised
 
-CONTENTS      (search for the tags)
-    >>interface  >>arguments  >>tiles  >>fragments  >>forward  >>prepare  >>backward  >>plain  >>calls
+    All pointers are device memory, aligned to 16 bytes. T is arbitrary. bf16 with heads of 32, 64 or 128 uses
+    the fast kernels. f32, and other head sizes up to GPT_CUDA_ATTENTION_LARGEST, use plain kernels for checks
+    and small models.
+
+CONTENTS
+    interface  arguments  tiles  fragments  forward  prepare  backward  plain  calls
 
 FORWARD
-    A block has 128 queries of one head, a warp 32 of them, and goes through the keys 64 (heads of 128: 32) at a time. The next keys and values are on their
-    way (cp.async) while it works on these. Scores are kept as mma leaves them, 16 x 8 at a time:
+    A block has 128 queries of one head, a warp 32 of them. It iterates over tiles of 64 keys (32 for heads of
+    128). cp.async loads the next tile during the computation. Scores stay in the layout of mma results,
+    16 x 8 each:
 
         d[0], d[1]   row g, columns 2t, 2t + 1            g = lane / 4, t = lane % 4
         d[2], d[3]   row g + 8
 
-    and what the next mma takes as its left side, 16 x 16, has in each lane (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..): the pairs of d of two
-    neighbouring results, rounded to bf16. So probabilities become the left side of the product with the values in the registers where they are.
-    exp(x) is 2^(x log2 e): scale and log2 e are one factor, and a multiply-add makes the exponent. Tiles above the diagonal are not touched, by a warp, and
-    only those on it are masked. Blocks of a head lie side by side, so that its keys are read from L2, and those with the most keys begin first.
+    The left operand of the next mma, 16 x 16, has in each lane (g, 2t..), (g + 8, 2t..), (g, 2t + 8..) and
+    (g + 8, 2t + 8..). These are the pairs of two neighbouring results, rounded to bf16. So the probabilities
+    are the left operand of P V without leaving their registers.
+    exp(x) is 2^(x log2 e): scale and log2 e are one factor, and one multiply-add gives the exponent. A warp
+    skips tiles above the diagonal and masks only tiles on it. Blocks of one head are neighbours, so that they
+    read its keys from L2. Blocks with the most keys start first.
 
 BACKWARD
-    With scores turned over (keys down, queries across) the same trick makes dV += P^T dO and dK += dS^T Q from registers: a block has 128 keys of one head
-    and goes through the queries 64 at a time. Only dQ += dS K sums over the warps' keys, and takes dS through shared memory. That is 5 products; a kernel
-    of its own for dQ would make it 7.
+    Scores are transposed (keys down, queries across), so dV += P^T dO and dK += dS^T Q use registers in the
+    same way. A block has 128 keys of one head and iterates over tiles of 64 queries. Only dQ += dS K sums
+    over the keys of all warps and passes dS through shared memory. This needs 5 products; a separate kernel
+    for dQ would need 7.
 
-    A tile of dQ is the sum of what several blocks have. Query tile i (64 rows) touches key tiles j = i / 2, i / 2 - 1, ..., 0 (128 rows), and is added up in
-    this order: the first writes its part to the workspace, the next read it, add theirs and write, the last rounds to bf16 into d_qkv. So the bits are those
-    of one fixed order of additions, whoever runs when, and no atomic adds floating-point numbers. Block j does its query tiles i = 2j, 2j + 1, ... in
-    ascending order and then says in progress[j] how far it is (release); before it reads tile i it waits (acquire) until block j + 1 has passed it. What
-    block j + 1 wrote contains what all before it wrote.
+    Order of sums: a tile of dQ is the sum over several blocks. Query tile i (64 rows) needs key tiles
+    j = i / 2, i / 2 - 1, ..., 0 (128 rows), and the sum has this order. The first block writes its part to
+    the workspace, the next ones read it, add theirs and write it, and the last rounds to bf16 into d_qkv. So
+    the bits do not depend on the schedule, and no floating-point atomics are needed. Block j processes its
+    query tiles i = 2j, 2j + 1, ... in ascending order. After tile i it stores its progress in progress[j]
+    (release). Before it reads tile i it waits (acquire) until block j + 1 has passed tile i.
 
-    Why nobody waits for ever: which tile a block has, it learns from a ticket that it draws when it begins, and tickets go head by head, j from the last
-    down. Block j waits for block j + 1 of its head alone, whose ticket is lower by one: it has been drawn by a block that runs already. By induction from the
-    lowest ticket not yet done, which waits for nobody who is not done, every block gets on, whatever the number that run at a time and in whatever order the
-    device starts them. In the rhythm of equal steps block j gets to tile i two steps after block j + 1.
+    No deadlock: a block gets its tile from a ticket that it draws when it starts. Tickets are ordered by
+    head, and within a head by descending j. Block j waits only for block j + 1 of its head, which has a lower
+    ticket and is therefore running. By induction from the lowest unfinished ticket, every block makes
+    progress, for any number of concurrent blocks and any start order. With equal steps block j reaches tile i
+    two steps after block j + 1.
 
-    Why it reads what was written: the threads of block j + 1 store, meet at a barrier, and one of them stores the flag with release at the scope of the GPU,
-    which is cumulative; one thread of block j loads it with acquire, then a barrier, then all load (PTX memory model: causality order goes through
-    barriers). Each word is read by the thread with the same number as the one that wrote it.
+    Visibility: the threads of block j + 1 store and reach a barrier, then one thread stores the flag with
+    release at GPU scope, which is cumulative. One thread of block j loads it with acquire, then a barrier,
+    then all threads load (PTX memory model: causality order includes barriers). Each word is read by the
+    thread with the same number as the thread that wrote it.
 
 SHARED MEMORY
-    A row of a tile is D bf16 values in pieces of 16 bytes. Piece c of row r lies at c ^ (r % 8) (heads of 32: c ^ (r / 2 % 4)), so that the 8 rows of one
-    column that ldmatrix reads, and the 8 rows that a warp writes, lie in 32 different banks.
+    A row of a tile has D bf16 values in chunks of 16 bytes. Chunk c of row r is stored at c ^ (r % 8) (heads
+    of 32: c ^ (r / 2 % 4)). So the 8 rows of a column that ldmatrix reads, and the 8 rows that a warp writes,
+    are in 32 different banks.
 
 REGISTERS
-    Sums are most of them: 128 of 255 in backward, 64 of 168 in forward with heads of 64. ptxas 13.0 spills nothing but, with heads of 64, at most 24 bytes of
-    addresses that a turn of the loop needs once. Shared memory of backward with heads of 64 is 81 KiB: two blocks on a multiprocessor of sm_90.
+    Accumulators use most of them: 128 of 255 in backward, 64 of 168 in forward with heads of 64. With ptxas
+    13.0 the only spills are at most 24 bytes of addresses, with heads of 64, used once per iteration.
+    Backward with heads of 64 uses 81 KiB of shared memory: two blocks per multiprocessor of sm_90.
 
-    Has not run on a GPU: it compiles for sm_80 and sm_90, and tests run its kernels thread by thread on the CPU. */
+    Has not run on a GPU: it compiles for sm_80 and sm_90, and tests run its kernels thread by thread on the
+    CPU. */
 #ifndef GPT_CUDA_ATTENTION_CUH
 #define GPT_CUDA_ATTENTION_CUH
 
 #include "gpt_cuda_base.cuh"
 
-//== interface ========================================================================================== >>interface
+//== interface ==============================================================================================
 
-#define GPT_CUDA_ATTENTION_LARGEST 256 /* head size */
+#define GPT_CUDA_ATTENTION_LARGEST 256 /* largest head size */
 
 typedef struct gpt_cuda_attention {
     int batch, length, heads, head_size; /* B, T, NH (of this rank), HS */
@@ -72,53 +86,56 @@ typedef struct gpt_cuda_attention {
     cudaStream_t stream;
 } gpt_cuda_attention;
 
-static const char *
-gpt_cuda_attention_check(const gpt_cuda_attention *it); /* NULL, or what is wrong in one sentence */
-static size_t gpt_cuda_attention_workspace(
-    const gpt_cuda_attention *it); /* bytes that backward needs; holds nothing from call to call */
-static double
-gpt_cuda_attention_flops(const gpt_cuda_attention *it,
-                         int backward); /* of its products, under the diagonal: 2, or 5 in backward */
+/* Returns NULL for valid values, otherwise the error as one sentence. */
+static const char *gpt_cuda_attention_check(const gpt_cuda_attention *it);
+
+/* Bytes of the workspace of backward. Its contents are not kept between calls. */
+static size_t gpt_cuda_attention_workspace(const gpt_cuda_attention *it);
+
+/* FLOPs of the 2 products of forward, or the 5 of backward, below the diagonal. */
+static double gpt_cuda_attention_flops(const gpt_cuda_attention *it, int backward);
+
+/* Both enqueue kernels on it->stream and return. Errors: DDP_ERR_INVALID, DDP_ERR_ENGINE. */
 static ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it, const void *qkv, void *out,
                                              float *lse);
 static ddp_result gpt_cuda_attention_backward(const gpt_cuda_attention *it, const void *qkv, const void *out,
                                               const float *lse, const void *d_out, void *d_qkv,
                                               void *workspace);
 
-//== arguments ========================================================================================== >>arguments
+//== arguments ==============================================================================================
 
 enum {
-    GPT_CUDA__QUERIES = 128, /* a tile of forward; of keys: gpt_cuda__forward_shape */
-    GPT_CUDA__DOWN = 128,
-    GPT_CUDA__ACROSS = 64, /* tiles of backward: keys, queries */
-    GPT_CUDA__PLAIN = 32   /* of the plain kernels, both */
+    GPT_CUDA__QUERIES = 128, /* queries of a tile in forward; its keys: gpt_cuda__forward_shape */
+    GPT_CUDA__DOWN = 128,    /* keys of a tile in backward */
+    GPT_CUDA__ACROSS = 64,   /* queries of a tile in backward */
+    GPT_CUDA__PLAIN = 32     /* queries and keys of a tile in the plain kernels */
 };
 #define GPT_CUDA__LOG2_E 1.4426950408889634f
 #if defined(__CUDACC__) && !defined(GPT_CUDA_ON_CPU)
-#define GPT_CUDA__KEEP _Pragma("unroll 1") /* before a loop that stays one */
+#define GPT_CUDA__KEEP _Pragma("unroll 1") /* prevents unrolling */
 #else
 #define GPT_CUDA__KEEP
 #endif
 
-/* What all kernels here are given. */
+/* Arguments of all kernels in this file. */
 template <class T> struct gpt_cuda__attn {
     int batch, length, heads, size, padded; /* padded: length, rounded up to GPT_CUDA__ACROSS */
     float scale;                            /* of scores: 1 / sqrt(HS) */
     const T *qkv, *out, *d_out;
-    T *to, *d_qkv; /* to: out, of forward */
+    T *to, *d_qkv; /* to: out of forward */
     float *lse;
-    int *ticket;    /* here the workspace begins */
-    int *progress;  /* (B NH, tiles of keys): query tiles before this one have this block's part */
-    float *lse2;    /* (B NH, padded): lse in base 2, infinity behind the end, where probabilities become 0 */
-    float *delta;   /* (B NH, padded): sum of out d_out of a query and head, which is the sum of P dP */
-    float *partial; /* (B NH, padded / ACROSS): tiles of dQ, as the threads' registers hold them */
+    int *ticket;    /* start of the workspace */
+    int *progress;  /* (B NH, key tiles): query tiles before this one include this block's part of dQ */
+    float *lse2;    /* (B NH, padded): lse in base 2; infinity after the end, so that probabilities are 0 */
+    float *delta;   /* (B NH, padded): sum of out d_out of a query and head, equal to the sum of P dP */
+    float *partial; /* (B NH, padded / ACROSS): tiles of dQ in the order of the threads' registers */
 };
 
-/* Which tile of which head a block has. */
+/* Tile and head of a block. */
 struct gpt_cuda__place {
-    int tile, pair, head;
-    size_t row;
-}; /* pair: of batch and head; row: the first of the sequence in (B T) */
+    int tile, pair, head; /* pair: index of (batch, head) */
+    size_t row;           /* first row of the sequence in (B T) */
+};
 
 template <class T>
 GPT_CUDA_DEVICE gpt_cuda__place gpt_cuda__place_of(const gpt_cuda__attn<T> &a, int block, int tiles) {
@@ -130,19 +147,20 @@ GPT_CUDA_DEVICE gpt_cuda__place gpt_cuda__place_of(const gpt_cuda__attn<T> &a, i
     return at;
 }
 
-/* The thread's warp in the block; asked of lane 0, so that the compiler knows it to be the same in all lanes. */
+/* Warp of this thread in the block. The shuffle from lane 0 shows the compiler that all lanes have the same
+   value. */
 GPT_CUDA_DEVICE int gpt_cuda__warp() { return gpt_cuda_shuffle((int)threadIdx.x / 32, 0); }
 
-/* Where queries (0), keys (1) or values (2) of the head begin in qkv or d_qkv, whose rows are 3 NH HS long. */
+/* Start of queries (part 0), keys (1) or values (2) of a head in qkv or d_qkv. A row has 3 NH HS elements. */
 template <class T, class P>
 GPT_CUDA_DEVICE P *gpt_cuda__part(const gpt_cuda__attn<T> &a, P *qkv, const gpt_cuda__place &at, int part) {
     return qkv + (at.row * 3 + (size_t)part) * (size_t)(a.heads * a.size) + (size_t)(at.head * a.size);
 }
 
-//== tiles ================================================================================================== >>tiles
+//== tiles ==================================================================================================
 
-/* threadIdx.x, of which the compiler knows nothing more: addresses that follow from it are computed anew each time, in a few instructions, and do not take
-   registers across a loop that needs them for sums. */
+/* threadIdx.x, hidden from the optimizer: addresses derived from it are computed again each time, in a few
+   instructions, and do not occupy registers that a loop needs for accumulators. */
 GPT_CUDA_DEVICE int gpt_cuda__thread() {
     int thread = (int)threadIdx.x;
 #if defined(__CUDA_ARCH__)
@@ -151,17 +169,18 @@ GPT_CUDA_DEVICE int gpt_cuda__thread() {
     return thread;
 }
 
-/* Where piece `chunk` of a row lies in a tile whose rows are D long, in bytes. */
+/* Byte offset of chunk `chunk` of a row in a tile with rows of D elements. */
 template <int D> GPT_CUDA_DEVICE int gpt_cuda__at(int row, int chunk) {
     return row * (2 * D) + (chunk ^ (D == 32 ? row / 2 % 4 : row % 8)) * 16;
 }
 
-/* From there 16 rows16 rows down and 16 columns16 columns to the right, for an `at` in the first 16 columns. */
+/* Moves an offset by 16 * rows16 rows and 16 * columns16 columns. `at` must be in the first 16 columns. */
 template <int D> GPT_CUDA_DEVICE int gpt_cuda__move(int at, int rows16, int columns16) {
     return (at ^ columns16 * 32) + rows16 * 32 * D;
 }
 
-/* Addresses that a lane gives ldmatrix for the 16 x 16 values from `row` on: tiles down first, or across first. */
+/* Offsets of a lane for ldmatrix of the 16 x 16 values from `row` on, with 8 x 8 tiles in column-major (down)
+   or row-major (across) order. */
 template <int D> GPT_CUDA_DEVICE int gpt_cuda__down(int row) {
     int thread = gpt_cuda__thread();
     return gpt_cuda__at<D>(row + thread % 16, thread % 32 / 16);
@@ -171,12 +190,13 @@ template <int D> GPT_CUDA_DEVICE int gpt_cuda__across(int row) {
     return gpt_cuda__at<D>(row + thread % 32 / 16 * 8 + thread % 8, thread / 8 % 2);
 }
 
-/* Starts copies of rows first to first + ROWS - 1 of a head to a tile; rows from `end` on become zeros. All threads of the block. */
+/* Starts asynchronous copies of rows first to first + ROWS - 1 of a head to a tile. Rows from `end` on become
+   zeros. All threads of the block call it. */
 template <int ROWS, int D, int THREADS>
 GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const gpt_bf16 *from, int pitch, int first,
                                          int end) {
     const int CHUNKS = D / 8, STEP = THREADS / CHUNKS; /* rows at a time */
-    static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "a thread's pieces lie in one place of their rows");
+    static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "a thread has the same chunk of each of its rows");
     int thread = gpt_cuda__thread(), row = thread / CHUNKS, chunk = thread % CHUNKS;
     unsigned char *to = tile + gpt_cuda__at<D>(row, chunk);
     const gpt_bf16 *at = from + ((first + row) * pitch + chunk * 8);
@@ -184,9 +204,10 @@ GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const gpt_bf16 *fr
         gpt_cuda_copy_async16(to + i * STEP * 2 * D, at + i * STEP * pitch, first + row + i * STEP < end);
 }
 
-//== fragments ========================================================================================== >>fragments
+//== fragments ==============================================================================================
 
-/* d (16 M x 16 N) += a b^T: M x 16 rows of a tile, from a_at = down(row) on, times N x 16 rows of another, from b_at = across(row) on. */
+/* d (16 M x 16 N) += a b^T. a: 16 M rows of a tile from a_at = down(row). b: 16 N rows of a tile from
+   b_at = across(row). */
 template <int M, int N, int D>
 GPT_CUDA_DEVICE void gpt_cuda__mma_rows(float (*d)[2 * N][4], const unsigned char *a, int a_at,
                                         const unsigned char *b, int b_at) {
@@ -205,7 +226,7 @@ GPT_CUDA_DEVICE void gpt_cuda__mma_rows(float (*d)[2 * N][4], const unsigned cha
     }
 }
 
-/* d (16 M x D) += p b: p (16 M x 16 K) in registers, b 16 K rows of a tile, from b_at = down(row) on. */
+/* d (16 M x D) += p b. p: 16 M x 16 K in registers. b: 16 K rows of a tile from b_at = down(row). */
 template <int M, int K, int D>
 GPT_CUDA_DEVICE void gpt_cuda__mma_columns(float (*d)[D / 8][4], const uint32_t (*p)[K][4],
                                            const unsigned char *b, int b_at) {
@@ -219,15 +240,16 @@ GPT_CUDA_DEVICE void gpt_cuda__mma_columns(float (*d)[D / 8][4], const uint32_t 
     }
 }
 
-/* Results of mma (16 x 8 each) as left sides of the next (16 x 16 each). */
+/* Converts results of mma (16 x 8 each) to left operands of the next mma (16 x 16 each). */
 template <int M, int K> GPT_CUDA_DEVICE void gpt_cuda__pack(uint32_t (*p)[K][4], const float (*d)[2 * K][4]) {
     GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int n = 0; n < 2 * K; n++)
         GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
             p[m][n / 2][n % 2 * 2 + r] = gpt_cuda_pack_bf16(d[m][n][2 * r], d[m][n][2 * r + 1]);
 }
 
-/* Stores 32 neighbouring columns of row g (r = 0) or g + 8 (r = 1) of four results, times scale. The four lanes of a row exchange pairs until each has a
-   piece of 16 bytes: a transposition of 4 x 4. All lanes come here; to: where the row begins, used where valid. */
+/* Stores 32 neighbouring columns of row g (r = 0) or g + 8 (r = 1) of four results, times scale. The four
+   lanes of a row transpose their 4 x 4 pairs, so that each has 16 contiguous bytes. All lanes of the warp
+   call it. `to` is the start of the row; it is written only if `valid`. */
 GPT_CUDA_DEVICE void gpt_cuda__store_row(gpt_bf16 *to, const float (*d)[4], int r, float scale, int valid) {
     int t = (int)threadIdx.x % 4;
     uint32_t w[4], got;
@@ -250,7 +272,8 @@ GPT_CUDA_DEVICE void gpt_cuda__store_row(gpt_bf16 *to, const float (*d)[4], int 
     if (valid) gpt_cuda_store<8>(to + 8 * t, (const gpt_bf16 *)(const void *)w);
 }
 
-/* M x 16 rows of a warp from `row` on, N x 32 columns, to a matrix with rows `pitch` apart; rows from `end` on are left out. */
+/* Stores 16 M rows of a warp from `row` on, 32 N columns, to a matrix with row pitch `pitch`. Skips rows from
+   `end` on. */
 template <int M, int N>
 GPT_CUDA_DEVICE void gpt_cuda__store_rows(gpt_bf16 *to, int pitch, int row, int end,
                                           const float (*d)[4 * N][4], float scale) {
@@ -261,9 +284,9 @@ GPT_CUDA_DEVICE void gpt_cuda__store_rows(gpt_bf16 *to, int pitch, int row, int 
     }
 }
 
-//== forward ============================================================================================== >>forward
+//== forward ================================================================================================
 
-/* Over the four lanes that have a row. */
+/* Maximum and sum over the four lanes of a row. */
 GPT_CUDA_DEVICE float gpt_cuda__row_max(float x) {
     x = fmaxf(x, gpt_cuda_shuffle_xor(x, 1));
     return fmaxf(x, gpt_cuda_shuffle_xor(x, 2));
@@ -273,7 +296,8 @@ GPT_CUDA_DEVICE float gpt_cuda__row_sum(float x) {
     return x + gpt_cuda_shuffle_xor(x, 2);
 }
 
-/* Scores of 16 M queries from `query` on with keys from `key` on: those of later keys become minus infinity. */
+/* Causal mask: in the scores of 16 M queries from `query` on and keys from `key` on, later keys become
+   -infinity. */
 template <int M, int N> GPT_CUDA_DEVICE void gpt_cuda__mask_rows(float (*s)[N][4], int query, int key) {
     int thread = gpt_cuda__thread(), g = thread % 32 / 4, t = thread % 4;
     GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int n = 0; n < N; n++)
@@ -282,8 +306,9 @@ template <int M, int N> GPT_CUDA_DEVICE void gpt_cuda__mask_rows(float (*s)[N][4
             s[m][n][i] = -INFINITY;
 }
 
-/* A row's part in a step of the online softmax: scores s of row g (r = 0) or g + 8 (r = 1) become 2^(factor (s - top)), top the largest so far; what
-   was summed under an earlier top is scaled to the new one. sum is this lane's part of the row's. */
+/* One step of the online softmax for row g (r = 0) or g + 8 (r = 1): updates the running maximum *top,
+   replaces the scores s by 2^(factor (s - top)), and rescales *sum and the outputs o to the new maximum. *sum
+   is this lane's part of the row's sum. */
 template <int N, int D>
 GPT_CUDA_DEVICE void gpt_cuda__softmax_row(float (*s)[4], float (*o)[4], int r, float factor, float *top,
                                            float *sum) {
@@ -304,7 +329,7 @@ GPT_CUDA_DEVICE void gpt_cuda__softmax_row(float (*s)[4], float (*o)[4], int r, 
     }
 }
 
-/* out and lse of a warp's 32 queries from `row` on. */
+/* Stores out and lse of a warp's 32 queries from `row` on. */
 template <int D>
 GPT_CUDA_DEVICE void gpt_cuda__forward_end(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at,
                                            int row, float (*o)[D / 8][4], const float (*top)[2],
@@ -321,7 +346,8 @@ GPT_CUDA_DEVICE void gpt_cuda__forward_end(const gpt_cuda__attn<gpt_bf16> &a, co
     }
 }
 
-/* How many keys a block takes at a time, and what a multiprocessor's registers hold. Shared memory: queries, then two stages of keys and values. */
+/* Keys per tile, and blocks per multiprocessor that fit in registers. Shared memory holds the queries and two
+   stages of keys and values. */
 template <int D> struct gpt_cuda__forward_shape {
     enum {
         KEYS = D == 128 ? 32 : 64,
@@ -355,7 +381,7 @@ static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS
     for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
         unsigned char *here = stages + stage * 2 * BYTES, *next = stages + (stage ^ 1) * 2 * BYTES;
         gpt_cuda_copy_wait<0>();
-        gpt_cuda_sync(); /* this stage has come, and nobody reads the other one any more */
+        gpt_cuda_sync(); /* this stage is loaded, and the other one is no longer read */
         if (key + KEYS < end) {
             gpt_cuda__tile_load<KEYS, D, 128>(next, head + width, 3 * width, key + KEYS, a.length);
             gpt_cuda__tile_load<KEYS, D, 128>(next + BYTES, head + 2 * width, 3 * width, key + KEYS,
@@ -363,13 +389,12 @@ static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS
             gpt_cuda_copy_commit();
         }
         if (key > row)
-            continue; /* the warp's queries are all before these keys, as row and key are multiples of 32 */
+            continue; /* all queries of the warp precede these keys: row and key are multiples of 32 */
         float s[2][KEYS / 8][4] = {};
         uint32_t p[2][KEYS / 16][4];
         gpt_cuda__mma_rows<2, KEYS / 16, D>(s, shared, gpt_cuda__down<D>(mine), here, gpt_cuda__across<D>(0));
         if (key + KEYS - 1 > row)
-            gpt_cuda__mask_rows<2, KEYS / 8>(
-                s, row, key); /* behind T, too: such keys are later than every query that counts */
+            gpt_cuda__mask_rows<2, KEYS / 8>(s, row, key); /* also masks keys after T for queries before T */
         GPT_CUDA_UNROLL for (int m = 0; m < 2; m++) GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
             gpt_cuda__softmax_row<KEYS / 8, D>(s[m], o[m], r, factor, &top[m][r], &sum[m][r]);
         gpt_cuda__pack<2, KEYS / 16>(p, s);
@@ -378,15 +403,16 @@ static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS
     gpt_cuda__forward_end<D>(a, at, row, o, top, sum);
 }
 
-//== prepare ============================================================================================== >>prepare
+//== prepare ================================================================================================
 
 #define GPT_CUDA__PREPARE_THREADS 256
 
-/* Before backward: lse in base 2 and delta, 8 lanes to a query and head, 32 queries to a block; and tickets and progress begin at 0. */
+/* First kernel of backward: computes lse2 and delta with 8 lanes per query and head and 32 queries per block,
+   and sets ticket and progress to 0. */
 template <class T>
 static __global__ void __launch_bounds__(256) gpt_cuda__attn_prepare_kernel(const gpt_cuda__attn<T> a) {
-    const int WIDE = 16 / (int)sizeof(T), tiles = a.padded / 32, pair = (int)blockIdx.x / tiles,
-              lane = (int)threadIdx.x % 8, zero = 0;
+    const int WIDE = 16 / (int)sizeof(T), tiles = a.padded / 32, pair = (int)blockIdx.x / tiles;
+    const int lane = (int)threadIdx.x % 8, zero = 0;
     const int query = (int)blockIdx.x % tiles * 32 + (int)threadIdx.x / 8,
               keys = (a.length + GPT_CUDA__DOWN - 1) / GPT_CUDA__DOWN;
     const size_t at = (((size_t)(pair / a.heads) * (size_t)a.length + (size_t)query) * (size_t)a.heads
@@ -423,9 +449,9 @@ static __global__ void __launch_bounds__(256) gpt_cuda__attn_prepare_kernel(cons
     if (thread == 0) gpt_cuda_store<1>(a.ticket, &zero);
 }
 
-//== backward ============================================================================================ >>backward
+//== backward ===============================================================================================
 
-/* How a block of backward is cut. A warp has 16 M keys, and of dQ 16 QM queries and 32 columns. */
+/* Shape of a block of backward. A warp has 16 M keys, and of dQ 16 QM queries and 32 columns. */
 template <int D> struct gpt_cuda__backward_shape {
     enum {
         WARPS = D == 128 ? 8 : 4,
@@ -444,7 +470,7 @@ template <int D> struct gpt_cuda__backward_shape {
     };
 };
 
-/* A stage: queries from `query` on, their d_out, lse2 and delta. */
+/* Loads a stage: queries from `query` on, their d_out, lse2 and delta. */
 template <int D>
 GPT_CUDA_DEVICE void gpt_cuda__stage_load(unsigned char *stage, const gpt_cuda__attn<gpt_bf16> &a,
                                           const gpt_cuda__place &at, int query) {
@@ -463,8 +489,9 @@ GPT_CUDA_DEVICE void gpt_cuda__stage_load(unsigned char *stage, const gpt_cuda__
     }
 }
 
-/* Scores s and gradients dp of probabilities, keys from `key` down and queries from `query` across, become probabilities and gradients of scores, where
-   numbers are lse2 of these queries and, ACROSS further on, delta. Not scaled: dQ and dK are, in the end. */
+/* Replaces scores s by probabilities, and gradients dp of probabilities by gradients of scores, for keys from
+   `key` (down) and queries from `query` (across). numbers: lse2 of the queries, followed after ACROSS floats
+   by delta. The scale is applied later, to dQ and dK. */
 template <int M>
 GPT_CUDA_DEVICE void gpt_cuda__softmax_backward(float (*s)[4][4], float (*dp)[4][4], const float *numbers,
                                                 float factor, int key, int query) {
@@ -482,8 +509,8 @@ GPT_CUDA_DEVICE void gpt_cuda__softmax_backward(float (*s)[4][4], float (*dp)[4]
     }
 }
 
-/* 32 queries of a stage, its first or second half, against the warp's keys from row `mine` of the block's on: adds to dk and dv, and leaves dS^T in
-   scores. key, query: the first of the block and of the stage. */
+/* Processes 32 queries of a stage (half 0 or 1) with the warp's keys, from row `mine` of the block: adds to
+   dk and dv, and writes dS^T to scores. key, query: first key of the block, first query of the stage. */
 template <int D, int M>
 GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const unsigned char *stage,
                                              unsigned char *scores, int mine, int half, int key, int query,
@@ -493,7 +520,7 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const un
               none = key + mine > query + 32 * half + 31;
     const float *numbers = (const float *)(const void *)(stage + 2 * S::QUERY_BYTES) + 32 * half;
     uint32_t p[M][2][4], ds[M][2][4] = {};
-    if (!none) { /* otherwise all these keys are later than all these queries, for the whole warp */
+    if (!none) { /* none: all keys of the warp are later than all queries */
         float s[M][4][4] = {}, dp[M][4][4] = {};
         gpt_cuda__mma_rows<M, 2, D>(s, keys, gpt_cuda__down<D>(mine), stage, gpt_cuda__across<D>(32 * half));
         gpt_cuda__mma_rows<M, 2, D>(dp, keys + S::KEY_BYTES, gpt_cuda__down<D>(mine), stage + S::QUERY_BYTES,
@@ -512,7 +539,8 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const un
     gpt_cuda__mma_columns<M, 2, D>(dk, ds, stage, gpt_cuda__down<D>(32 * half));
 }
 
-/* The block's part of dQ of query tile `tile`: dS K, added to those before it (not first), kept for those behind it or (last) stored into d_qkv. */
+/* Adds this block's part dS K to the tile of dQ. The first block starts the sum; the last one stores it to
+   d_qkv, the others to the workspace. */
 template <int D>
 GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at,
                                                 const unsigned char *keys, const unsigned char *scores,
@@ -526,11 +554,11 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<gpt_bf16> &
     float *partial = a.partial + ((size_t)at.pair * (size_t)a.padded + (size_t)query) * D
                      + gpt_cuda__thread() * 4;
     float dq[QM][4][4] = {}, before[QM][4][4] = {};
-    if (!first) /* asked for here, needed behind the products */
+    if (!first) /* loaded here, used after the products */
         GPT_CUDA_UNROLL for (int i = 0; i < QM * 4; i++)
             gpt_cuda_load<4>(before[i / 4][i % 4], partial + i * S::THREADS * 4);
-    for (int part = 0; part < GPT_CUDA__DOWN / 64 && key + 64 * part < query + GPT_CUDA__ACROSS;
-         part++) /* 64 keys, some of them not later */
+    /* parts of 64 keys with at least one key that is not later than all queries */
+    for (int part = 0; part < GPT_CUDA__DOWN / 64 && key + 64 * part < query + GPT_CUDA__ACROSS; part++)
         GPT_CUDA_UNROLL for (int k = 0; k < 4; k++) {
             uint32_t left[QM][4], right[2][4];
             GPT_CUDA_UNROLL for (int m = 0; m < QM; m++) gpt_cuda_ldmatrix4_trans(
@@ -566,12 +594,11 @@ static __global__ void __launch_bounds__(gpt_cuda__backward_shape<D>::THREADS,
     const int warp = gpt_cuda__warp(), mine = warp * 16 * M;
     const gpt_cuda__place at = gpt_cuda__place_of(a, drawn[0], tiles);
     const int key = at.tile * GPT_CUDA__DOWN, begin = key / GPT_CUDA__ACROSS;
-    const int waits = threadIdx.x
-                      == S::THREADS - 32; /* this thread does: of another warp than the one that tells */
+    const int waits = threadIdx.x == S::THREADS - 32; /* in another warp than the release */
     const int pitch = 3 * a.heads * D;
     const float factor = a.scale * GPT_CUDA__LOG2_E;
     int *const progress = a.progress + (size_t)at.pair * (size_t)tiles + at.tile;
-    int known = 0; /* of the block before this one */
+    int known = 0; /* last value read of the progress of block j + 1 */
     unsigned char *const keys = shared, *const stages = keys + 2 * S::KEY_BYTES,
                          *const scores = stages + 2 * S::STAGE_BYTES;
     float dk[M][D / 8][4] = {}, dv[M][D / 8][4] = {};
@@ -586,21 +613,21 @@ static __global__ void __launch_bounds__(gpt_cuda__backward_shape<D>::THREADS,
         unsigned char *here = stages + (tile - begin) % 2 * S::STAGE_BYTES,
                       *next = stages + (tile - begin + 1) % 2 * S::STAGE_BYTES;
         gpt_cuda_copy_wait<0>();
-        gpt_cuda_sync(); /* this stage has come; nobody reads the other one or scores any more; dQ of the tile before is written */
+        gpt_cuda_sync(); /* stage loaded; the other one and scores are free; previous dQ written */
         if (threadIdx.x == 0 && tile > begin && at.tile > 0) gpt_cuda_release(progress, tile);
-        gpt_cuda_warp_sync(); /* ldmatrix and mma want all lanes at once: here, and behind every branch of one thread */
+        gpt_cuda_warp_sync(); /* reconverge for ldmatrix and mma, as after every branch of one thread */
         if (tile + 1 < end) {
             gpt_cuda__stage_load<D>(next, a, at, (tile + 1) * GPT_CUDA__ACROSS);
             gpt_cuda_copy_commit();
         }
         if (waits && !first && known <= tile)
-            known = gpt_cuda_acquire(progress + 1); /* often it is far enough; otherwise work goes first */
+            known = gpt_cuda_acquire(progress + 1); /* often enough; otherwise wait after the next products */
         gpt_cuda_warp_sync();
         GPT_CUDA__KEEP for (int half = 0; half < 2; half++) gpt_cuda__backward_half<D, M>(
             keys, here, scores, mine, half, key, tile * GPT_CUDA__ACROSS, factor, dk, dv);
         while (waits && !first && known <= tile) known = gpt_cuda_acquire(progress + 1);
         gpt_cuda_warp_sync();
-        gpt_cuda_sync(); /* scores are there, and what is known to one thread is to all */
+        gpt_cuda_sync(); /* scores are written, and the acquire of one thread holds for all */
         gpt_cuda__backward_queries<D>(a, at, keys, scores, warp, tile);
     }
     gpt_cuda_sync();
@@ -611,18 +638,20 @@ static __global__ void __launch_bounds__(gpt_cuda__backward_shape<D>::THREADS,
     gpt_cuda__store_rows<M, D / 32>(gpt_cuda__part(a, a.d_qkv, at, 2), pitch, key + mine, a.length, dv, 1);
 }
 
-//== plain ================================================================================================== >>plain
-/* f32 arithmetic in shared memory, for any head size up to 8 N. A block has 32 rows (queries, or keys in backward), 8 lanes each, and goes through the
-   others 32 at a time: a lane has scores with l, l + 8, l + 16 and l + 24 of them, and of sums the columns l, l + 8, ... */
+//== plain ==================================================================================================
+/* Kernels with f32 arithmetic in shared memory, for any head size up to 8 N. A block has 32 rows (queries, or
+   keys in backward) with 8 lanes each, and iterates over tiles of 32 of the others. Lane l has the scores
+   with l, l + 8, l + 16 and l + 24 of them, and the columns l, l + 8, ... of sums. */
 
 #define GPT_CUDA__PLAIN_THREADS (8 * GPT_CUDA__PLAIN)
 #define GPT_CUDA__PLAIN_SCORES (GPT_CUDA__PLAIN + 4) /* floats of a row of scores */
 
-/* Floats of a row of a tile: 8 rows' pieces of 16 bytes lie in different banks. */
+/* Floats of a row of a tile. The padding puts the chunks of 8 rows in different banks. */
 GPT_CUDA_BOTH int gpt_cuda__plain_pitch(int size) { return (size + 31) / 32 * 32 + 4; }
 GPT_CUDA_BOTH int gpt_cuda__plain_tile(int size) { return GPT_CUDA__PLAIN * gpt_cuda__plain_pitch(size); }
 
-/* Rows first to first + 31 of a head; rows from `end` on, and columns up to a multiple of 8, are zeros. */
+/* Loads rows first to first + 31 of a head. Rows from `end` on, and columns up to a multiple of 8, become
+   zeros. */
 template <class T>
 GPT_CUDA_DEVICE void gpt_cuda__plain_load(float *tile, const T *from, size_t pitch, int first, int end,
                                           int size) {
@@ -645,7 +674,7 @@ GPT_CUDA_DEVICE void gpt_cuda__plain_load(float *tile, const T *from, size_t pit
     }
 }
 
-/* s[n] = a row times row l + 8 n of a tile. */
+/* s[n] = dot product of `row` and row l + 8 n of a tile. */
 GPT_CUDA_DEVICE void gpt_cuda__plain_scores(float s[4], const float *row, const float *tile, int size) {
     const int pitch = gpt_cuda__plain_pitch(size), l = (int)threadIdx.x % 8;
     GPT_CUDA_UNROLL for (int n = 0; n < 4; n++) s[n] = 0;
@@ -658,7 +687,7 @@ GPT_CUDA_DEVICE void gpt_cuda__plain_scores(float s[4], const float *row, const 
     }
 }
 
-/* sum[n], column l + 8 n, += p[j] times row j of a tile, over j. */
+/* sum[n] += sum over j of p[j] * element (j, l + 8 n) of a tile. */
 template <int N>
 GPT_CUDA_DEVICE void gpt_cuda__plain_sum(float *sum, const float *p, const float *tile, int size) {
     const int pitch = gpt_cuda__plain_pitch(size), l = (int)threadIdx.x % 8;
@@ -667,7 +696,7 @@ GPT_CUDA_DEVICE void gpt_cuda__plain_sum(float *sum, const float *p, const float
             sum[n] = fmaf(p[j], tile[j * pitch + l + 8 * n], sum[n]);
 }
 
-/* This lane's columns of a row. */
+/* Stores this lane's columns of a row. */
 template <int N, class T>
 GPT_CUDA_DEVICE void gpt_cuda__plain_store(T *row, const float *sum, float scale, int size) {
     const int l = (int)threadIdx.x % 8;
@@ -677,7 +706,7 @@ GPT_CUDA_DEVICE void gpt_cuda__plain_store(T *row, const float *sum, float scale
     }
 }
 
-/* Over the 8 lanes of a row. */
+/* Maximum and sum over the 8 lanes of a row. */
 GPT_CUDA_DEVICE float gpt_cuda__plain_max(float x) {
     GPT_CUDA_UNROLL for (int mask = 4; mask > 0; mask /= 2) x = fmaxf(x, gpt_cuda_shuffle_xor(x, mask));
     return x;
@@ -722,7 +751,7 @@ static __global__ void __launch_bounds__(256) gpt_cuda__attn_plain_forward_kerne
         }
         sum = sum * shrink + part;
         GPT_CUDA_UNROLL for (int n = 0; n < N; n++) o[n] *= shrink;
-        gpt_cuda_warp_sync(); /* a row's lanes are of one warp */
+        gpt_cuda_warp_sync(); /* the lanes of a row are in one warp */
         gpt_cuda__plain_sum<N>(o, p, values, a.size);
     }
     sum = gpt_cuda__plain_total(sum);
@@ -733,7 +762,8 @@ static __global__ void __launch_bounds__(256) gpt_cuda__attn_plain_forward_kerne
     if (l == 0) gpt_cuda_store<1>(a.lse + (size_t)at.pair * (size_t)a.length + (size_t)row, &lse);
 }
 
-/* KEYS 1: rows are keys, dk += dS^T Q and dv += P^T dO. KEYS 0: rows are queries, dq += dS K. x, y: keys and values, or queries and d_out. */
+/* KEYS 1: rows are keys, dk += dS^T Q and dv += P^T dO. KEYS 0: rows are queries, dq += dS K. x, y: keys and
+   values, or queries and d_out. */
 template <class T, int N, int KEYS>
 static __global__ void __launch_bounds__(256)
     gpt_cuda__attn_plain_backward_kernel(const gpt_cuda__attn<T> a) {
@@ -752,26 +782,33 @@ static __global__ void __launch_bounds__(256)
     float *p = others_y + tile + mine * GPT_CUDA__PLAIN_SCORES,
           *ds = p + GPT_CUDA__PLAIN * GPT_CUDA__PLAIN_SCORES;
     float sum_x[N] = {}, sum_y[N] = {}, s[4], dp[4], lse_of, delta_of;
-    gpt_cuda__plain_load(x, KEYS ? keys : queries, 3 * width, first, a.length, a.size);
-    gpt_cuda__plain_load(y, KEYS ? values : d_out, KEYS ? 3 * width : width, first, a.length, a.size);
-    for (int i = KEYS ? at.tile : 0; i < (KEYS ? tiles : at.tile + 1); i++) {
+    const T *own_x = KEYS ? keys : queries;
+    const T *own_y = KEYS ? values : d_out;
+    const T *other_x = KEYS ? queries : keys;
+    const T *other_y = KEYS ? d_out : values;
+    const size_t own_pitch = KEYS ? 3 * width : width, other_pitch = 4 * width - own_pitch;
+    const int tile_begin = KEYS ? at.tile : 0;
+    const int tile_end = KEYS ? tiles : at.tile + 1;
+    gpt_cuda__plain_load(x, own_x, 3 * width, first, a.length, a.size);
+    gpt_cuda__plain_load(y, own_y, own_pitch, first, a.length, a.size);
+    for (int i = tile_begin; i < tile_end; i++) {
         gpt_cuda_sync();
-        gpt_cuda__plain_load(others_x, KEYS ? queries : keys, 3 * width, i * GPT_CUDA__PLAIN, a.length,
-                             a.size);
-        gpt_cuda__plain_load(others_y, KEYS ? d_out : values, KEYS ? width : 3 * width, i * GPT_CUDA__PLAIN,
-                             a.length, a.size);
+        gpt_cuda__plain_load(others_x, other_x, 3 * width, i * GPT_CUDA__PLAIN, a.length, a.size);
+        gpt_cuda__plain_load(others_y, other_y, other_pitch, i * GPT_CUDA__PLAIN, a.length, a.size);
         gpt_cuda_sync();
         gpt_cuda__plain_scores(s, x + mine * gpt_cuda__plain_pitch(a.size), others_x, a.size);
         gpt_cuda__plain_scores(dp, y + mine * gpt_cuda__plain_pitch(a.size), others_y, a.size);
         GPT_CUDA_UNROLL for (int n = 0; n < 4; n++) {
-            int other = i * GPT_CUDA__PLAIN + l + 8 * n, query = KEYS ? other : row, key = KEYS ? row : other;
+            int other = i * GPT_CUDA__PLAIN + l + 8 * n;
+            int query = KEYS ? other : row;
+            int key = KEYS ? row : other;
             gpt_cuda_load<1>(&lse_of, lse2 + query);
             gpt_cuda_load<1>(&delta_of, delta + query);
             s[n] = key > query ? 0 : exp2f(fmaf(s[n], factor, -lse_of));
             p[l + 8 * n] = s[n];
             ds[l + 8 * n] = s[n] * (dp[n] - delta_of);
         }
-        gpt_cuda_warp_sync(); /* a row's lanes are of one warp */
+        gpt_cuda_warp_sync(); /* the lanes of a row are in one warp */
         gpt_cuda__plain_sum<N>(sum_x, ds, others_x, a.size);
         if (KEYS) gpt_cuda__plain_sum<N>(sum_y, p, others_y, a.size);
     }
@@ -783,14 +820,14 @@ static __global__ void __launch_bounds__(256)
                                  a.size);
 }
 
-//== calls ================================================================================================== >>calls
+//== calls ==================================================================================================
 
 static inline size_t gpt_cuda__attn_padded(const gpt_cuda_attention *it) {
     return ((size_t)it->length + GPT_CUDA__ACROSS - 1) / GPT_CUDA__ACROSS * GPT_CUDA__ACROSS;
 }
 
 static inline const char *gpt_cuda_attention_check(const gpt_cuda_attention *it) {
-    if (!it) return "there is no description: give a gpt_cuda_attention";
+    if (!it) return "the gpt_cuda_attention is NULL";
     if (it->batch < 1 || it->length < 1 || it->heads < 1 || it->head_size < 1)
         return "batch, length, heads and head_size must be at least 1";
     if (it->head_size > GPT_CUDA_ATTENTION_LARGEST)
@@ -800,11 +837,12 @@ static inline const char *gpt_cuda_attention_check(const gpt_cuda_attention *it)
     if ((double)it->batch * it->heads * (double)gpt_cuda__attn_padded(it) >= 2147483648.0
         || 3.0 * it->heads * it->head_size * (it->length + 128.0) >= 2147483648.0)
         return "batch times heads times length, and length times 3 times channels, must stay below 2^31: "
-               "give it fewer or shorter sequences";
+               "use fewer or shorter sequences";
     return NULL;
 }
 
-/* Where the parts of the workspace begin, in bytes: [0] lse2, [1] delta, [2] partial, [3] the end. Ticket and progress lie before. */
+/* Byte offsets in the workspace: [0] lse2, [1] delta, [2] partial, [3] the end. Ticket and progress precede
+   lse2. */
 static inline void gpt_cuda__attn_layout(const gpt_cuda_attention *it, int fast, size_t at[4]) {
     size_t pairs = (size_t)it->batch * (size_t)it->heads, padded = gpt_cuda__attn_padded(it);
     size_t keys = ((size_t)it->length + GPT_CUDA__DOWN - 1) / GPT_CUDA__DOWN; /* tiles of them */
@@ -848,7 +886,7 @@ static inline unsigned gpt_cuda__attn_blocks(const gpt_cuda_attention *it, int r
     return (unsigned)it->batch * (unsigned)it->heads * (unsigned)((it->length + rows - 1) / rows);
 }
 
-/* Description and pointers, before anything runs. */
+/* Checks the description and the pointers. */
 static inline ddp_result gpt_cuda__attn_valid(const char *function, const gpt_cuda_attention *it, int count,
                                               const char *const *names, const void *const *pointers) {
     const char *wrong = gpt_cuda_attention_check(it);
@@ -931,7 +969,7 @@ static inline ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it
     return gpt_cuda__attn_plain_forward(it, a);
 }
 
-/* Backward's arguments, and its first kernel. */
+/* Sets the arguments of backward and launches its first kernel. */
 template <class T>
 static inline ddp_result gpt_cuda__attn_prepare(const gpt_cuda_attention *it, gpt_cuda__attn<T> *a,
                                                 const void *out, const float *lse, const void *d_out,

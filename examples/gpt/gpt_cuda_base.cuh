@@ -25,7 +25,8 @@ CONCEPTS
                     divergent branch, call gpt_cuda_warp_sync() first.
     Barriers        All threads of a block call the same gpt_cuda_sync(), on the same line.
     Between blocks  A block waits only for blocks with a lower ticket from gpt_cuda_atomic_add, which
-                    are already running. No kernel uses floating-point atomics, so every run has the same bits.
+                    are already running. No kernel uses floating-point atomics, so every run has the same
+                    bits.
 
     Needs sm_80 for bf16, mma.sync, ldmatrix and cp.async. Compiles for sm_80 and sm_90. It has not run on a
     GPU. */
