@@ -220,7 +220,8 @@ static inline ddp_result llmc_open(llmc_model *m, const char *path) {
 /* Copies rows [first, first + rows) of parameter `index` to out, in f32. A vector of C elements has C rows
    of one element. wte and head.weight, which shares its values, have padded_vocab rows.
    Reads only these rows of the file. Thread-safe.
-   Errors: DDP_ERR_INVALID (closed, index or rows out of range), DDP_ERR_CORRUPT (truncated), DDP_ERR_SYSTEM. */
+   Errors: DDP_ERR_INVALID (closed, index or rows out of range), DDP_ERR_CORRUPT (truncated),
+   DDP_ERR_SYSTEM. */
 static inline ddp_result llmc_read(const llmc_model *m, int index, int64_t first, int64_t rows, float *out) {
     uint16_t half[8192];
     gpt_param p;

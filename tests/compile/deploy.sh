@@ -7,7 +7,7 @@ root=$1 work=$2
 fail() { echo "deploy: $*" >&2; exit 1; }
 rm -rf "$work"
 mkdir -p "$work/bin" "$work/examples"
-cp "$root/ddp.h" "$root/ddp_cuda.cuh" "$work"
+cp "$root/ddp.h" "$root/ddp_fsdp.h" "$root/ddp_cuda.cuh" "$work"
 cp -r "$root/examples/." "$work/examples"
 cd "$work"
 
