@@ -264,14 +264,14 @@ before=$(state)
 # shellcheck disable=SC2086
 {
     short="$run --steps 2 --threads-as-ranks"
-    wrong "give full, grad, optim or none" $short --strategy zero text
-    wrong "give bf16 or f32" $short --dtype f16 text
+    wrong "use full, grad, optim or none" $short --strategy zero text
+    wrong "use bf16 or f32" $short --dtype f16 text
     wrong "such as 0,2" $short --gpus first text
-    wrong "put commas between devices, --gpus 0,2" $short --gpus 0 2 text
+    wrong "put commas between devices: --gpus 0,2" $short --gpus 0 2 text
     wrong "device 9 does not exist" $short --gpus 9 text
     wrong "is too small: 1 rank(s) need " $short --memory-limit 1 text
     wrong "but 1.0 MiB are available; use --recompute, --offload or a smaller --micro-batch" $short --memory-limit 1 text
-    wrong "is too small: 2 rank(s) need " $short --threads-as-ranks --gpus 0,0 --memory-limit 1 text
+    wrong "is too small: 2 rank(s) need " $short --gpus 0,0 --memory-limit 1 text
     wrong "use --ranks 6" $short --stages 3 --ranks 4 text
     wrong "use --layers 5 or more" $short --stages 7 text
     wrong "use 1F1B, GPipe or naive" $short --schedule ZB-H1 text
