@@ -131,7 +131,7 @@ struct run_program {
 /* The end of the help of --resume. */
 #define RESUMED_FLAGS \
     ";\n" \
-    "                        flags that are not given, such as --steps and --lr-decay-steps, keep their values"
+    "                        flags not given, such as --steps and --lr-decay-steps, keep their values"
 
 #define RECOMPUTE_FLAG \
     {"--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1, \
