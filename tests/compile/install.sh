@@ -61,11 +61,18 @@ if configure found found/none -DDDP_WANTED=99.0 -DCONSUMER_LANGUAGE=C -DCONSUMER
     exit 1
 fi
 
-# add_subdirectory: brings no tests, no examples and no language that the parent does not have.
+# add_subdirectory, and FetchContent with a folder as the source: brings no tests, no examples and no language that the
+# parent does not have.
 cat >added/CMakeLists.txt <<'END'
 cmake_minimum_required(VERSION 3.16)
 project(consumer LANGUAGES ${CONSUMER_LANGUAGE})
-add_subdirectory("${DDP_ROOT}" ddp)
+if(CONSUMER_FETCHES)
+    include(FetchContent)
+    FetchContent_Declare(ddp SOURCE_DIR "${DDP_ROOT}")
+    FetchContent_MakeAvailable(ddp)
+else()
+    add_subdirectory("${DDP_ROOT}" ddp)
+endif()
 add_executable(consumer ${CONSUMER_SOURCE})
 target_link_libraries(consumer PRIVATE ddp::ddp)
 if(TARGET train_gpt OR BUILD_TESTING)
@@ -79,7 +86,7 @@ configure added added/c -DDDP_ROOT="$root" -DCONSUMER_LANGUAGE=C -DCONSUMER_SOUR
 added/c/consumer
 if [ -n "$cxx" ]; then
     configure found found/cxx -DCMAKE_BUILD_TYPE=Release -DDDP_WANTED="${version%.*}" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
-    configure added added/cxx -DCMAKE_BUILD_TYPE=Release -DDDP_ROOT="$root" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
+    configure added added/cxx -DCONSUMER_FETCHES=ON -DCMAKE_BUILD_TYPE=Release -DDDP_ROOT="$root" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
     "$cmake" --build found/cxx && found/cxx/consumer
     "$cmake" --build added/cxx && added/cxx/consumer
 fi
@@ -91,4 +98,4 @@ if [ -n "$pkg_config" ]; then
     "$cc" consumer.c $("$pkg_config" --cflags --libs ddp) -o consumer
     ./consumer
 fi
-echo "installed, found, added and linked"
+echo "installed, found, added, fetched and linked"
