@@ -1855,6 +1855,15 @@ static ddp_result replicas_differ(ddp_group *group) {
             RANKS_CHECK(group, rank == 3 || says("rank 0 replicas=2, rank 1 replicas=0"), "%s",
                         ddp_last_error());
     }
+    /* Rank 1 lacks the checkpoint group: ranks 2 and 3 wait for it there, and rank 0 reports the cause. */
+    ddp_group *all;
+    RANKS_OK(group, ddp_group_split(group, 0, rank, &all));
+    blocks(&m, 3, 6, 2);
+    m.desc.checkpoint_group = rank == 1 ? NULL : all;
+    result = ddp_fsdp_create(&fsdp, part, &m.desc);
+    RANKS_CHECK(group, result == DDP_ERR_MISMATCH && says("checkpoint_group"), "%s: %s",
+                ddp_result_name(result), ddp_last_error());
+    ddp_group_destroy(all);
     RANKS_OK(group, ddp_barrier(group));
     ddp_group_destroy(copies);
     ddp_group_destroy(part);
