@@ -1,196 +1,234 @@
-/*  model_parallel.c - a model cut in two by hand: half of its layers on each of two ranks, joined by a send and a receive.
+/*  model_parallel.c - a model on two ranks: the layers are cut by hand, with a send and a receive
 
-    cc -O3 -march=native examples/model_parallel.c -o model_parallel -lm -lpthread
-    ./model_parallel                  --help lists the flags; mpirun -n 2 ./model_parallel takes the ranks of a launcher
+        cc -O3 -march=native examples/model_parallel.c -o model_parallel -lm -lpthread
+        ./model_parallel         2 ranks; ./model_parallel 1 trains all layers on one rank
+        ./model_parallel 2 50    50 steps
 
         rank 0   layers 0 1   forward ───────┐                                  ┌─ backward   update
                                        activations                        gradients
         rank 1   layers 2 3                  └─ forward   loss   backward ──────┘             update
 
-    For a model that does not fit where one rank is: each holds half of the weights, gradients and momentum. Nothing else is gained, because one
-    rank waits while the other computes, as the last line shows. Cutting the batch into micro-batches fills that time: see train_gpt_pipeline.c.
-
-    The model learns which arm of a spiral a point is on. At the end every rank trains all layers alone and finds its half of the weights again,
-    bit for bit. */
+    Each rank holds only its layers: their weights, gradients and momentum. This is for a model that does not
+    fit into the memory of one rank. It does not make training faster, because one rank waits while the other
+    computes. The program prints the share of time that each rank waits. Micro-batches fill that time: see
+    train_mlp_pipeline.c. At the end each rank also trains all layers itself, and compares the weights. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-#include "gpt/launcher.h"
-#include "gpt/mlp.h"
-#include "gpt/options.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
-enum { LAYERS = 4, CUT = 2, ROWS = 128, CLASSES = 3 };
-static const int WIDTHS[LAYERS + 1] = {2, 64, 64, 64, CLASSES};
+enum { PIXELS = 784, HIDDEN = 128, CLASSES = 10, LAYERS = 4, CUT = 2 }; /* rank 1 begins with layer CUT */
+enum { SAMPLES = 1024, ROWS = 64 };
+static const int width[LAYERS + 1] = {PIXELS, HIDDEN, HIDDEN, HIDDEN, CLASSES};
+static uint8_t images[SAMPLES * PIXELS], labels[SAMPLES]; /* (SAMPLES, PIXELS), (SAMPLES) */
 
-/* Layers first to end - 1, and nothing of the others. */
-typedef struct model {
-    int first, end, parameter_count;
-    mlp_layer layer[LAYERS];
-    float *memory, *values, *grads, *momentum, *pack; /* parameter_count each, but for pack */
-    float *out[LAYERS + 1],
-        *d_out[LAYERS + 1]; /* (ROWS, WIDTHS[i]): what goes into layer i, and its gradient */
-} model;
-
-static ddp_result model_create(model *m, int first, int end) {
-    float *at;
-    size_t floats = MLP_PACK_FLOATS;
-    memset(m, 0, sizeof *m);
-    m->first = first, m->end = end;
-    for (int i = first; i < end; i++) m->parameter_count += (WIDTHS[i] + 1) * WIDTHS[i + 1];
-    for (int i = first; i <= end; i++) floats += (size_t)(2 * ROWS * WIDTHS[i]);
-    m->memory = at = (float *)calloc(floats + 3 * (size_t)m->parameter_count, sizeof(float));
-    if (!at) return ddp_fail(DDP_ERR_NO_MEMORY, "layers %d to %d", first, end - 1);
-    m->values = at, m->grads = at + m->parameter_count, m->momentum = m->grads + m->parameter_count;
-    for (int i = first; i < end; i++) {
-        mlp_layer layer = {WIDTHS[i], WIDTHS[i + 1], i < LAYERS - 1, at, at + WIDTHS[i] * WIDTHS[i + 1],
-                           NULL,      NULL};
-        layer.d_weight = layer.weight + m->parameter_count, layer.d_bias = layer.bias + m->parameter_count;
-        m->layer[i] = layer;
-        mlp_init(&layer, 1, i);
-        at = layer.bias + WIDTHS[i + 1];
+/* Noise, and a bright stripe at the height of the label. */
+static ddp_result make_data(void) {
+    uint32_t random = 1;
+    for (int i = 0; i < SAMPLES * PIXELS; i++) {
+        random = random * 1664525 + 1013904223;
+        images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
     }
-    at = m->momentum + m->parameter_count;
-    for (int i = first; i <= end; i++) {
-        m->out[i] = at, m->d_out[i] = at + ROWS * WIDTHS[i];
-        at += 2 * ROWS * WIDTHS[i];
-    }
-    m->pack = at;
+    for (int i = 0; i < SAMPLES; i++) labels[i] = (uint8_t)(i % CLASSES);
     return DDP_OK;
 }
 
-/* Row r of a step's batch: a point on one of three arms, which is its label. Whoever needs a batch computes it. */
-static int sample(int step, int r, float *point) {
-    uint64_t bits = gpt_random(7, (uint64_t)step * ROWS + (uint64_t)r);
-    float t = (float)(bits >> 44) / 1048576.0f, angle;
-    int arm = (int)(bits % CLASSES);
-    angle = 6.2831853f * (t + (float)arm / CLASSES);
-    if (point) point[0] = t * cosf(angle), point[1] = t * sinf(angle);
-    return arm;
-}
+//== model ======================================================================================
+typedef struct layer { /* (inputs, outputs), then the bias as one more row */
+    float value[(PIXELS + 1) * HIDDEN], grad[(PIXELS + 1) * HIDDEN], momentum[(PIXELS + 1) * HIDDEN];
+} layer;
 
-static void forward(model *m) {
-    for (int i = m->first; i < m->end; i++)
-        mlp_forward(&m->layer[i], m->pack, ROWS, m->out[i], m->out[i + 1]);
-}
+typedef struct model {
+    int first, end;                         /* this rank holds layers first to end - 1 */
+    layer *layers[LAYERS];                  /* NULL on the other rank */
+    float out[LAYERS + 1][ROWS * PIXELS];   /* (ROWS, width) each; out[0] are the pixels */
+    float d_out[LAYERS + 1][ROWS * PIXELS]; /* their gradients */
+    double loss, waiting;                   /* of the last step; seconds in send and receive */
+} model;
 
-static void backward(model *m) {
-    for (int i = m->end - 1; i >= m->first; i--)
-        mlp_backward(&m->layer[i], m->pack, ROWS, m->out[i], m->out[i + 1], m->d_out[i + 1],
-                     i ? m->d_out[i] : NULL);
-}
+static int layer_size(int l) { return (width[l] + 1) * width[l + 1]; }
 
-static double loss_of(model *m, int step) {
-    double loss = 0;
-    for (int r = 0; r < ROWS; r++)
-        loss += mlp_loss(CLASSES, m->out[LAYERS] + r * CLASSES, sample(step, r, NULL), NULL,
-                         m->d_out[LAYERS] + r * CLASSES, 1.0f / ROWS)
-                / ROWS;
-    return loss;
-}
-
-static void update(model *m) { /* SGD with momentum */
-    for (int i = 0; i < m->parameter_count; i++)
-        m->values[i] -= 0.1f * (m->momentum[i] = 0.9f * m->momentum[i] + m->grads[i]);
-}
-
-/* One step on one rank, which has all layers. */
-static double step_alone(model *m, int step) {
-    double loss;
-    for (int r = 0; r < ROWS; r++) sample(step, r, m->out[0] + 2 * r);
-    forward(m);
-    loss = loss_of(m, step);
-    backward(m);
-    update(m);
-    return loss;
-}
-
-/* The same on two: what crosses the cut is the output of layer CUT - 1, and its gradient on the way back. *waiting grows by the time in there. */
-static ddp_result step_halves(ddp_group *world, model *m, int step, double *loss, double *waiting) {
-    ddp_result result;
-    double start;
-    if (ddp_rank(world) == 0) {
-        for (int r = 0; r < ROWS; r++) sample(step, r, m->out[0] + 2 * r);
-        forward(m);
-        start = ddp_now();
-        result = ddp_send(world, m->out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 1, 0, NULL);
-        if (result == DDP_OK)
-            result = ddp_recv(world, m->d_out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 1, 1, NULL);
-        *waiting += ddp_now() - start;
-        backward(m);
-    } else {
-        start = ddp_now();
-        result = ddp_recv(world, m->out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 0, 0, NULL);
-        *waiting += ddp_now() - start;
-        forward(m);
-        *loss = loss_of(m, step);
-        backward(m);
-        if (result == DDP_OK)
-            result = ddp_send(world, m->d_out[CUT], (size_t)(ROWS * WIDTHS[CUT]), DDP_F32, 0, 1, NULL);
+/* He et al. 2015: uniform weights of variance 2 / inputs. Each layer has its own random numbers. */
+static ddp_result create_model(model **out, int first, int end) {
+    model *m = (model *)calloc(1, sizeof *m);
+    *out = m;
+    if (!m) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the model");
+    m->first = first;
+    m->end = end;
+    for (int l = first; l < end; l++) {
+        uint32_t random = (uint32_t)l + 1;
+        m->layers[l] = (layer *)calloc(1, sizeof(layer));
+        if (!m->layers[l]) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for layer %d", l);
+        for (int k = 0; k < width[l] * width[l + 1]; k++) {
+            random = random * 1664525 + 1013904223;
+            m->layers[l]->value[k] = sqrtf(6.0f / (float)width[l]) * ((float)(random >> 8) / 8388608.0f - 1);
+        }
     }
-    update(m);
-    return result;
+    return DDP_OK;
 }
 
-/* Trains all layers alone: the last loss, and this rank's half of the weights, are the same. */
-static ddp_result check(const model *half, int steps, double last) {
-    model whole;
+static void destroy_model(model *m) {
+    for (int l = 0; m && l < LAYERS; l++) free(m->layers[l]);
+    free(m);
+}
+
+/* out[l + 1] = relu(out[l] weight + bias); the last layer has no relu. */
+static void forward_layer(model *m, int l) {
+    const float *weight = m->layers[l]->value, *bias = weight + width[l] * width[l + 1];
+    int inputs = width[l], outputs = width[l + 1];
+    for (int b = 0; b < ROWS; b++) {
+        const float *in = m->out[l] + b * inputs;
+        float *out = m->out[l + 1] + b * outputs;
+        for (int j = 0; j < outputs; j++) out[j] = bias[j];
+        for (int i = 0; i < inputs; i++)
+            for (int j = 0; j < outputs; j++) out[j] += in[i] * weight[i * outputs + j];
+        for (int j = 0; l < LAYERS - 1 && j < outputs; j++) out[j] = out[j] > 0 ? out[j] : 0;
+    }
+}
+
+/* From d_out[l + 1]: the gradients of weight and bias, and d_out[l]. */
+static void backward_layer(model *m, int l) {
+    const float *weight = m->layers[l]->value;
+    float *d_weight = m->layers[l]->grad, *d_bias = d_weight + width[l] * width[l + 1];
+    int inputs = width[l], outputs = width[l + 1];
+    memset(d_weight, 0, sizeof(float) * (size_t)layer_size(l));
+    for (int b = 0; b < ROWS; b++) {
+        const float *in = m->out[l] + b * inputs, *out = m->out[l + 1] + b * outputs;
+        float *d_in = m->d_out[l] + b * inputs, *d = m->d_out[l + 1] + b * outputs;
+        for (int j = 0; l < LAYERS - 1 && j < outputs; j++) d[j] = out[j] > 0 ? d[j] : 0;
+        for (int j = 0; j < outputs; j++) d_bias[j] += d[j];
+        for (int i = 0; i < inputs; i++) {
+            float sum = 0;
+            for (int j = 0; j < outputs; j++) d_weight[i * outputs + j] += in[i] * d[j];
+            for (int j = 0; l > 0 && j < outputs; j++) sum += weight[i * outputs + j] * d[j];
+            d_in[i] = sum;
+        }
+    }
+}
+
+/* Returns the mean loss, and sets the gradient of the logits. */
+static double cross_entropy(model *m, const uint8_t *label) {
     double loss = 0;
-    ddp_result result = model_create(&whole, 0, LAYERS);
-    for (int step = 0; result == DDP_OK && step < steps; step++) loss = step_alone(&whole, step);
-    if (result == DDP_OK
-        && memcmp(half->values, whole.layer[half->first].weight,
-                  (size_t)half->parameter_count * sizeof(float))
-               != 0)
-        result = ddp_fail(DDP_ERR_CORRUPT, "the weights of layers %d to %d are not those of one rank",
-                          half->first, half->end - 1);
-    if (result == DDP_OK && half->first > 0 && loss != last)
-        result = ddp_fail(DDP_ERR_CORRUPT, "the loss is %.17g, and on one rank %.17g", last, loss);
-    free(whole.memory);
-    return result;
+    for (int b = 0; b < ROWS; b++) {
+        const float *logits = m->out[LAYERS] + b * CLASSES;
+        float *d_logits = m->d_out[LAYERS] + b * CLASSES, max = logits[0], sum = 0;
+        for (int j = 1; j < CLASSES; j++) max = logits[j] > max ? logits[j] : max;
+        for (int j = 0; j < CLASSES; j++) sum += expf(logits[j] - max);
+        for (int j = 0; j < CLASSES; j++)
+            d_logits[j] = (expf(logits[j] - max) / sum - (j == label[b])) / ROWS;
+        loss += (double)(logf(sum) + max - logits[label[b]]) / ROWS;
+    }
+    return loss;
 }
 
-static ddp_result train(ddp_group *world, void *user) {
-    int steps = *(int *)user, rank = ddp_rank(world);
-    model m;
-    double loss = 0, report[2] = {0, 0}, both[4], waiting = 0,
-           start; /* first loss; share of time that this rank waits */
-    ddp_result result;
-    if (ddp_world_size(world) != 2)
-        return ddp_fail(DDP_ERR_INVALID, "this is for two ranks, and the launcher started %d",
-                        ddp_world_size(world));
-    result = rank == 0 ? model_create(&m, 0, CUT) : model_create(&m, CUT, LAYERS);
+/* SGD with momentum. */
+static void update_layer(layer *l, int count) {
+    for (int i = 0; i < count; i++) {
+        l->momentum[i] = 0.9f * l->momentum[i] + l->grad[i];
+        l->value[i] -= 0.01f * l->momentum[i];
+    }
+}
+
+//== training ===================================================================================
+/* One step. The output of layer CUT - 1 crosses the cut, and its gradient comes back. With all layers on one
+   rank nothing is sent, and world is not used. */
+static ddp_result train_step(ddp_group *world, model *m, int step) {
+    const size_t count = ROWS * HIDDEN;
+    int row = step * ROWS % SAMPLES;
+    double start = ddp_now();
+    if (m->first > 0) DDP_TRY(ddp_recv(world, m->out[CUT], count, DDP_F32, 0, 0, NULL));
+    m->waiting += ddp_now() - start;
+    for (int i = 0; m->first == 0 && i < ROWS * PIXELS; i++)
+        m->out[0][i] = (float)images[row * PIXELS + i] / 128 - 0.5f;
+    for (int l = m->first; l < m->end; l++) forward_layer(m, l);
     start = ddp_now();
-    for (int step = 0; result == DDP_OK && step < steps; step++) {
-        result = step_halves(world, &m, step, &loss, &waiting);
-        if (step == 0) report[0] = loss;
+    if (m->end < LAYERS) {
+        DDP_TRY(ddp_send(world, m->out[CUT], count, DDP_F32, 1, 0, NULL));
+        DDP_TRY(ddp_recv(world, m->d_out[CUT], count, DDP_F32, 1, 0, NULL));
     }
-    report[1] = waiting / (ddp_now() - start);
-    if (result == DDP_OK) result = check(&m, steps, loss);
-    if (result == DDP_OK) result = ddp_all_gather(world, report, both, 2, DDP_F64, NULL);
-    if (result == DDP_OK) result = ddp_broadcast(world, &loss, 1, DDP_F64, 1, NULL);
-    if (result == DDP_OK && steps >= 300 && !(loss < both[2] / 2))
-        result = ddp_fail(DDP_ERR_CORRUPT, "the loss went from %g to %g", both[2], loss);
-    if (result == DDP_OK && rank == 0)
-        printf("loss %.4f -> %.4f in %d steps; weights as on one rank, bit for bit\nrank 0 waited %.0f%% of "
-               "the time, rank 1 %.0f%%\n",
-               both[2], loss, steps, 100 * both[1], 100 * both[3]);
-    free(m.memory);
+    m->waiting += ddp_now() - start;
+    if (m->end == LAYERS) m->loss = cross_entropy(m, labels + row);
+    for (int l = m->end - 1; l >= m->first; l--) backward_layer(m, l);
+    start = ddp_now();
+    if (m->first > 0) DDP_TRY(ddp_send(world, m->d_out[CUT], count, DDP_F32, 0, 0, NULL));
+    m->waiting += ddp_now() - start;
+    for (int l = m->first; l < m->end; l++) update_layer(m->layers[l], layer_size(l));
+    return DDP_OK;
+}
+
+/* Collects the layers of both ranks in `all`, on each rank: it sends its own layers and receives the others.
+   Without the batch both ranks could wait in ddp_send for the receive of the other one. */
+static ddp_result exchange_layers(ddp_group *world, const model *m, model *all) {
+    int other = 1 - ddp_rank(world);
+    DDP_TRY(ddp_p2p_begin(world));
+    for (int l = 0; l < LAYERS; l++) {
+        size_t count = (size_t)layer_size(l);
+        float *value = all->layers[l]->value;
+        if (!m->layers[l]) DDP_TRY(ddp_recv(world, value, count, DDP_F32, other, l, NULL));
+        if (!m->layers[l]) continue;
+        memcpy(value, m->layers[l]->value, count * sizeof(float));
+        if (ddp_world_size(world) == 2) DDP_TRY(ddp_send(world, value, count, DDP_F32, other, l, NULL));
+    }
+    return ddp_p2p_end(world);
+}
+
+static uint64_t hash_weights(const model *m) {
+    uint64_t hash = 14695981039346656037u;
+    for (int l = 0; l < LAYERS; l++)
+        for (size_t k = 0; k < (size_t)layer_size(l) * sizeof(float); k++)
+            hash = (hash ^ ((const uint8_t *)m->layers[l]->value)[k]) * 1099511628211u;
+    return hash;
+}
+
+/* m: this rank's layers. all: all layers, to compare with. */
+static ddp_result train(ddp_group *world, int steps, model *m, model *all) {
+    int ranks = ddp_world_size(world), rank = ddp_rank(world);
+    double first = 0, start = ddp_now(), share, shares[2];
+    for (int step = 0; step < steps; step++) {
+        DDP_TRY(train_step(world, m, step));
+        if (step == 0) first = m->loss;
+    }
+    share = 100 * m->waiting / (ddp_now() - start);
+    DDP_TRY(ddp_all_gather(world, &share, shares, 1, DDP_F64, NULL));
+    for (int r = 0; rank == 0 && r < ranks; r++) printf("rank %d waits %.0f%% of the time\n", r, shares[r]);
+    if (rank == ranks - 1 && !(m->loss < first))
+        return ddp_fail(DDP_ERR_CORRUPT, "the loss went from %.4f to %.4f", first, m->loss);
+
+    for (int step = 0; step < steps; step++) DDP_TRY(train_step(NULL, all, step)); /* all layers */
+    unsigned long long expected = hash_weights(all);
+    DDP_TRY(exchange_layers(world, m, all));
+    unsigned long long hash = hash_weights(all);
+    if (rank == 0) printf("loss %.4f, weights %016llx\n", all->loss, hash);
+    if (hash == expected) return DDP_OK;
+    return ddp_fail(DDP_ERR_CORRUPT, "weights %016llx, but %016llx on one rank: check the cut", hash,
+                    expected);
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    int ranks = ddp_world_size(world), rank = ddp_rank(world);
+    model *m = NULL, *all = NULL;
+    if (ranks > 2) return ddp_fail(DDP_ERR_INVALID, "%d ranks: use 1 or 2", ranks);
+    int first = rank == 0 ? 0 : CUT;
+    int end = rank == ranks - 1 ? LAYERS : CUT;
+    ddp_result result = create_model(&m, first, end);
+    if (result == DDP_OK) result = create_model(&all, 0, LAYERS);
+    if (result == DDP_OK) result = train(world, *(const int *)user, m, all);
+    destroy_model(m);
+    destroy_model(all);
     return result;
 }
 
 int main(int argc, char **argv) {
-    int steps = 500, threads = 0, status;
-    const option options[] = {
-        {"--steps", "N", &steps, NULL, NULL, 1, 1e6, "optimizer steps"},
-        {"--threads-as-ranks", NULL, &threads, NULL, NULL, 0, 1, "ranks are threads of one process"},
-    };
-    ddp_launch_desc desc = DDP_ZERO;
-    status = options_read("model_parallel: trains a model whose layers lie on two ranks", options, 2, argc,
-                          argv, NULL);
-    if (status >= 0) return status;
-    desc.world_size = 2;
-    desc.group.log_fn = print_notice;
-    desc.mode = threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
-    if (ddp_launch(&desc, train, &steps) == DDP_OK) return 0;
-    fprintf(stderr, "model_parallel: %s\n", ddp_last_error());
-    return 1;
+    ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
+    int steps = argc > 2 ? atoi(argv[2]) : 200;
+    ddp_result result = make_data();
+    if (argc > 3 || desc.world_size < 1 || steps < 2 || steps > 1000000)
+        result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [steps]], 2 to 1000000 steps", argv[0]);
+    if (result == DDP_OK) result = ddp_launch(&desc, rank_main, &steps);
+    if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
+    return result != DDP_OK;
 }
+
+/* MIT License: see LICENSE. */
