@@ -1,0 +1,27 @@
+#!/bin/sh
+# An example that takes the number of ranks: 1 and 4 ranks, and 2 of mpirun, print the same lines, which contain
+# a match of the pattern and a hash. Wrong arguments are one sentence. Under sanitizers only 2 ranks run.
+# usage: same_hash.sh path/of/program PATTERN
+. "$(dirname "$0")/../support/train_gpt.sh"
+counts="1 4"
+[ "$slowdown" -eq 1 ] || counts=2
+for ranks in $counts; do
+    timeout "$limit" "$program" "$ranks" > "ranks$ranks" 2> err || fail "$ranks ranks: status $?: $(cat ranks$ranks err)"
+    grep -Eq "$2" "ranks$ranks" || fail "no '$2' in: $(cat ranks$ranks)"
+    tail -n 1 "ranks$ranks" | grep -Eq '^weights [0-9a-f]{16}$' || fail "no hash in: $(cat ranks$ranks)"
+    cmp -s "ranks${counts%% *}" "ranks$ranks" || fail "$ranks ranks print: $(cat ranks$ranks), not $(cat "ranks${counts%% *}")"
+done
+[ "$slowdown" -eq 1 ] || exit 0
+if command -v mpirun > /dev/null; then
+    OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout "$limit" mpirun --oversubscribe -n 2 "$program" > mpi 2> err ||
+        fail "mpirun: status $?: $(cat mpi err)"
+    cmp -s mpi ranks4 || fail "mpirun prints: $(cat mpi)"
+fi
+for arguments in x 0 "2 folder more" 3; do
+    output=$(timeout "$limit" "$program" $arguments 2>&1 > /dev/null)
+    status=$?
+    [ $status -eq 1 ] || fail "$arguments: status $status: $output"
+    [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || fail "$arguments: not one line: $output"
+    case $output in *": usage: "* | *"3 ranks: use 1, 2 or 4"*) ;; *) fail "$arguments: $output" ;; esac
+done
+echo "the same result on 1, 2 and 4 ranks, and with mpirun"
