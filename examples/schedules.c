@@ -1,14 +1,15 @@
-/*  schedules.c - every pipeline schedule side by side: who computes what, and how long ranks wait.
+/*  schedules.c - every pipeline schedule as text, with its bubble, memory and weight versions
 
-    cc -O2 examples/schedules.c -o schedules -lm -lpthread
-    ./schedules                            4 ranks, 8 micro-batches, 2 chunks per rank where a schedule has chunks
-    ./schedules 8 24 2 18.5 18.1 9.3 0.6   ranks, micro-batches, chunks; what F, I and W of a stage take, and a transfer
-    ./schedules -o pictures 4 8            also pictures/ZB-H1.svg, .csv and .json (for Perfetto) of each
+        cc -O2 examples/schedules.c -o schedules -lm -lpthread
+        ./schedules                            4 ranks, 8 micro-batches, 2 chunks per rank
+        ./schedules 8 24 2 18.5 18.1 9.3 0.6   ranks, micro-batches, chunks; time of F, I, W and a transfer
+        ./schedules -o pictures 4 8            also writes pictures/ZB-H1.svg, .csv and .json of each kind;
+                                               ui.perfetto.dev shows a .json
 
-    Wrong input is one sentence, and status 1.
-
-    F forward, I gradient of inputs, W gradient of weights, B = I and W; 2F0 is stage 2, micro-batch 0. A schedule that is not defined for these numbers says what
-    the nearest ones are. The costs of a stage are shared by its chunks: with 2 chunks per rank a stage has half of the layers. */
+    F is forward, I the gradient of inputs, W the gradient of weights, B both; 2F0 is F of stage 2 and
+    micro-batch 0. One process draws all of them; no ranks are started. The bubble is the share of time in
+    which ranks wait. Memory counts the activations of micro-batches in flight. Chunks share the time of a
+    stage: with 2 chunks per rank, each has half of the layers. The last part reads a schedule of your own. */
 #define DDP_IMPLEMENTATION
 #include "../ddp_pipeline.h"
 #include <errno.h>
@@ -16,153 +17,176 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int complain(const char *what) {
-    fprintf(stderr, "schedules: %s: %s\n", what, ddp_last_error());
-    return 1;
+typedef struct settings {
+    double ranks, micro_batches, chunks, forward, input_grad, weight_grad, transfer;
+    const char *folder; /* NULL = no files */
+} settings;
+
+/* Draws a schedule in memory that the caller frees. */
+static ddp_result draw(const ddp_schedule *schedule, ddp_schedule_format format, const ddp_stage_cost *costs,
+                       char **text) {
+    size_t size_bytes = 0;
+    DDP_TRY(ddp_schedule_draw(schedule, format, costs, NULL, NULL, &size_bytes));
+    *text = (char *)malloc(size_bytes);
+    if (!*text) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a drawing");
+    return ddp_schedule_draw(schedule, format, costs, NULL, *text, &size_bytes);
 }
 
-/* The schedule as text of a format; the caller frees it. */
-static char *drawn(const ddp_schedule *schedule, ddp_schedule_format format, const ddp_stage_cost *costs) {
-    size_t size = 0;
+static ddp_result save(const ddp_schedule *schedule, ddp_schedule_format format, const char *ending,
+                       const ddp_stage_cost *costs, const char *folder) {
+    const char *name = ddp_schedule_kind_name(ddp_schedule_get_kind(schedule));
+    char path[4096], *text = NULL;
+    snprintf(path, sizeof path, "%s/%s.%s", folder, name, ending);
+    ddp_result result = draw(schedule, format, costs, &text);
+    FILE *file = result == DDP_OK ? fopen(path, "w") : NULL;
+    int written = file && fputs(text, file) >= 0;
+    if (file && fclose(file) != 0) written = 0;
+    free(text);
+    if (result != DDP_OK || written) return result;
+    return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
+}
+
+/* Prints a schedule and its properties, and checks them. */
+static ddp_result show(const ddp_schedule *schedule, const ddp_stage_cost *costs, const settings *s) {
+    ddp_schedule_report report = {0};
     char *text = NULL;
-    if (ddp_schedule_draw(schedule, format, costs, NULL, NULL, &size) == DDP_OK) text = (char *)malloc(size);
-    if (text && ddp_schedule_draw(schedule, format, costs, NULL, text, &size) != DDP_OK) text[0] = 0;
-    return text;
+    DDP_TRY(ddp_schedule_check(schedule));
+    DDP_TRY(ddp_schedule_simulate(schedule, costs, &report));
+    printf("%s: bubble %.4f, memory for %.2f micro-batches, weight versions: %d\n",
+           ddp_schedule_kind_name(ddp_schedule_get_kind(schedule)), report.bubble_rate, report.peak_memory,
+           report.weight_versions);
+    ddp_result result = DDP_OK;
+    if (s->ranks * s->micro_batches <= 256) result = draw(schedule, DDP_SCHEDULE_TEXT, costs, &text);
+    if (result == DDP_OK) printf("%s\n", text ? text : "");
+    free(text);
+    DDP_TRY(result);
+
+    /* No rank computes less than its share. No schedule is slower than one micro-batch at a time. */
+    double stages = ddp_schedule_stage_count(schedule);
+    double work = s->micro_batches * (s->forward + s->input_grad + s->weight_grad);
+    double slowest = work * s->ranks + s->micro_batches * stages * 2 * s->transfer;
+    if (report.span < work * (1 - 1e-9) || report.makespan > slowest * (1 + 1e-9))
+        return ddp_fail(DDP_ERR_CORRUPT, "the simulated time %g is not in %g to %g", report.span, work,
+                        slowest);
+    if (!s->folder) return DDP_OK;
+    DDP_TRY(save(schedule, DDP_SCHEDULE_CSV, "csv", costs, s->folder));
+    DDP_TRY(save(schedule, DDP_SCHEDULE_SVG, "svg", costs, s->folder));
+    return save(schedule, DDP_SCHEDULE_TRACE, "json", costs, s->folder);
 }
 
-static int save(const ddp_schedule *schedule, const ddp_stage_cost *costs, const char *folder,
-                const char *name) {
-    static const struct {
-        ddp_schedule_format format;
-        const char *ending;
-    } files[] = {
-        {DDP_SCHEDULE_CSV, "csv"},
-        {DDP_SCHEDULE_SVG, "svg"},
-        {DDP_SCHEDULE_TRACE, "json"},
-    };
-    for (int i = 0; i < 3; i++) {
-        char path[4096], *text = drawn(schedule, files[i].format, costs);
-        FILE *file;
-        int written;
-        snprintf(path, sizeof path, "%s/%s.%s", folder, name, files[i].ending);
-        file = text ? fopen(path, "w") : NULL;
-        written = file && fputs(text, file) >= 0;
-        if (file && fclose(file) != 0) written = 0;
-        free(text);
-        if (!written)
-            return fprintf(stderr, "schedules: %s cannot be written: %s\n", path, strerror(errno)), 1;
+/* The number of chunks per rank that a kind supports. */
+static int chunks_of(ddp_schedule_kind kind, int wanted) {
+    switch (kind) {
+    case DDP_SCHEDULE_ZB_V:
+    case DDP_SCHEDULE_DUALPIPE_V: return 2;
+    case DDP_SCHEDULE_INTERLEAVED_1F1B:
+    case DDP_SCHEDULE_INTERLEAVED_ZB_1P:
+    case DDP_SCHEDULE_LOOPED_BFS: return wanted;
+    default: return 1;
     }
-    return 0;
 }
 
-/* Draws one kind and checks what must hold for it: no rank computes more or less than its share, and none waits longer than one micro-batch at a time makes it. */
-static int show(ddp_schedule_kind kind, const ddp_schedule_desc *numbers, const double *cost,
-                const char *folder) {
-    int vee = kind == DDP_SCHEDULE_ZB_V || kind == DDP_SCHEDULE_DUALPIPE_V, p = numbers->rank_count,
-        m = numbers->microbatch_count, chunks, failed = 0;
-    ddp_schedule_desc desc = *numbers;
-    ddp_stage_cost *costs;
-    ddp_schedule_report report = DDP_ZERO;
-    ddp_schedule *schedule;
-    double work = m * (cost[0] + cost[1] + cost[2]), alone;
-    char *text;
-    int chunked = kind == DDP_SCHEDULE_INTERLEAVED_1F1B || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P
-                  || kind == DDP_SCHEDULE_LOOPED_BFS;
-    desc.kind = kind;
-    desc.chunk_count = chunks = vee ? 2 : chunked ? numbers->chunk_count : 1;
-    costs = (ddp_stage_cost *)calloc((size_t)(p * chunks), sizeof *costs);
-    if (!costs) return 1;
-    for (int stage = 0; stage < p * chunks; stage++) {
-        costs[stage].forward = cost[0] / chunks, costs[stage].input_grad = cost[1] / chunks,
-        costs[stage].weight_grad = cost[2] / chunks;
-        costs[stage].transfer = cost[3];
-        costs[stage].activation = 1.0 / chunks;
+static ddp_result show_kind(ddp_schedule_kind kind, const settings *s) {
+    ddp_schedule_desc desc = {.kind = kind, .rank_count = (int)s->ranks};
+    desc.microbatch_count = (int)s->micro_batches;
+    desc.chunk_count = chunks_of(kind, (int)s->chunks);
+    if (kind == DDP_SCHEDULE_AUTO) desc.memory_limit = 2 * s->ranks;
+    int stages = desc.rank_count * desc.chunk_count;
+    ddp_stage_cost *costs = (ddp_stage_cost *)calloc((size_t)stages, sizeof *costs);
+    if (!costs) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for %d stages", stages);
+    for (int i = 0; i < stages; i++) {
+        costs[i].forward = s->forward / desc.chunk_count;
+        costs[i].input_grad = s->input_grad / desc.chunk_count;
+        costs[i].weight_grad = s->weight_grad / desc.chunk_count;
+        costs[i].transfer = s->transfer;
+        costs[i].activation = 1.0 / desc.chunk_count;
     }
     desc.costs = costs;
-    desc.memory_limit = kind == DDP_SCHEDULE_AUTO ? 2 * p : 0;
-    if (ddp_schedule_create(&schedule, &desc) != DDP_OK) { /* not for these numbers */
+    ddp_schedule *schedule;
+    ddp_result result = ddp_schedule_create(&schedule, &desc);
+    if (result == DDP_OK)
+        result = show(schedule, costs, s);
+    else if (result == DDP_ERR_INVALID) { /* not defined for these numbers: the text names the nearest ones */
         printf("%s: %s\n\n", ddp_schedule_kind_name(kind), ddp_last_error());
-        free(costs);
-        return 0;
+        result = DDP_OK;
     }
-    if (ddp_schedule_check(schedule) != DDP_OK || ddp_schedule_simulate(schedule, costs, &report) != DDP_OK)
-        return complain(ddp_schedule_kind_name(kind));
-    text = p * m <= 256 ? drawn(schedule, DDP_SCHEDULE_TEXT, costs) : NULL;
-    printf("%s: bubble %.4f, memory for %.2f micro-batches, %d version%s of weights\n%s\n",
-           ddp_schedule_kind_name(kind), report.bubble_rate, report.peak_memory, report.weight_versions,
-           report.weight_versions == 1 ? "" : "s", text ? text : "");
-    alone = m * p * chunks * ((cost[0] + cost[1] + cost[2]) / chunks + 2 * cost[3]);
-    if (report.span < work * (1 - 1e-9) || report.makespan > alone * (1 + 1e-9))
-        failed = fprintf(stderr, "schedules: %g is out of bounds\n", report.span) != 0;
-    if (folder && save(schedule, costs, folder, ddp_schedule_kind_name(kind))) failed = 1;
-    free(text);
-    free(costs);
     ddp_schedule_destroy(schedule);
-    return failed;
+    free(costs);
+    return result;
 }
 
-/* What stands where in the command line. */
-static const struct {
-    const char *name;
-    double least, most, usual;
-    int whole;
-} NUMBERS[] = {
-    {"ranks", 1, 4096, 4, 1},   {"micro-batches", 1, 65536, 8, 1},
-    {"chunks", 1, 64, 2, 1},    {"F", 0, 1e6, 1, 0},
-    {"I", 0, 1e6, 1, 0},        {"W", 0, 1e6, 1, 0},
-    {"transfer", 0, 1e6, 0, 0},
-};
-enum { NUMBER_COUNT = (int)(sizeof NUMBERS / sizeof *NUMBERS) };
+/* A schedule may also be text: a line per rank. It is checked before it runs, and lowered to the list that a
+   rank executes: with the messages between ranks. */
+static ddp_result show_own(void) {
+    static const char good[] = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n";
+    static const char stuck[] = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"; /* 1F1 waits for 0F1, after 0B0 */
+    char text[4096];
+    size_t size_bytes = sizeof text;
+    ddp_schedule *schedule, *lowered;
+    DDP_TRY(ddp_schedule_parse(&schedule, good));
+    DDP_TRY(ddp_schedule_check(schedule));
+    DDP_TRY(ddp_schedule_lower(&lowered, schedule, DDP_LOWER_MERGE | DDP_LOWER_COMM));
+    DDP_TRY(ddp_schedule_write(lowered, DDP_SCHEDULE_CSV, text, &size_bytes));
+    printf("a schedule of your own:\n%s\nwith the messages between ranks:\n%s\n", good, text);
+    ddp_schedule_destroy(schedule);
+    ddp_schedule_destroy(lowered);
+    DDP_TRY(ddp_schedule_parse(&schedule, stuck));
+    ddp_result result = ddp_schedule_check(schedule);
+    ddp_schedule_destroy(schedule);
+    if (result != DDP_ERR_INVALID) return ddp_fail(DDP_ERR_CORRUPT, "the check accepts a deadlock");
+    printf("one that cannot run:\n%s\n%s\n", stuck, ddp_last_error());
+    return DDP_OK;
+}
 
-#define USAGE "schedules [-o FOLDER] [ranks [micro-batches [chunks [F [I [W [transfer]]]]]]]"
+/* Reads argv[i] if it exists; *value keeps its default otherwise. */
+static ddp_result read_number(int argc, char **argv, int i, const char *name, double min, double max,
+                              int is_whole, double *value) {
+    if (i >= argc) return DDP_OK;
+    char *end;
+    double number = strtod(argv[i], &end);
+    int valid = end != argv[i] && *end == 0 && number >= min && number <= max;
+    if (!valid || (is_whole && number != (int)number))
+        return ddp_fail(DDP_ERR_INVALID, "%s=%.60s: give a %snumber from %g to %g", name, argv[i],
+                        is_whole ? "whole " : "", min, max);
+    *value = number;
+    return DDP_OK;
+}
 
-/* 0, or 1 when something is wrong, which has been said. */
-static int read_arguments(int argc, char **argv, double *number, const char **folder) {
-    int given = 0;
-    for (int i = 0; i < NUMBER_COUNT; i++) number[i] = NUMBERS[i].usual;
-    for (int i = 1; i < argc; i++) {
-        char *end = argv[i];
-        double value;
-        if (strcmp(argv[i], "-o") == 0) {
-            if (i + 1 == argc || !argv[i + 1][0]) return fprintf(stderr, "schedules: -o needs a folder\n"), 1;
-            *folder = argv[++i];
-            continue;
-        }
-        if (strncmp(argv[i], "--", 2) == 0)
-            return fprintf(stderr, "schedules: there is no flag %.60s: " USAGE "\n", argv[i]), 1;
-        if (given == NUMBER_COUNT)
-            return fprintf(stderr, "schedules: %.60s is one too many: " USAGE "\n", argv[i]), 1;
-        value = strtod(argv[i], &end);
-        if (end == argv[i] || *end || !(value >= NUMBERS[given].least && value <= NUMBERS[given].most)
-            || (NUMBERS[given].whole && value != (int)value))
-            return fprintf(stderr, "schedules: %s=%.60s: give a %snumber from %g to %g\n",
-                           NUMBERS[given].name, argv[i], NUMBERS[given].whole ? "whole " : "",
-                           NUMBERS[given].least, NUMBERS[given].most),
-                   1;
-        number[given++] = value;
+static ddp_result read_arguments(int argc, char **argv, settings *s) {
+    int i = 1;
+    if (argc > 1 && strcmp(argv[1], "-o") == 0) {
+        if (argc == 2 || !argv[2][0]) return ddp_fail(DDP_ERR_INVALID, "-o needs a folder");
+        s->folder = argv[2];
+        i = 3;
     }
-    if (number[0] * number[1] * number[2] > 1e6)
-        return fprintf(stderr,
-                       "schedules: ranks times micro-batches times chunks are %g; give smaller ones, up to "
-                       "1000000\n",
-                       number[0] * number[1] * number[2]),
-               1;
-    if (number[3] + number[4] + number[5] <= 0)
-        return fprintf(stderr, "schedules: F, I and W are 0; give one of them some time\n"), 1;
-    return 0;
+    if (argc > i + 7 || (argc > i && strncmp(argv[i], "--", 2) == 0))
+        return ddp_fail(DDP_ERR_INVALID,
+                        "usage: schedules [-o FOLDER] [ranks [micro-batches [chunks [F [I [W "
+                        "[transfer]]]]]]]");
+    DDP_TRY(read_number(argc, argv, i, "ranks", 1, 4096, 1, &s->ranks));
+    DDP_TRY(read_number(argc, argv, i + 1, "micro-batches", 1, 65536, 1, &s->micro_batches));
+    DDP_TRY(read_number(argc, argv, i + 2, "chunks", 1, 64, 1, &s->chunks));
+    DDP_TRY(read_number(argc, argv, i + 3, "F", 0, 1e6, 0, &s->forward));
+    DDP_TRY(read_number(argc, argv, i + 4, "I", 0, 1e6, 0, &s->input_grad));
+    DDP_TRY(read_number(argc, argv, i + 5, "W", 0, 1e6, 0, &s->weight_grad));
+    DDP_TRY(read_number(argc, argv, i + 6, "transfer", 0, 1e6, 0, &s->transfer));
+    double count = s->ranks * s->micro_batches * s->chunks;
+    if (count > 1e6)
+        return ddp_fail(DDP_ERR_INVALID, "ranks x micro-batches x chunks = %g: use at most 1000000", count);
+    if (s->forward + s->input_grad + s->weight_grad == 0)
+        return ddp_fail(DDP_ERR_INVALID, "F, I and W are 0: give one of them some time");
+    return DDP_OK;
 }
 
 int main(int argc, char **argv) {
-    double number[NUMBER_COUNT];
-    const char *folder = NULL;
-    ddp_schedule_desc desc = DDP_ZERO;
-    int failed = 0;
-    if (argc == 2 && strcmp(argv[1], "--help") == 0)
-        return puts("schedules: draws every pipeline schedule\n  " USAGE), 0;
-    if (read_arguments(argc, argv, number, &folder)) return 1;
-    desc.rank_count = (int)number[0], desc.microbatch_count = (int)number[1],
-    desc.chunk_count = (int)number[2];
-    for (int kind = 0; kind < DDP_SCHEDULE_KIND_COUNT && !failed; kind++)
-        failed = show((ddp_schedule_kind)kind, &desc, number + 3, folder);
-    return failed;
+    settings s = {
+        .ranks = 4, .micro_batches = 8, .chunks = 2, .forward = 1, .input_grad = 1, .weight_grad = 1};
+    ddp_result result = read_arguments(argc, argv, &s);
+    for (int kind = 0; kind < DDP_SCHEDULE_KIND_COUNT && result == DDP_OK; kind++)
+        result = show_kind((ddp_schedule_kind)kind, &s);
+    if (result == DDP_OK) result = show_own();
+    if (result != DDP_OK) fprintf(stderr, "schedules: %s\n", ddp_last_error());
+    return result != DDP_OK;
 }
+
+/* MIT License: see LICENSE. */

@@ -15,16 +15,15 @@ for value in -1 F nan inf 1e7 1,5; do
     wrong "transfer=$value: give a number" 4 8 2 1 1 1 "$value"
 done
 wrong "F, I and W are 0" 4 8 2 0 0 0
-wrong "there is no flag --ranks" --ranks 4
-wrong "7 is one too many" 4 8 2 1 1 1 0 7
-wrong "up to 1000000" 4096 65536 64
-wrong "up to 1000000" 1001 1000 1
-wrong "-o needs a folder" 4 8 -o
+wrong "usage: schedules [-o FOLDER] [ranks" --ranks 4
+wrong "usage: " 4 8 2 1 1 1 0 7
+wrong "use at most 1000000" 4096 65536 64
+wrong "use at most 1000000" 1001 1000 1
+wrong "-o needs a folder" -o
+wrong "chunks=-o: give a whole number" 4 8 -o folder
 wrong "-o needs a folder" -o ''
 wrong "missing/1F1B.csv cannot be written: No such file" -o missing 2 2
 wrong "file/1F1B.csv cannot be written" -o file 2 2
-timeout "$limit" "$program" --help > out || fail "--help: status $?"
-grep -q "schedules \[-o FOLDER\] \[ranks" out || fail "--help: $(cat out)"
-timeout "$limit" "$program" 2 4 2 1 1 1 0 -o folder > out || fail "right numbers: status $?"
+timeout "$limit" "$program" -o folder 2 4 2 1 1 1 0 > out || fail "right numbers: status $?"
 [ "$(find folder -name '*.svg' | grep -c .)" -eq 13 ] || fail "not every picture is there: $(find folder)"
 echo "schedules: every wrong input is one sentence"
