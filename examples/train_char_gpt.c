@@ -2,8 +2,7 @@
 
         cc -O3 -march=native examples/train_char_gpt.c -o train_char_gpt -lm -lpthread
         ./train_char_gpt                     2 ranks; the text is README.md of the current directory
-        ./train_char_gpt 4 ddp.h             4 ranks, and a text of your own
-        ./train_char_gpt 2 ddp.h 100         100 steps instead of 500
+        ./train_char_gpt 4 ddp.h 100         4 ranks, a text of your own, 100 steps instead of 500
         mpirun -n 2 ./train_char_gpt         the ranks of a launcher
 
     Every rank holds the whole model and trains on its part of each batch. The reducer averages the gradients
@@ -35,31 +34,32 @@ enum { MAX_WEIGHTS = (2 * MAX_VOCAB + CONTEXT + LAYERS * 12 * WIDTH) * WIDTH };
 
 //== text =======================================================================================
 typedef struct corpus {
-    uint8_t bytes[MAX_TEXT];
-    int64_t count, train_count;         /* bytes in all; the rest after train_count is for validation */
-    int used, vocab;                    /* distinct bytes; the same, rounded up to a multiple of 16 */
-    uint8_t token[256], character[256]; /* of a byte; of a token */
-    double entropy;                     /* nats per byte, from the frequencies of bytes */
-    int steps;                          /* of the training */
+    uint8_t tokens[MAX_TEXT], character[256]; /* the text; the byte of a token */
+    int64_t count, train_count;               /* tokens in all; those after train_count are for validation */
+    int used, vocab;                          /* distinct bytes; the same, rounded up to a multiple of 16 */
+    double entropy;                           /* nats per byte, from the frequencies of bytes */
+    int steps;                                /* of the training */
 } corpus;
 
 /* Reads at most MAX_TEXT bytes of a file. The vocabulary is its distinct bytes. */
 static ddp_result open_corpus(corpus *t, const char *path) {
     int64_t counts[256] = {0};
+    uint8_t token[256];
     FILE *file = fopen(path, "rb");
     if (!file) return ddp_fail(DDP_ERR_INVALID, "cannot read %s: give a text file as second argument", path);
-    t->count = (int64_t)fread(t->bytes, 1, MAX_TEXT, file);
+    t->count = (int64_t)fread(t->tokens, 1, MAX_TEXT, file);
     t->train_count = t->count - t->count / 10;
     fclose(file);
     if (t->count < MIN_TEXT) return ddp_fail(DDP_ERR_INVALID, "%s has fewer than %d bytes", path, MIN_TEXT);
-    for (int64_t i = 0; i < t->count; i++) counts[t->bytes[i]]++;
+    for (int64_t i = 0; i < t->count; i++) counts[t->tokens[i]]++;
     for (int i = 0; i < 256; i++) {
         if (counts[i] == 0) continue;
         double share = (double)counts[i] / (double)t->count;
         t->entropy -= share * log(share);
-        t->token[i] = (uint8_t)t->used;
+        token[i] = (uint8_t)t->used;
         t->character[t->used++] = (uint8_t)i;
     }
+    for (int64_t i = 0; i < t->count; i++) t->tokens[i] = token[t->tokens[i]];
     t->vocab = (t->used + 15) / 16 * 16;
     return DDP_OK;
 }
@@ -72,16 +72,14 @@ typedef struct matrix {
 } matrix;
 
 static matrix view(float *data, int rows, int columns) { return (matrix){data, rows, columns, columns, 1}; }
-
 static matrix transpose(matrix m) { return (matrix){m.data, m.columns, m.rows, m.right, m.down}; }
 
 /* out (4, n) += x (4, 4) y (4, n). The compiler vectorizes it: memory is contiguous. */
-static void multiply_rows(float *restrict out, int out_stride, float x[4][4], const float *y, int y_stride,
-                          int n) {
+static void multiply_rows(float *restrict out, int down, float x[4][4], const float *y, int y_down, int n) {
     for (int j = 0; j < n; j++) {
-        float y0 = y[j], y1 = y[y_stride + j], y2 = y[2 * y_stride + j], y3 = y[3 * y_stride + j];
+        float y0 = y[j], y1 = y[y_down + j], y2 = y[2 * y_down + j], y3 = y[3 * y_down + j];
         for (int r = 0; r < 4; r++)
-            out[r * out_stride + j] += x[r][0] * y0 + x[r][1] * y1 + x[r][2] * y2 + x[r][3] * y3;
+            out[r * down + j] += x[r][0] * y0 + x[r][1] * y1 + x[r][2] * y2 + x[r][3] * y3;
     }
 }
 
@@ -245,9 +243,7 @@ static void attention_backward(block *b, float *d_qkv, float *d_mixed) {
 
 /* GELU in its tanh form (Hendrycks and Gimpel 2016), which is x sigmoid(1.5958 (x + 0.044715 x^3)). */
 static float gate(float x) { return 1 / (1 + exponential(-1.5957691f * (x + 0.044715f * x * x * x))); }
-
-static float gelu_slope(float x) {
-    float s = gate(x);
+static float gelu_slope(float x, float s) { /* s: gate(x) */
     return s + x * s * (1 - s) * 1.5957691f * (1 + 3 * 0.044715f * x * x);
 }
 
@@ -294,8 +290,7 @@ static void cross_entropy(trainer *t, ddp_mean *loss) {
 
 /* From the gradient in t->logits to those of all parameters; each is announced as soon as it is final. */
 static ddp_result backward(trainer *t) {
-    float *d_tokens = t->params[TOKENS].grad.data;
-    float *d_positions = t->params[POSITIONS].grad.data;
+    float *d_tokens = t->params[TOKENS].grad.data, *d_positions = t->params[POSITIONS].grad.data;
     DDP_TRY(linear_backward(t, HEAD, t->d_small, t->logits, t->norm));
     memset(t->d_stream, 0, sizeof t->d_stream);
     norm_backward(t->d_stream, t->d_small, t->stream[LAYERS]);
@@ -303,7 +298,7 @@ static ddp_result backward(trainer *t) {
         int first = FIRST_BLOCK + l * PER_BLOCK;
         block *b = &t->blocks[l];
         DDP_TRY(linear_backward(t, first + CONTRACT, t->d_wide, t->d_stream, b->gelu));
-        for (int i = 0; i < ROWS * 4 * WIDTH; i++) t->d_wide[i] *= gelu_slope(b->wide[i]);
+        for (int i = 0; i < ROWS * 4 * WIDTH; i++) t->d_wide[i] *= gelu_slope(b->wide[i], gate(b->wide[i]));
         DDP_TRY(linear_backward(t, first + EXPAND, t->d_small, t->d_wide, b->norm2));
         norm_backward(t->d_stream, t->d_small, b->middle);
         DDP_TRY(linear_backward(t, first + PROJECTION, t->d_small, t->d_stream, b->mixed));
@@ -350,16 +345,13 @@ static void create_model(trainer *t) {
    the micro-batches of this rank in the order in which the reducer adds ranks: as a binary tree. With
    global_batch, the batches are the same on any number of ranks; rank r takes block r. */
 static ddp_result create_strategy(trainer *t) {
-    int micro_batches = BATCH / MICRO / ddp_world_size(t->world);
-    ddp_reducer_desc reducer = {.params = t->params, .param_count = PARAMS};
-    reducer.micro_batch_count = micro_batches;
+    int count = BATCH / MICRO / ddp_world_size(t->world); /* micro-batches per rank and step */
+    ddp_reducer_desc reducer = {.params = t->params, .param_count = PARAMS, .micro_batch_count = count};
     DDP_TRY(ddp_reducer_create(&t->reducer, t->world, &reducer));
-    ddp_accumulator_desc accumulator = {t->params, PARAMS, micro_batches, t->reducer};
+    ddp_accumulator_desc accumulator = {t->params, PARAMS, count, t->reducer};
     DDP_TRY(ddp_accumulator_create(&t->accumulator, t->world, &accumulator));
-    ddp_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = 0.1f};
-    adamw.params = t->params;
-    adamw.param_count = PARAMS;
-    DDP_TRY(ddp_optimizer_create(&t->optimizer, t->world, &adamw));
+    ddp_optimizer_desc o = {.beta2 = 0.95f, .weight_decay = 0.1f, .params = t->params, .param_count = PARAMS};
+    DDP_TRY(ddp_optimizer_create(&t->optimizer, t->world, &o)); /* AdamW */
     ddp_sampler_desc sampler = {.shuffle = DDP_SHUFFLE_HASHED, .global_batch = BATCH};
     sampler.dataset_size = t->text->train_count - CONTEXT; /* the first character of a window */
     sampler.num_replicas = ddp_world_size(t->world);
@@ -368,21 +360,16 @@ static ddp_result create_strategy(trainer *t) {
 }
 
 static void take_window(trainer *t, int window, int64_t start) {
-    const uint8_t *bytes = t->text->bytes + start;
-    for (int i = 0; i < CONTEXT; i++) {
-        t->tokens[window * CONTEXT + i] = t->text->token[bytes[i]];
-        t->targets[window * CONTEXT + i] = t->text->token[bytes[i + 1]];
-    }
+    memcpy(t->tokens + window * CONTEXT, t->text->tokens + start, CONTEXT);
+    memcpy(t->targets + window * CONTEXT, t->text->tokens + start + 1, CONTEXT);
 }
 
 static ddp_result train_step(trainer *t, float lr) {
     for (int m = 0; m < BATCH / MICRO / ddp_world_size(t->world); m++) {
         for (int window = 0; window < MICRO; window++) {
             int64_t start = ddp_sampler_next(&t->sampler, NULL);
-            if (start < 0) { /* the end of an epoch */
-                ddp_sampler_set_epoch(&t->sampler, ++t->epoch);
-                start = ddp_sampler_next(&t->sampler, NULL);
-            }
+            if (start < 0) ddp_sampler_set_epoch(&t->sampler, ++t->epoch); /* the epoch has ended */
+            if (start < 0) start = ddp_sampler_next(&t->sampler, NULL);
             take_window(t, window, start);
         }
         forward(t, MICRO);
@@ -415,7 +402,7 @@ static void print_sample(trainer *t) {
     int end = PROMPT + (text->steps < SAMPLE ? text->steps : SAMPLE); /* a short run writes less */
     uint8_t tokens[PROMPT + SAMPLE];
     double p[MAX_VOCAB];
-    for (int i = 0; i < PROMPT; i++) tokens[i] = text->token[text->bytes[text->train_count + i]];
+    memcpy(tokens, text->tokens + text->train_count, PROMPT);
     for (int at = PROMPT; at < end; at++) {
         int length = at < CONTEXT ? at : CONTEXT, token = 0;
         const float *logits = t->logits + (length - 1) * text->vocab;
@@ -429,10 +416,7 @@ static void print_sample(trainer *t) {
         tokens[at] = (uint8_t)token;
     }
     printf("\n--- %d characters of the validation text, and what the model writes after them ---\n", PROMPT);
-    for (int i = 0; i < end; i++) {
-        int c = text->character[tokens[i]];
-        putchar(c == '\n' || (c >= ' ' && c < 127) ? c : '?');
-    }
+    for (int i = 0; i < end; i++) putchar(text->character[tokens[i]]);
     printf("\n---\n\n");
 }
 
@@ -448,12 +432,18 @@ static void print_progress(const trainer *t, int step, double loss, double valid
     fflush(stdout);
 }
 
-static ddp_result train_steps(trainer *t, double *validation) {
-    int steps = t->text->steps, tenth = (steps + 9) / 10;
-    ddp_lr_desc lr = {.kind = DDP_LR_COSINE, .max_lr = 3e-3, .min_lr = 3e-4};
-    double seconds = 0;
-    lr.warmup_steps = steps / 10;
-    lr.total_steps = steps;
+static ddp_result train(trainer *t) {
+    const corpus *text = t->text;
+    int is_root = ddp_rank(t->world) == 0, steps = text->steps, tenth = (steps + 9) / 10;
+    ddp_lr_desc lr = {DDP_LR_COSINE, 3e-3, 3e-4, .warmup_steps = steps / 10, .total_steps = steps};
+    double seconds = 0, untrained, validation = 0;
+    uint64_t hash = 14695981039346656037u;
+    create_model(t);
+    DDP_TRY(create_strategy(t));
+    DDP_TRY(validate(t, &untrained));
+    if (is_root)
+        printf("%lld bytes of text, %d distinct; %d weights; %d ranks; validation loss %.4f\n",
+               (long long)text->count, text->used, t->weight_count, ddp_world_size(t->world), untrained);
     for (int step = 1; step <= steps; step++) {
         double start = ddp_now();
         DDP_TRY(train_step(t, ddp_lr_at(&lr, step)));
@@ -461,39 +451,21 @@ static ddp_result train_steps(trainer *t, double *validation) {
         int is_tenth = step % tenth == 0 || step == steps;
         if (step % 5 && !is_tenth) continue;
         DDP_TRY(ddp_mean_reduce(t->world, &t->loss));
-        *validation = 0;
-        if (is_tenth) DDP_TRY(validate(t, validation));
-        print_progress(t, step, ddp_mean_value(&t->loss), *validation, seconds);
+        validation = 0;
+        if (is_tenth) DDP_TRY(validate(t, &validation));
+        print_progress(t, step, ddp_mean_value(&t->loss), validation, seconds);
         t->loss = (ddp_mean){0};
     }
-    return DDP_OK;
-}
-
-static ddp_result train(trainer *t) {
-    int is_root = ddp_rank(t->world) == 0;
-    double untrained, validation;
-    uint64_t hash = 14695981039346656037u;
-    create_model(t);
-    DDP_TRY(create_strategy(t));
-    DDP_TRY(validate(t, &untrained));
-    if (is_root)
-        printf("%lld bytes of text, %d of them distinct; %d weights; %d ranks; validation loss %.4f\n",
-               (long long)t->text->count, t->text->used, t->weight_count, ddp_world_size(t->world),
-               untrained);
-    DDP_TRY(train_steps(t, &validation));
     for (size_t i = 0; i < sizeof(float) * (size_t)t->weight_count; i++)
         hash = (hash ^ ((const uint8_t *)t->weights)[i]) * 1099511628211u;
-    if (is_root) {
-        print_sample(t);
-        printf("unigram entropy %.4f nats per character\nvalidation loss %.4f\n", t->text->entropy,
-               validation);
-        printf("weights %016llx\n", (unsigned long long)hash);
-    }
+    if (is_root) print_sample(t);
+    if (is_root)
+        printf("unigram entropy %.4f nats per character\nvalidation loss %.4f\nweights %016llx\n",
+               text->entropy, validation, (unsigned long long)hash);
     /* A short run must learn something; a full one must beat the frequencies of characters. */
-    double limit = t->text->steps < STEPS ? untrained : t->text->entropy;
+    double limit = steps < STEPS ? untrained : text->entropy;
     if (validation < limit) return DDP_OK;
-    return ddp_fail(DDP_ERR_CORRUPT, "validation loss %.4f is not below %.4f: give a text with patterns",
-                    validation, limit);
+    return ddp_fail(DDP_ERR_CORRUPT, "loss %.4f, not below %.4f: give a longer text", validation, limit);
 }
 
 static ddp_result rank_main(ddp_group *world, void *user) {
@@ -515,11 +487,10 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 int main(int argc, char **argv) {
     static corpus text; /* the ranks share it */
     ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
-    ddp_result result = DDP_OK;
     text.steps = argc > 3 ? atoi(argv[3]) : STEPS;
+    ddp_result result = open_corpus(&text, argc > 2 ? argv[2] : "README.md");
     if (desc.world_size < 1 || text.steps < 1)
         result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [file [steps]]]", argv[0]);
-    if (result == DDP_OK) result = open_corpus(&text, argc > 2 ? argv[2] : "README.md");
     if (result == DDP_OK) result = ddp_launch(&desc, rank_main, &text);
     if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
     return result != DDP_OK;
