@@ -1,4 +1,4 @@
-/*  gradients.c - what a reducer can do: micro-batches, unused parameters, means over tokens, clipping
+/*  gradients.c - uses of a reducer: micro-batches, unused parameters, means, clipping, loss scaling
 
         cc -O3 -march=native examples/gradients.c -o gradients -lm -lpthread
         ./gradients               2 ranks
@@ -9,6 +9,7 @@
     a reducer; uneven.c has ranks with different numbers of batches. The calls follow PyTorch's DDP. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "../ddp_fsdp.h" /* ddp_scaler */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -140,12 +141,45 @@ static ddp_result clip(ddp_group *world, model *m) {
     return DDP_OK;
 }
 
+/* Loss scaling without FSDP. In step 0 the last rank has an infinity: every rank skips the step, and the scale
+   halves. Step 1 restores the scale, as after a load of a checkpoint. */
+static ddp_result scale_loss(ddp_group *world, model *m) {
+    ddp_scaler_desc desc = {.init_scale = 1024, .groups = {world}, .group_count = 1};
+    ddp_scaler scaler;
+    ddp_scaler_state state;
+    ddp_reducer *reducer;
+    DDP_TRY(ddp_scaler_init(&scaler, &desc));
+    DDP_TRY(create(&reducer, world, m, (ddp_reducer_desc){.micro_batch_count = 1}));
+    for (int step = 0; step < 2; step++) {
+        int overflows = step == 0 && ddp_rank(world) == ddp_world_size(world) - 1;
+        for (int p = PARAMS - 1; p >= 0; p--) {
+            set_grad(m, p, overflows ? INFINITY : 5 * ddp_scaler_scale(&scaler), 0);
+            DDP_TRY(ddp_reducer_ready(reducer, p));
+        }
+        DDP_TRY(ddp_reducer_wait(reducer));
+        ddp_tensor gradients[PARAMS] = {m->params[0].grad, m->params[1].grad};
+        DDP_TRY(ddp_scaler_unscale(&scaler, world, gradients, PARAMS));
+        if (ddp_scaler_found_inf(&scaler) != (step == 0))
+            return ddp_fail(DDP_ERR_CORRUPT, "step %d: found_inf is %d", step, step);
+        if (step == 1) DDP_TRY(check(world, "unscaled", m, 5, 5)); /* the optimizer steps here */
+        DDP_TRY(ddp_scaler_update(&scaler));
+        ddp_scaler_save(&scaler, &state);
+        DDP_TRY(ddp_scaler_init(&scaler, &desc));
+        DDP_TRY(ddp_scaler_load(&scaler, &state));
+        if (ddp_scaler_scale(&scaler) != 512)
+            return ddp_fail(DDP_ERR_CORRUPT, "the scale is %g, not 512", (double)ddp_scaler_scale(&scaler));
+    }
+    ddp_reducer_destroy(reducer);
+    return DDP_OK;
+}
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     model *m = (model *)user; /* ranks are processes: each has its own copy */
     DDP_TRY(micro_batches(world, m));
     DDP_TRY(unused_parameters(world, m));
     DDP_TRY(mean_over_tokens(world, m));
-    return clip(world, m);
+    DDP_TRY(clip(world, m));
+    return scale_loss(world, m);
 }
 
 int main(int argc, char **argv) {

@@ -1,6 +1,6 @@
 /*  schedules.c - every pipeline schedule as text, with its bubble, memory and weight versions
 
-        cc -O2 examples/schedules.c -o schedules -lm -lpthread
+        cc -O3 -march=native examples/schedules.c -o schedules -lm -lpthread
         ./schedules                            4 ranks, 8 micro-batches, 2 chunks per rank
         ./schedules 8 24 2 18.5 18.1 9.3 0.6   ranks, micro-batches, chunks; time of F, I, W and a transfer
         ./schedules -o pictures 4 8            also writes pictures/ZB-H1.svg, .csv and .json of each kind;
