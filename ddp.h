@@ -54,16 +54,21 @@ CONCEPTS
     Collective A call that every rank of the group makes, in the same order and with the arguments that its
                comment requires to be equal. The library compares a hash of the arguments on arrival. A call
                is collective only if its comment, or that of its section, states it.
-    Handle     *out of a create call is a new object. The caller frees it with the destroy call of the same
-               name.
-    Work       A call with work == NULL blocks. With a ddp_work it returns at once: a communication thread of
-               this rank executes such calls in the order issued, and ddp_wait waits for one. The call owns
-               its buffers until then.
+    Handle     A create call stores a new object in *out. The caller frees it with the destroy call of the
+               same name. After a failure *out is NULL. It may be unchanged if group or tp is NULL.
+    Work       A call with work == NULL, or without a work argument, blocks unless its comment states
+               otherwise. With a ddp_work it returns at once: a communication thread of this rank executes
+               such calls in the order issued, and ddp_wait waits for one. The caller must not use the call's
+               buffers until that ddp_wait has returned. If the call itself returns an error, there is nothing
+               to wait for: *work is empty, or unchanged. On a group of GPUs over NCCL the host does not wait
+               for results: see ddp_cuda_group_create.
     Tree order SUM and AVG add in a fixed binary tree over rank index. A range of n ranks splits at the
                largest power of two below n: with 4 ranks, (r0+r1)+(r2+r3). The bits of the result depend only
-               on this tree, never on timing, sizes, buckets or the backend.
-    Memory     Every rank of this machine can read and write memory from ddp_group_alloc. Collectives on it
-               need no copy. Other memory is copied through small chunks that stay in cache.
+               on this tree, never on timing, sizes, buckets or the backend. PROD multiplies in the same tree.
+               16-bit floats are reduced in f32 and rounded once.
+    Memory     In shared memory, a collective on memory from ddp_group_alloc needs no copy: the ranks of a
+               machine read and write each other's group memory. Other memory is copied through small chunks
+               that stay in cache.
     Security   Shared memory is protected by the user id: only processes of the same user can join. A
                rendezvous over TCP is protected by ddp_group_desc.secret. Data between machines is neither
                encrypted nor signed: use a network that others can neither read nor change.
@@ -75,11 +80,23 @@ ERRORS
     The line names the public call that the user made, also when the library made other calls inside it. A
     failure that began in another call or on another rank is reported with its origin:
       rank 2/4 ddp_barrier group=world seq=7: cause: rank 1 in ddp_recv tag=4: timed out after 500 ms: ...
-    A failure inside a collective poisons the group. The first cause is kept; the pending or next call of each
-    rank returns its code, and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID that
-    is found before a call is issued changes nothing. No call waits longer than timeout_ms for a peer.
-    Comments do not repeat what holds everywhere: a wrong argument is DDP_ERR_INVALID, and a call that
-    communicates also returns the errors of collectives.
+    Comments do not repeat what holds everywhere:
+      Arguments     A wrong argument is DDP_ERR_INVALID. The call then changes nothing except *out, unless
+                    its comment states otherwise.
+      Agreement     Some collective calls first exchange the errors of all ranks: create calls on an existing
+                    group, ddp_group_split, ddp_group_alloc, and calls with errors "on every rank" in their
+                    comment. All ranks then return the error of one rank, also DDP_ERR_NO_MEMORY. Different
+                    arguments are DDP_ERR_MISMATCH. The group stays usable, unless the comment states
+                    otherwise.
+      One rank      In other collective calls, only the rank with the wrong argument returns. The group
+                    stays usable. The other ranks wait until this rank makes the call correctly, or until the
+                    timeout.
+      Communication Calls that communicate also return the errors of collectives. Such a failure poisons the
+                    group. The first cause is kept: the pending or next call of each rank returns its code,
+                    and later calls return DDP_ERR_POISONED with the same cause.
+      Outputs       After a failure the contents of output buffers are undefined, unless the comment states
+                    otherwise.
+      Waiting       No call waits longer than timeout_ms for a peer.
 
 CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the function bodies, in this file
@@ -165,8 +182,8 @@ typedef enum ddp_dtype {
     DDP_U64
 } ddp_dtype;
 
-/* The operation of a reduction. Integer sums wrap around; AVG divides the wrapped sum and truncates. MIN and
-   MAX of floats return NaN when an input is NaN. */
+/* The operation of a reduction: see CONCEPTS, Tree order. Integer sums wrap around; AVG divides the wrapped
+   sum and truncates. MIN and MAX of floats return NaN when an input is NaN. */
 typedef enum ddp_op { DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD } ddp_op;
 
 /* The order in which SUM and AVG add. TREE gives the same bits on every backend; see CONCEPTS. */
@@ -267,9 +284,9 @@ typedef struct ddp_group_desc {
     const char *secret; /* For a rendezvous over TCP: ranks prove to each other that they have the same text.
                            Use 16 random bytes or more, such as from `openssl rand -hex 32`. NULL =
                            DDP_SECRET, or else the content of the file DDP_SECRET_FILE (mode 0600), or else
-                           none: then any process that reaches the port can join. Read only during
-                           ddp_group_create. Shared memory does not need it: it admits only processes of the
-                           same user. */
+                           none: then any process can join that reaches the port and has the job's text, see
+                           ddp_group_create. Read only during that call. Shared memory does not need it: it
+                           admits only processes of the same user. */
 } ddp_group_desc;
 
 /* Ranks of a ddp_launch are processes or threads. */
@@ -393,7 +410,8 @@ typedef struct ddp_join_desc {
 
 /* --- results and tensors --- */
 
-DDPDEF const char *ddp_result_name(ddp_result result); /* such as "DDP_ERR_TIMEOUT"; static text */
+/* The name of a result, such as "DDP_ERR_TIMEOUT"; "unknown ddp_result" for any other value. Static text. */
+DDPDEF const char *ddp_result_name(ddp_result result);
 /* The last failure of this thread as one line, or "". Valid until the thread's next failure. */
 DDPDEF const char *ddp_last_error(void);
 
@@ -428,27 +446,34 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    DDP_ERR_INVALID (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
-/* Joins the world that a launcher has started, or creates a world of one rank. desc may be NULL; *out is NULL
-   on failure. Free it with ddp_group_destroy. Collective over that world. Blocks until all ranks have joined,
-   at most timeout_ms. Inside a ddp_launch it splits the launched world into a group of all its ranks, with
-   the timeout of that world.
+/* Joins the world that a launcher has started, or creates a world of one rank. desc may be NULL. Collective
+   over that world. Blocks until all ranks have joined, at most timeout_ms.
+   Ownership: free *out with ddp_group_destroy. The backend, the device and the allocators of desc must
+   outlive the group. The texts of desc are read only during the call.
+   Inside a ddp_launch: creates one more group of all its ranks, with the fields of this desc. Only the wait
+   for the other ranks uses the timeout of the launched world.
    One machine: ranks find each other through an abstract socket, keyed by user and job, and share one
-   anonymous memory file.
+   anonymous memory file. The job's text comes from the launcher's variables, or from MASTER_ADDR, MASTER_PORT
+   and desc->name.
    Several machines: ranks connect to rank 0 over TCP. Its address comes from MASTER_ADDR and MASTER_PORT (or
-   DDP_MASTER_PORT, if set), from the first node of a SLURM step, or from init_method. If all ranks turn out
-   to be on one machine, they continue as above. Otherwise the group is for rendezvous and control:
-   collectives of up to 64 KiB per rank, through rank 0; no collectives with counts; no messages; group memory
-   is private to each rank. A split with all ranks on one machine uses shared memory. Use it on private
-   networks, or set desc->secret: without it, any process with the address and job can join.
+   DDP_MASTER_PORT, if set), from the first node of a SLURM step, or from init_method. If the rendezvous shows
+   that all ranks are on one machine, the group uses shared memory. Otherwise the group is for rendezvous and
+   control. Its collectives send up to 64 KiB per rank, through rank 0. Larger ones, collectives with counts,
+   and messages are DDP_ERR_UNSUPPORTED. Group memory is private to each rank. A split with all ranks on one
+   machine uses shared memory. Use it on private networks, or set desc->secret: without it, any process that
+   reaches the port and has the job's text can join.
    MPI: with DDP_USE_MPI, and started by mpirun or requested by "mpi://", ranks of several machines can use
    all calls. Ranks of one machine use shared memory. If the program has not initialized MPI, the library does
    so, and finalizes it at exit; it does not finalize it while a group is open or has failed. In tree order
-   the bits equal those of one machine. With DDP_ORDER_ANY, MPI executes all_reduce and reduce; if one of
-   these or a broadcast fails, MPI may write to its buffer later.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other); DDP_ERR_TIMEOUT (names the missing
-   ranks, or the address where no process answers); DDP_ERR_MISMATCH (two ranks with one number, another world
-   size or version, rank 0 of another job); DDP_ERR_SYSTEM (the port is in use: names the process that holds
-   it); DDP_ERR_PEER_LOST; DDP_ERR_UNSUPPORTED (the address of rank 0 is unknown); DDP_ERR_ENGINE. */
+   the bits equal those of one machine. With DDP_ORDER_ANY, MPI executes all_reduce and reduce. If one of
+   these or a broadcast fails, MPI may still write to the buffers of that call: do not free or reuse them.
+   Errors: if a rank fails before it has joined, only this rank returns at once. The others wait for it, at
+   most until the timeout. DDP_ERR_INVALID (variables or desc contradict each other); DDP_ERR_TIMEOUT (names
+   the missing ranks, or the address where no process answers); DDP_ERR_MISMATCH (two ranks with one number,
+   another world size or version, rank 0 of another job); DDP_ERR_SYSTEM (the port is in use: names the
+   process that holds it); DDP_ERR_PEER_LOST; DDP_ERR_NO_MEMORY; DDP_ERR_UNSUPPORTED (the address of rank 0 is
+   unknown; more than DDP_MAX_LOCAL_RANKS ranks on one machine; "mpi://" without DDP_USE_MPI);
+   DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
@@ -470,13 +495,16 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
 
 /* Arranges the ranks of world as a grid, and creates this rank's group along each dimension: the ranks that
    differ from it only in that position, in that order. Collective, with the same desc on every rank; blocks.
-   Errors: DDP_ERR_INVALID (names; shape does not multiply to world_size); DDP_ERR_MISMATCH on every rank. */
+   Ownership: free *out with ddp_mesh_destroy, before world. Errors, on every rank: DDP_ERR_INVALID (names;
+   shape does not multiply to world_size); DDP_ERR_MISMATCH; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
 
 /* The group along a dimension; its ddp_rank is this rank's position there. The mesh owns it. NULL, with
    ddp_last_error set, for an unknown name. */
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name);
-DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh); /* destroys its groups too; not collective; NULL is ignored */
+/* Frees the mesh and destroys its groups, each as ddp_group_destroy does. Call it before world is destroyed.
+   Not collective. NULL is ignored. */
+DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh);
 /* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error.
    Not collective, never blocks. */
 DDPDEF ddp_result ddp_group_status(const ddp_group *group);
@@ -484,25 +512,31 @@ DDPDEF ddp_result ddp_group_status(const ddp_group *group);
    collective, never blocks. */
 DDPDEF ddp_result ddp_group_abort(ddp_group *group);
 
-/* Leaves the group and frees this rank's group memory and handles. Not collective; a peer that still needs
-   this rank gets DDP_ERR_PEER_LOST. First destroy all that was created on it: splits, reducers and so on.
-   NULL is ignored. */
+/* Leaves the group, and frees this rank's part of it, including its group memory. First wait for every
+   ddp_work, and destroy all that was created on the group: splits, meshes, reducers and so on. Not
+   collective. A call that has returned on this rank no longer needs it, so no barrier is needed first. A peer
+   gets DDP_ERR_PEER_LOST if its call still needs this rank. If a call of this rank is still pending, the
+   group fails on every rank with DDP_ERR_PEER_LOST. Waits for a ddp_bucket_hook that still runs, but not for
+   the calls of other ranks; on a group of GPUs see ddp_cuda_group_create. NULL is ignored. */
 DDPDEF void ddp_group_destroy(ddp_group *group);
 
-DDPDEF int ddp_rank(const ddp_group *group);             /* this rank, from 0 */
-DDPDEF int ddp_world_size(const ddp_group *group);       /* number of ranks */
-DDPDEF int ddp_local_rank(const ddp_group *group);       /* this rank among those of this machine, from 0 */
-DDPDEF int ddp_local_world_size(const ddp_group *group); /* number of ranks on this machine */
+/* For a NULL group, the next four calls return -1, 0, -1 and 0. After a split, "this machine" counts only
+   ranks of the new group. */
+DDPDEF int ddp_rank(const ddp_group *group);             /* this rank in the group, from 0 */
+DDPDEF int ddp_world_size(const ddp_group *group);       /* ranks of the group */
+DDPDEF int ddp_local_rank(const ddp_group *group);       /* this rank among the group's of this machine */
+DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of the group on this machine */
 
 /* --- collectives ---
-   All are collective over the group. work == NULL blocks; otherwise ddp_wait completes the call. count is the
-   number of elements and may be 0. Buffers need only the alignment of their dtype. The call reads and writes
-   them until it, or its wait, returns. send and recv are equal (in place) or do not overlap. W is the world
-   size.
-   Errors: DDP_ERR_INVALID, only on this rank, before data is sent: the group stays usable, but the other
-   ranks wait for this call until it is made correctly or the timeout. DDP_ERR_UNSUPPORTED for calls that the
-   tcp backend does not have. DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_POISONED,
-   DDP_ERR_NO_MEMORY, DDP_ERR_ENGINE on every rank. */
+   All are collective over the group. work == NULL blocks; otherwise ddp_wait completes the call (see
+   CONCEPTS, Work). count is the number of elements and may be 0. A buffer without elements may be NULL.
+   Buffers need only the alignment of their dtype. The call reads and writes them until it, or its wait,
+   returns. send and recv are equal (in place) or do not overlap. W is the world size.
+   Errors: DDP_ERR_INVALID, only on this rank, before data is sent. The group stays usable. The other ranks
+   wait until this rank makes the call correctly, or until the timeout. DDP_ERR_UNSUPPORTED, on every rank,
+   for a call that the tcp backend does not have; the group stays usable. DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT,
+   DDP_ERR_PEER_LOST, DDP_ERR_POISONED, DDP_ERR_NO_MEMORY and DDP_ERR_ENGINE are returned on every rank, and
+   the group is poisoned. */
 
 /* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
@@ -570,20 +604,30 @@ DDPDEF ddp_result ddp_p2p_begin(ddp_group *group);
    collective. Errors: the first failure of a message. */
 DDPDEF ddp_result ddp_p2p_end(ddp_group *group);
 
+/* --- asynchronous calls --- */
+
 /* Blocks until the call is done, returns its result and empties *work. An empty handle returns DDP_OK. On a
-   group of GPUs it makes the group's stream wait instead of the host. */
+   group of GPUs over NCCL it makes the group's stream wait instead of the host. Errors: DDP_ERR_INVALID for
+   another copy of a handle that was already waited for. */
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
-/* *done = 1 when ddp_wait would not block. Never blocks, except as ddp_group_from_mpi states. The handle
-   still needs its ddp_wait. */
+/* *done = 1 when the call is done or has failed, otherwise 0. An empty handle is done. On a group of GPUs
+   over NCCL it queries the device: done means that the result is complete there. The handle still needs its
+   ddp_wait, which returns the failure of the call. Not collective. Never blocks, except as ddp_group_from_mpi
+   states. Errors: DDP_ERR_INVALID for a handle that was already waited for, and while the stream is captured
+   into a CUDA graph; DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done);
 
-/* Allocates size_bytes of zeroed memory per rank, 64-byte aligned, which the ranks of this machine read and
-   write in place. Collectives on pointers into it need no copy. Collective, with the same size on every rank.
-   Errors as of collectives, and DDP_ERR_NO_MEMORY on every rank. */
+/* --- group memory --- */
+
+/* Allocates size_bytes of zeroed memory per rank, 64-byte aligned. size_bytes is at least 1. Collectives on
+   pointers into it need no copy where ranks share memory: see CONCEPTS, Memory. Over tcp the memory is
+   private to each rank; on GPUs see ddp_cuda_group_create. Collective, with the same size on every rank;
+   blocks. Ownership: ddp_group_free or ddp_group_destroy frees it. Errors, on every rank, and *out is NULL:
+   DDP_ERR_INVALID, DDP_ERR_MISMATCH, DDP_ERR_NO_MEMORY. After these the group stays usable. */
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out);
 
-/* Frees memory from ddp_group_alloc. Collective, in the same order on every rank. NULL on all ranks is
-   ignored. */
+/* Frees memory from ddp_group_alloc. Collective, in the same order on every rank; blocks. NULL on all ranks
+   is ignored. Errors: DDP_ERR_MISMATCH, on every rank, for different blocks: none is freed. */
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
 
 /* --- gradients --- */
@@ -601,23 +645,31 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
    returns DDP_ERR_INVALID. The error names the parameter. */
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index);
 
-/* Blocks until every gradient is the average over ranks, divided once. Then adds the gradients of a tied
-   parameter into that of its first use. Collective. Errors: a parameter that never became ready is named on
-   every rank, unless find_unused is set: then its gradient is zeros. */
+/* Ends a step. Blocks until every gradient is the average over ranks, divided once; with per_token, until it
+   is the sum. Then adds the gradients of a tied parameter into that of its first use. With no_sync it does
+   nothing. Collective. Errors: DDP_ERR_INVALID, on every rank, names a parameter that never became ready on
+   some rank, unless find_unused is set: then its gradient on that rank counts as zeros. After this error the
+   step has ended. */
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer);
 
-/* Adds the sum of count entries, such as the losses and the number of tokens of a micro-batch. */
+/* Adds sum to mean->sum, exactly, and count to mean->count. For a micro-batch, sum is the sum of its losses,
+   and count the number of its tokens (or samples). A NaN or an infinity stays in the sum. Not collective. */
 DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count);
-/* Replaces *mean by the exact total over ranks. Collective, blocks. Errors: a negative count on any rank is
-   DDP_ERR_INVALID on all ranks, and *mean is unchanged. To reduce over a mesh, call it once per axis. After
-   an error, call ddp_group_abort on the groups of the remaining axes: their ranks are still waiting. */
+/* Replaces *mean by the exact total over ranks: sum and count; ddp_mean_value gives the mean. Collective,
+   blocks. Errors: a negative count on any rank is DDP_ERR_INVALID on all ranks, and *mean is unchanged. To
+   reduce over a mesh, call it once per axis. After an error, call ddp_group_abort on the groups of the
+   remaining axes: their ranks are still waiting. */
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean);
 DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the rounded sum divided by count; 0 when count is 0 */
 
-/* With per_token, replaces ddp_reducer_wait. In: *loss is this rank's sum in this step. Out: *loss is the
-   mean over all tokens of all ranks and micro-batches. So is every gradient: its sum over ranks, including
-   all uses of a tied parameter, is divided once by the number of all tokens. Collective, blocks. The bits do
-   not depend on how tokens are distributed. A step without tokens leaves gradients as sums. */
+/* Ends a step like ddp_reducer_wait, but with the mean over all tokens (or samples) of all ranks and
+   micro-batches. Requires per_token. In: loss->sum is this rank's sum of losses in this step, and loss->count
+   is the number of its tokens. Out: *loss is the exact total over ranks, sum and count; ddp_mean_value gives
+   the mean. Every gradient becomes its sum over ranks, divided once by the total count. The gradient of a
+   tied parameter's first use includes all its uses. With a total count of 0, gradients stay sums. The bits do
+   not depend on how tokens are distributed. With no_sync it does nothing. Collective, blocks. Errors that
+   leave *loss unchanged: those of ddp_reducer_wait; DDP_ERR_INVALID without per_token, and on every rank for
+   a negative count. */
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
 /* Turns the reducer off (on = 1) and on again (0). While it is off, ready and wait do nothing, so that the
@@ -767,8 +819,11 @@ typedef struct ddp_sampler {
    ddp_sampler_free does nothing. */
 DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc);
 
-/* Moves to the start of an epoch. Call it before each epoch, with the same number on every rank; otherwise
-   all epochs have the same order. Do not call it after ddp_sampler_load, which sets the epoch. */
+/* Moves to the start of an epoch. Call it before each epoch, with the same number on every rank. The same
+   number gives the same order again. Different numbers on ranks give different orders, so ranks may take the
+   same samples. After ddp_sampler_load the loaded epoch is set already: another ddp_sampler_set_epoch would
+   start that epoch from its beginning. The next call is for the epoch after it. An empty sampler is
+   ignored. */
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch);
 
 /* Number of samples of this rank in the epoch, padding included. After a load: from the loaded position to
@@ -789,11 +844,14 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
    another W or global_batch, and the rest of that batch has not been used yet. */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
-/* Continues at a saved position, on any W and rank. The unused entries of the order are distributed to the
-   ranks by the same rules, as an order of their own (padding still repeats the start of the epoch). With the
-   W and global_batch of the save, each rank gets exactly the samples that it would have had. No sample is
-   repeated or lost; drop_last leaves out the tail for the current W. Errors change nothing: DDP_ERR_INVALID
-   names a dataset_size, seed, shuffle or no_shuffle that differs from the sampler's; DDP_ERR_CORRUPT. */
+/* Continues at a saved position, in the saved epoch, with any num_replicas and rank. All ranks load the same
+   state. It is only read. The entries of the order that are still unused become a shorter order, which is
+   distributed to the ranks by the same rules. Padding still repeats the start of the epoch, and drop_last
+   leaves out the tail of the shorter order. No other sample is repeated or lost. With the num_replicas,
+   global_batch, drop_last and no_pad of the save, each rank gets exactly the samples that it would have had.
+   Errors change nothing: DDP_ERR_INVALID names a dataset_size, seed, shuffle or no_shuffle that differs from
+   the sampler's; the other fields may differ. DDP_ERR_CORRUPT when ddp_sampler_save cannot have stored the
+   state. */
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state);
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* also empties it; NULL is ignored */
@@ -819,9 +877,10 @@ typedef struct ddp_loader ddp_loader; /* see ddp_loader_create */
 
 /* For ddp_loader_create. Zero means default, except for the required fields. */
 typedef struct ddp_loader_desc {
-    ddp_sampler_desc sampler; /* required: which samples, in what order; the loader makes its own sampler */
-    int64_t batch_size;       /* required: samples of this rank per batch; with a global_batch, 0 =
-                                 global_batch / num_replicas */
+    ddp_sampler_desc sampler; /* required: which samples, in what order; the loader makes its own sampler. Its
+                                 alloc_fn NULL = the loader's */
+    int64_t batch_size;       /* samples of this rank per batch; 0 = sampler.global_batch / num_replicas;
+                                 required without a global_batch */
     const ddp_tensor *fields; /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
                                  - 1 dimensions; data is not read */
     int field_count;          /* required; 1 to DDP_LOADER_FIELDS */
@@ -856,20 +915,22 @@ typedef struct ddp_loader_stats {
 } ddp_loader_stats;
 
 /* Creates a loader at the start of epoch 0. Fetching begins with the first next, set_epoch, seek or load.
-   Copies the desc and its fields. The group must outlive the loader. Errors: DDP_ERR_INVALID names the field;
-   DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM when a thread cannot be started. */
+   Copies the desc, including the array desc->fields. Workers make no calls on the group, which must outlive
+   the loader. Errors: DDP_ERR_INVALID names the field; DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM when a thread cannot
+   be started. */
 DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *desc);
 
-/* Moves to the start of an epoch. Allowed at any time; does not wait. Call it before each epoch, as for a
-   sampler, but not after ddp_loader_load. */
+/* Moves to the start of an epoch, as ddp_sampler_set_epoch does; the same rules hold before an epoch and
+   after a load. Allowed at any time; does not wait. Batches that were returned before stay valid as
+   ddp_loader_next states. Errors: DDP_ERR_INVALID in a forked process. */
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch);
 /* Number of batches that ddp_loader_next still returns in this epoch. */
 DDPDEF int64_t ddp_loader_length(const ddp_loader *loader);
 
 /* Waits for the next batch. It stays valid until `extra_valid_batches` + 1 more have been returned. At the
-   end of the epoch count is 0. Errors: the result of the first fetch of the batch that failed, as "sample
-   123: " and its text; DDP_ERR_TIMEOUT names the sample of a fetch that blocks. The next call fetches the
-   batch again, or waits again: nothing is lost. */
+   end of the epoch count is 0, and stays 0 until a set_epoch, seek or load. Errors: the result of the first
+   fetch of the batch that failed, as "sample 123: " and its text; DDP_ERR_TIMEOUT names the sample of a fetch
+   that blocks. The next call fetches the batch again, or waits again: nothing is lost. */
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
 
 /* Sets the next batch, 0 to the number of batches. Batches count from the start of the epoch; after a load,
@@ -880,7 +941,8 @@ DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch);
    save after the same number of whole batches, or after ddp_loader_next has returned count 0, store the same
    state. */
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state);
-/* Continues at a saved position, on any W and rank; like ddp_sampler_load. */
+/* Continues at a saved position, on any W and rank; like ddp_sampler_load, with the same rules for set_epoch.
+   Does not wait. Errors: as ddp_sampler_load; DDP_ERR_INVALID in a forked process. */
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
 /* Stores the measurements of the loader in *stats. */
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats);

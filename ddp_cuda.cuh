@@ -49,7 +49,8 @@ CONTENTS      (search for the tags)
 CONCEPTS
     Group      ddp_cuda_group_create creates one from the ranks of a CPU group, its control group. Calls on it
                enqueue work on the group's own communication stream, after the work of the user's stream.
-               ddp_wait makes the user's stream wait, not the host.
+               ddp_wait makes the user's stream wait, not the host. This holds with NCCL; calls on a staged
+               group block like those of a CPU group.
     Watchdog   One thread per group. It queries CUDA and NCCL for errors, and exchanges progress with the
                watchdogs of the other ranks over the control group. A failure on one rank ends the
                communication on all ranks, with one cause.
@@ -165,19 +166,20 @@ typedef struct ddp_cuda_desc {
                                  (ddp_group_status); then it is invalid */
 } ddp_cuda_desc;
 
-/* One step of AdamW or SGD on a shard. All pointers are device memory. */
+/* One step of AdamW or SGD on a shard. All pointers are device memory. The arrays do not overlap. The struct
+   itself is host memory, read before the call returns. */
 typedef struct ddp_cuda_step_desc {
     float *master;          /* required; the parameters in f32, updated in place */
     const void *grad;       /* required */
     ddp_dtype grad_dtype;   /* 0 = F32; F16, BF16 */
-    float *first;           /* AdamW: required, first moment. SGD: the momentum buffer, required when momentum
-                             is not 0 */
-    float *second;          /* AdamW: required, second moment */
+    float *first;           /* AdamW: required, first moment, zero before step 1. SGD: the momentum buffer,
+                             required when momentum is not 0; step 1 only writes it */
+    float *second;          /* AdamW: required, second moment, zero before step 1 */
     void *copy;             /* NULL = none; the updated parameters in copy_dtype, written in the same pass */
     ddp_dtype copy_dtype;   /* 0 = BF16; F16, F32 */
     size_t count;           /* elements of each array */
     int64_t step;           /* required; counts from 1 */
-    float lr, weight_decay; /* the learning rate; 0 = no weight decay */
+    float lr, weight_decay; /* the learning rate; weight decay, 0 = none */
     float beta1, beta2;     /* AdamW; 0 = 0.9 and 0.999 */
     float eps;              /* AdamW; 0 = 1e-8 */
     float momentum, dampening; /* SGD */
@@ -206,34 +208,46 @@ typedef struct ddp_cuda_step_desc {
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
 
 /* Makes a group over device memory of the ranks of control, any CPU group. All calls of ddp.h work on it,
-   with device pointers. Free it with ddp_group_destroy, before control. The device is chosen as by
-   ddp_cuda_pick and becomes current. Collective over control; blocks at most timeout_ms.
+   with device pointers. desc NULL: all defaults. The device is chosen as by ddp_cuda_pick and becomes
+   current. Collective over control; blocks at most timeout_ms. Ownership: free *out with ddp_group_destroy,
+   before control. The group communicates over splits of control, so the caller may still use control itself.
 
-     calls      return once the work is on the communication stream, after the work that the group's stream
-                holds, also with work == NULL. The group's stream, not the host, waits for the communication:
-                at once with work == NULL, otherwise in ddp_wait. Synchronize that stream before the host
-                reads results. ddp_test queries the device. ddp_barrier blocks the host.
+   Below, the user's stream is desc.stream or that of ddp_cuda_set_stream. With NCCL:
+
+     calls      are enqueued on the group's communication stream, after the work that the user's stream
+                holds. They return at once, also with work == NULL. The host never waits for their results.
+                With work == NULL, the call makes the user's stream wait for the communication. Otherwise
+                ddp_wait does. Synchronize the user's stream before the host reads results. ddp_test queries
+                the device. ddp_barrier blocks the host.
      order      DDP_ORDER_ANY leaves sums to NCCL. DDP_ORDER_TREE gives the bits of the CPU backends, by an
-                all-to-all, a kernel and an all-gather. MIN and MAX of floats (NaNs stay) and AVG of
-                integers always use those three. Their first call of a size allocates.
+                all-to-all, a kernel and an all-gather, on at most 8191 ranks. MIN and MAX of floats (NaNs
+                stay) and AVG of integers always run in this way. A call that needs a larger buffer than
+                those before it allocates, and waits for the device.
      messages   between two ranks match in the order issued, whatever their tags, and run one after the other.
                 Two ranks that send to each other need ddp_p2p_begin and ddp_p2p_end.
      failures   of a rank, of CUDA or NCCL, mismatched calls, or timeout_ms without progress end the
                 communication on every rank. A later ddp_wait or call returns the cause. Work that is
                 already on streams ends with undefined data.
-     graphs     calls and ddp_wait can be captured into a CUDA graph. Launches of the graph have no timeout.
-                Destroy such graphs before the group: NCCL waits for them.
+     graphs     calls and ddp_wait can be captured into a CUDA graph, but ddp_test cannot. Launches of the
+                graph have no timeout. Destroy such graphs before the group: NCCL waits for them.
      launches   each group has its own communication stream. Calls on several groups reach NCCL in program
                 order, which must be the same on every rank. Set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) in
-                the environment: the GPU then starts the kernels in that order, too. Without it, two GPUs
-                can start kernels of two groups in opposite orders; if both do not fit on a GPU together,
-                they wait for each other until the timeout. Then finish the calls of one group before those
-                of the other.
-     memory     ddp_group_alloc returns memory that is registered with NCCL, as windows from 2.27. No peer
-                reads it in place.
+                the environment: the GPU then starts the kernels in that order, too. Without this variable,
+                finish the calls of one group before those of another. Two GPUs could otherwise start kernels
+                of two groups in opposite orders. Kernels that do not fit on a GPU together would then wait
+                for each other until the timeout.
+     memory     ddp_group_alloc returns memory that is registered with NCCL, as windows from 2.27. Unlike
+                shared memory of CPU groups, no peer reads it in place.
+     destroy    ddp_group_destroy waits for the work on the communication stream, and at most 2 s for the
+                other ranks to destroy the group.
 
-   Errors, on every rank: those of ddp_cuda_pick; DDP_ERR_MISMATCH; DDP_ERR_TIMEOUT; DDP_ERR_UNSUPPORTED;
-   DDP_ERR_ENGINE with NCCL's text. */
+   Staged: every call behaves as on a CPU group, and follows the work of the user's stream. A blocking call
+   returns when its results are in device memory. A call cannot be captured into a graph.
+
+   Errors, on every rank: those of ddp_cuda_pick; DDP_ERR_INVALID also for a desc.comm of another rank, size
+   or device; DDP_ERR_MISMATCH when engine or order differ, or only some ranks set comm; DDP_ERR_TIMEOUT;
+   DDP_ERR_UNSUPPORTED when the build or NCCL's version does not support the engine; DDP_ERR_NO_MEMORY;
+   DDP_ERR_SYSTEM; DDP_ERR_ENGINE with NCCL's text. */
 DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc);
 
 /* Sets the user's stream for the next calls on the group. Not collective; may change from call to call. */
@@ -251,8 +265,9 @@ DDPDEF const ddp_device *ddp_device_cuda(void);
    CUDA's default stream, which other streams wait for unless they are non-blocking. */
 DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 
-/* The first failure of this thread's calls of functions of ddp_device_cuda() since the last ddp_cuda_check,
-   or DDP_OK. */
+/* Returns the first failure, since the last ddp_cuda_check of this thread, of its calls of functions of
+   ddp_device_cuda(); or DDP_OK. Reading it clears it. Sets ddp_last_error. Does not wait for the device: a
+   failure inside a kernel is found later. Errors: DDP_ERR_ENGINE; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_cuda_check(void);
 
 #if defined(DDP_USE_CUBLASLT)
@@ -301,19 +316,20 @@ DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, dd
      w = w (1 - lr wd) - lr/(1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps) */
 DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream);
 
-/* SGD as in PyTorch:
+/* SGD as in PyTorch, every operation rounded in f32:
      g = factor grad + wd w;  b = g in step 1, then momentum b + (1 - dampening) g;
      w = w - lr (nesterov ? g + momentum b : b) */
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream);
 
 /* Converts to signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)].
    scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest even.
-   F32, F16, BF16. A block with A below 2^-100 becomes zeros. A block with a NaN or an infinity gets the scale
-   NaN. Equal data gives equal bits. src and q do not overlap. */
+   F32, F16, BF16. A block with A below 2^-100 gets the scale 0 and zeros. A block with a NaN or an infinity
+   gets the scale NaN and zeros. Equal data gives equal bits. src, q and scales do not overlap. */
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,
                                      size_t count, cudaStream_t stream);
 /* Converts back: dst = q scale, F32, F16 or BF16. After both conversions, before rounding to dst_dtype, an
-   element is off by at most A / 253.9. A block with the scale NaN becomes NaNs. q and dst do not overlap. */
+   element is off by at most A / 253.9. A block with the scale NaN becomes NaNs. q, scales and dst do not
+   overlap. */
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales,
                                        size_t count, cudaStream_t stream);
 

@@ -227,10 +227,11 @@ typedef enum ddp_lr_kind {
 
 //== descs ===================================================================================== >>descs
 
-/* A parameter of a unit. Required: dtype (a float) and shape of param.value. data holds the first values, the
-   full tensor on every rank; or NULL, with init_fn. Only ddp_fsdp_create uses it, and overwrites it with the
-   values of rank 0 unless skip_initial_broadcast is set. From then on, unshard and reshard set value.data and
-   grad.data. ndim 0 counts as one row. */
+/* A parameter of a unit. Required: dtype (a float) and shape of param.value. param.value.data holds the first
+   values: the full tensor on every rank, in the caller's memory. NULL: init_fn provides them. Only
+   ddp_fsdp_create uses that memory. Unless skip_initial_broadcast is set, it overwrites this memory with the
+   values that it broadcasts. From then on the ddp_fsdp sets value.data and grad.data. ndim 0 counts as one
+   row. */
 typedef struct ddp_fsdp_param {
     ddp_param param; /* name, value and gradient */
     /* All zero = param.value's shape. Otherwise this parameter is a slice of a tensor of this shape, starting
@@ -385,8 +386,9 @@ typedef struct ddp_fsdp_desc {
     ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
                           void *user);
     void *init_user;            /* passed to init_fn */
-    int skip_initial_broadcast; /* 1 = first values are already equal on all ranks. Otherwise those of rank 0
-                                   are taken (of rank 0 of the replicas) */
+    int skip_initial_broadcast; /* 1 = values in param.value.data are already equal on all ranks. Otherwise
+                                   create broadcasts those of the rank that is rank 0 of group and of
+                                   replicas. Values of init_fn are never broadcast */
     ddp_fsdp_state *state;      /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
                                    that ddp_fsdp_load has read is saved again */
     size_t max_file_bytes;      /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
@@ -405,7 +407,8 @@ typedef struct ddp_fsdp_desc {
     void *user;                                /* passed to alloc_fn and free_fn */
 } ddp_fsdp_desc;
 
-/* Bytes by purpose, as requested from the group's allocator and as group memory. */
+/* Bytes by purpose, as requested from the host allocator (alloc_fn, or else the group's), from the device,
+   and as group memory. */
 typedef struct ddp_fsdp_bytes {
     size_t shards;        /* values that stay between steps: master values, 16-bit shards, full values of
                              strategies that keep them */
@@ -431,14 +434,21 @@ typedef struct ddp_fsdp_memory {
 
 /* --- sharded training --- */
 
-/* Splits the units' parameters over the group. With init_fn, a rank never holds more than its shards and the
-   rows of one parameter. Parameters with the same value.data are uses of one parameter: one shard, and a
-   gradient for each use; these are added after the reduction. Collective, with the same desc on every rank
-   except for data and callbacks; blocks. Ownership: the shards belong to the ddp_fsdp. Errors, and *out is
-   NULL: DDP_ERR_INVALID names unit and parameter (a name that is missing, repeated or not UTF-8; dtype is not
-   a float; the same memory in two units without tied_to; neither values nor init_fn); DDP_ERR_MISMATCH on
-   every rank when ranks describe different units; DDP_ERR_UNSUPPORTED (quantize_gather or OFFLOAD_FILE on a
-   device); DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). */
+/* Splits the units' parameters over the group, and creates gradients and optimizer state. With init_fn, a
+   rank fills in only its own rows, so no rank needs the full values. Parameters with the same value.data are
+   uses of one parameter: one shard, and a gradient for each use; these are added after the reduction. On
+   return, value.data is NULL with FULL_SHARD, until an unshard; with the other strategies it points to the
+   full values of the ddp_fsdp.
+   Collective over group, replicas and checkpoint_group; blocks. On every rank of group and replicas the desc
+   is the same, except for groups, values, callbacks, offload_dir and user pointers. Over checkpoint_group,
+   slices differ.
+   Ownership: the shards belong to the ddp_fsdp. The desc, its units and their names are copied. The params
+   arrays and the names in them stay the caller's and must outlive the ddp_fsdp.
+   Errors, on every rank, and *out is NULL: DDP_ERR_INVALID names unit and parameter (a name that is missing,
+   repeated or not UTF-8; dtype is not a float; the same memory in two units without tied_to; neither values
+   nor init_fn); DDP_ERR_MISMATCH when ranks describe different units; DDP_ERR_UNSUPPORTED (quantize_gather or
+   OFFLOAD_FILE on a device); DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). The groups stay usable.
+   Exception: if only some ranks set replicas or checkpoint_group, that group fails. */
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc);
 
 /* Makes the full parameters of the unit available. Until reshard, value.data and grad.data of its params
@@ -480,17 +490,27 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm);
 
 /* Makes the step divide by the number of tokens of all ranks, replicas and micro-batches. With per_token,
-   call it in every step after the last reduce_grads and before clip_grad_norm or step. In: *loss is this
-   rank's sum. Out: the mean over all of them. Collective, blocks. Errors leave *loss unchanged:
-   DDP_ERR_INVALID without per_token, for a second call in a step, and on every rank for a negative count.
-   Like ddp_reducer_wait_mean. */
+   call it in every step after the last reduce_grads and before clip_grad_norm or step. In: loss->sum is this
+   rank's sum of losses in this step, and loss->count is the number of its tokens. Out: *loss is the exact
+   total, sum and count; ddp_mean_value gives the mean. With a total count of 0, gradients stay sums.
+   Collective over group and replicas, blocks. Errors leave *loss unchanged: DDP_ERR_INVALID without
+   per_token, for a second call in a step, and on every rank for a negative count. */
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 
-/* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards.
-   Units that are unsharded are resharded: their values are outdated. Collective; the hosts of all ranks wait
-   for each other. After the first step the host never waits for the device, except for: a requested norm; a
-   scaler; OFFLOAD_HOST; staged groups. Errors: DDP_ERR_INVALID names a unit that has not been reduced
-   micro_batch_count times; DDP_ERR_MISMATCH when ranks unsharded or reduced in different orders. */
+/* Ends a step: waits for the reductions, also those over replicas, divides the sums once, and updates this
+   rank's shards. The divisor is ranks times replicas times micro-batches; with per_token it is that of
+   ddp_fsdp_mean. After ddp_fsdp_clip_grad_norm the sums are divided already. Then reshards all units, because
+   their full values are outdated.
+   With a scaler and an infinity, the call returns DDP_OK, changes no value, and does not count the step; see
+   ddp_scaler_found_inf.
+   Collective over group and replicas; the hosts of all ranks wait for each other. After the first step the
+   host never waits for the device, except for: a requested norm; a scaler; OFFLOAD_HOST; groups with
+   DDP_CUDA_ENGINE_STAGED.
+   Errors: DDP_ERR_INVALID, only on this rank: names a unit that has not been reduced micro_batch_count times
+   (a unit of frozen parameters needs no reduction); ddp_fsdp_mean or ddp_scaler_update was not called; lr is
+   negative or not finite. DDP_ERR_MISMATCH, on every rank, when ranks unsharded or reduced in different
+   orders. After these, no value has changed; after a mismatch, ddp_fsdp_zero_grad starts the step again. Any
+   other failure poisons the group and the replicas, and may leave only some values updated. */
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
 
 /* Drops the gradients of the current step on all ranks, to start the step again. Collective, blocks. */
@@ -543,7 +563,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
    DDP_ERR_MISMATCH. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
-/* Stores the memory that this rank uses in *memory. Not collective. */
+/* Stores the memory that this rank uses in *memory. Not collective, never blocks. */
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
 
 /* Waits until a background save has ended, and for pending calls and device work at most the group's timeout.

@@ -100,9 +100,9 @@ extern "C" {
 typedef struct ddp_schedule ddp_schedule; /* lists of actions; see ddp_schedule_create */
 typedef struct ddp_pipeline ddp_pipeline; /* runs a schedule; see ddp_pipeline_create */
 
-/* One list defines the enum and the names. p ranks, m micro-batches, v chunks per rank. The bubble is that of
-   equal stages, with S = F + I + W of one stage. For an m (or v) that a kind does not support,
-   DDP_ERR_INVALID names the nearest one that it does. */
+/* One list defines the enum and the names. p ranks, m micro-batches, v chunks per rank; r is a rank. The
+   bubble is that of equal stages, with S = F + I + W of one stage. For an m (or v) that a kind does not
+   support, DDP_ERR_INVALID names the nearest one that it does. */
 #define DDP_SCHEDULE_KINDS(X)                                                                         \
     /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */          \
     X(DDP_SCHEDULE_1F1B, "1F1B")                                                                      \
@@ -110,7 +110,7 @@ typedef struct ddp_pipeline ddp_pipeline; /* runs a schedule; see ddp_pipeline_c
     X(DDP_SCHEDULE_NAIVE, "naive")                                                                    \
     /* v=1. Bubble (p-1)S; m in flight (Huang et al. 2019) */                                         \
     X(DDP_SCHEDULE_GPIPE, "GPipe")                                                                    \
-    /* Any v; max(1, m/p) rounds of one size. (p-1)S/v if m is a multiple of p (Megatron-LM, 2021) */ \
+    /* Any v; m < p, or m is a multiple of floor(m/p). (p-1)S/v if p divides m (Megatron-LM, 2021) */ \
     X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B")                                              \
     /* Any v. (p-1)S/v; mv in flight (Lamy-Poirier 2022) */                                           \
     X(DDP_SCHEDULE_LOOPED_BFS, "looped-BFS")                                                          \
@@ -209,9 +209,9 @@ typedef struct ddp_schedule_desc {
     int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: micro-batches per update, a divisor of m; 0 = 1,
                                     for 2BW m */
     const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Read only by create */
-    double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest activation
-                                    of a stage, ZB-1p; twice that: ZB-2p. A larger limit never gives a slower
-                                    schedule */
+    double memory_limit;         /* AUTO: the limit of a rank, in units of activation. 0 = p times the largest
+                                    activation of a stage, the memory of ZB-1p. Twice that is the memory of
+                                    ZB-2p. A larger limit never gives a slower schedule */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;                                       /* passed to alloc_fn and free_fn */
@@ -219,7 +219,7 @@ typedef struct ddp_schedule_desc {
 
 /* The result of a simulation for one rank. Times are in the unit of the costs. */
 typedef struct ddp_rank_report {
-    double begin, end;   /* of the rank's first and last action; span is the difference */
+    double begin, end;   /* begin of its first and end of its last F, I, W or B; span is the difference */
     double busy;         /* computing */
     int peak_in_flight;  /* stages times micro-batches between the start of F and the end of W or B */
     double peak_memory;  /* in units of activation */
@@ -230,8 +230,8 @@ typedef struct ddp_rank_report {
 typedef struct ddp_schedule_report {
     ddp_rank_report *ranks; /* set by the caller: space for rank_count entries, which are filled in; NULL =
                                none */
-    double makespan;        /* from the first action of any rank to the last end */
-    double span;            /* the longest of a rank: from its first F to its last W or B */
+    double makespan;        /* from the first begin of any rank to the last end */
+    double span;            /* the longest span of a rank; see ddp_rank_report */
     double bubble_rate;     /* (span - work) / span; work: the most that a rank computes (Zero Bubble's
                                measure) */
     int peak_in_flight;     /* the largest of any rank */
@@ -404,10 +404,12 @@ typedef struct ddp_profile_desc {
 
 /* --- schedules ---
    Not collective: ranks that make the same calls get the same schedule. The caller frees each schedule with
-   ddp_schedule_destroy. */
+   ddp_schedule_destroy. The allocators of a desc must outlive its schedules. */
 
-/* Creates the lists of a kind, with F, I, W and B only; see ddp_schedule_lower. Errors, and *out is NULL:
-   DDP_ERR_INVALID names the field and the nearest valid value; DDP_ERR_NO_MEMORY. */
+/* Creates the lists of a kind, with F, I, W and B only; see ddp_schedule_lower. ddp_schedule_check accepts
+   the result. The desc is copied, and costs is read only during the call. Errors, and *out is NULL:
+   DDP_ERR_INVALID names the field and the nearest valid value (AUTO: also for a memory_limit that no schedule
+   fits); DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc);
 
 /* Parses the text of a CSV file with any number of ranks (lines), stages and micro-batches. Ignores blanks
@@ -423,13 +425,16 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
 /* Draws the schedule with these costs (an entry for each stage; NULL = F = I = W = 1), or as it ran: times
    has an entry for each action, rank after rank; NULL = none. The time axis of an SVG is in s, ms or us with
    times, otherwise in the unit of the costs. *size_bytes: in, the space at out; out, the length of the text
-   with the 0 at its end. out NULL: only that. Errors: DDP_ERR_INVALID (not enough space: nothing is written;
-   a picture of a schedule that cannot run to its end). */
+   with the 0 at its end. out NULL: only sets *size_bytes. Errors: DDP_ERR_INVALID when the space is too
+   small: out is unchanged, and *size_bytes is the required length. DDP_ERR_INVALID also for a picture of a
+   schedule that cannot run to its end. */
 DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format,
                                     const ddp_stage_cost *costs, const ddp_action_time *times, char *out,
                                     size_t *size_bytes);
 
-DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule); /* NULL is ignored */
+/* Frees the schedule, and the lists that ddp_schedule_actions returned. Call it after the
+   ddp_pipeline_destroy of each pipeline that uses it. NULL is ignored. */
+DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule);
 
 /* Creates the lists that a runner without lookahead needs. parts: DDP_LOWER_... or 0 = all, in this order.
    MERGE: I and W of one micro-batch next to each other become B; empty cells are removed. SHARD: UNSHARD
@@ -446,9 +451,11 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
    position (from 0), action and cause. */
 DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule);
 
-/* Simulates the schedule: every action starts as soon as it can, in its rank's order; costs as in
-   ddp_schedule_draw. SEND and RECV take no time; between ranks cost->transfer passes. Linear in the number of
-   actions. Errors: DDP_ERR_INVALID for a schedule that cannot run to its end, or a negative cost. */
+/* Simulates the schedule: every action starts as soon as it can, in its rank's order. costs: an entry for
+   each stage; NULL = F = I = W = 1. SEND and RECV take no time. A stage's tensor reaches another rank
+   cost->transfer after its F, I or B, with the cost of the stage that sends. In: report->ranks, so initialize
+   *report. Takes linear time in the number of actions. Errors leave *report unchanged: DDP_ERR_INVALID for a
+   schedule that cannot run to its end, or a cost that is negative or not finite; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs,
                                         ddp_schedule_report *report);
 
@@ -473,8 +480,10 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
 
 /* --- balancing --- */
 
-/* Cuts layers into contiguous stages, none empty, such that the largest sum of costs is minimal. first_layer:
-   stage_count entries; stage s begins with layer first_layer[s]. Costs are added from left to right. Errors:
+/* Cuts layers into contiguous stages, none empty, such that the largest sum of costs is minimal. Of several
+   such cuts it returns the one with the most layers in the early stages. Ranks with the same costs therefore
+   get the same cut. first_layer: stage_count entries; stage s begins with layer first_layer[s]. Costs are
+   added from left to right. Not collective, allocates nothing. Errors leave first_layer unchanged:
    DDP_ERR_INVALID for fewer layers than stages, or a cost that is negative or not finite. */
 DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count,
                                          int *first_layer);

@@ -254,7 +254,8 @@ typedef struct ddp_tensor_box {
 
 /* The work of a redistribution on this rank. */
 typedef struct ddp_tensor_plan {
-    const char *collective; /* such as "ddp_all_gather_v"; "copy" (no rank sends) or "none"; static text */
+    const char *collective; /* such as "ddp_all_gather_v"; "copy": no rank sends; "none": no elements, or out
+                               is in already. Static text */
     size_t sent_bytes;      /* to other ranks, as by a ring: all-reduce 2(W-1)/W of the tensor, all-gather and
                                reduce-scatter (W-1)/W */
     size_t workspace_bytes; /* allocated on the group's device during the call */
@@ -332,9 +333,9 @@ typedef struct ddp_tp_mlp_desc {
 /* For ddp_tp_embedding_create. */
 typedef struct ddp_tp_embedding_desc {
     int64_t vocab, channels; /* required */
-    int64_t padded_vocab;    /* 0 = vocab; rows of the table, which are sharded; those from vocab on are not
-                                used. It must not depend on the number of ranks: checkpoints have this many
-                                rows */
+    int64_t padded_vocab;    /* 0 = vocab; at least vocab. Rows of the table, which are sharded; those from
+                                vocab on are not used. It must not depend on the number of ranks: checkpoints
+                                have this many rows */
 } ddp_tp_embedding_desc;
 
 /* For ddp_tp_cross_entropy. */
@@ -344,7 +345,8 @@ typedef struct ddp_tp_loss_desc {
     int32_t ignore_index; /* 0 = -100: rows with this target do not count */
     double z_loss;        /* adds z_loss * (log sum exp)^2 to each row's loss (PaLM, Chowdhery et al. 2022); 0
                              = none */
-    double scale;         /* of the gradient; 0 = 1 / rows that count: the gradient of the mean */
+    double scale;         /* factor of the gradient; 0 = 1 / (number of rows that count), for the gradient of
+                             the mean */
 } ddp_tp_loss_desc;
 
 /* For ddp_tp_layer_norm_create. */
@@ -365,36 +367,42 @@ typedef struct ddp_tp_dropout_desc {
 //== api ========================================================================================= >>api
 
 /* --- tensors ---
-   Row-major and contiguous, in memory of the group's device; group NULL = the CPU, with malloc. Views own
-   nothing and are valid as long as the tensor that they refer to. Not collective, and blocking, unless stated
-   otherwise. The fields of out are set only on success. Errors: DDP_ERR_INVALID names shapes;
-   DDP_ERR_NO_MEMORY. */
+   Row-major and contiguous, in memory of the group's device; group NULL = the CPU, with malloc. A view owns
+   nothing, and is never passed to ddp_tensor_free. It is valid as long as the tensor that it refers to. Not
+   collective, and blocking, unless stated otherwise. On a device with streams a call may return earlier: its
+   work on device memory is enqueued on the compute stream. Errors: DDP_ERR_INVALID names shapes;
+   DDP_ERR_NO_MEMORY. The fields of out are set only on success. */
 
 /* Allocates zeroed memory for shape[0] * ... * shape[ndim - 1] elements on the group's device. Entries may be
-   0. Errors: DDP_ERR_INVALID when the number of bytes overflows. */
+   0; data is not NULL then, either. Ownership: free it with ddp_tensor_free and the same group. The old
+   fields of out are not read, so memory of an earlier tensor is not freed. Errors: DDP_ERR_INVALID when the
+   number of bytes overflows. */
 DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
                                     const int64_t *shape);
-/* Frees memory that ddp_tensor_create or another call has allocated, and empties the tensor. NULL and empty
-   tensors are ignored. */
+/* Frees memory that ddp_tensor_create or another call has allocated with this group, and empties the tensor.
+   NULL and empty tensors are ignored. */
 DDPDEF void ddp_tensor_free(ddp_group *group, ddp_tensor *tensor);
 
-/* A view of the same elements with another shape; one entry may be -1 = inferred from the rest. */
+/* Returns a view of the same elements with another shape; one entry may be -1 = inferred from the rest. out
+   may be in. */
 DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t *shape, ddp_tensor *out);
-/* A view of entries [begin, end) of a dimension. All dimensions before it must be 1; otherwise the entries
-   are not contiguous: see ddp_tensor_copy_box. */
+/* Returns a view of entries [begin, end) of a dimension; begin may equal end. All dimensions before it must
+   be 1; otherwise the entries are not contiguous: see ddp_tensor_copy_box. out may be in. */
 DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end,
                                    ddp_tensor *out);
 
 /* --- elements of tensors ---
    A call with `out` writes to the memory of out, which must have the right shape. If out->data is NULL, it
-   allocates out like ddp_tensor_create. out->dtype 0 = in's. Not collective, and blocking. in and out do not
-   overlap, unless stated otherwise. Errors: as for tensors. */
+   allocates out like ddp_tensor_create. out->dtype 0 = in's. Not collective, and blocking as the calls for
+   tensors. in and out do not overlap, unless stated otherwise. Errors: as for tensors. */
 
 /* Copies between equal shapes, and converts dtypes: any float to any float, rounding to nearest even;
    integers only to the same dtype. In place: out->data == in->data, for dtypes of the same size. */
 DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_tensor *out);
-/* Copies the box of extent[] entries from in_offset[] to out_offset[]; offsets NULL = 0. The same ndim and
-   dtype; no overlap. out must be allocated. */
+/* Copies the box of extent[] entries from in_offset[] of in to out_offset[] of out. The three arrays have
+   ndim entries; offsets NULL = 0. in and out have the same ndim and dtype. Their memory does not overlap,
+   also outside the boxes. out must be allocated. Errors: DDP_ERR_INVALID also for a box outside its
+   tensor. */
 DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset,
                                       ddp_tensor *out, const int64_t *out_offset, const int64_t *extent);
 /* Dimension i of out is dimension order[i] of in. */
@@ -404,8 +412,9 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value);
 
 /* Writes a summary of a few lines: rank, dtype, shape, placement, and the corner of at most 4 x 8 values of
-   the last two dimensions. *size_bytes: in, the space at text; out, the length with its terminating 0. text
-   NULL: only sets *size_bytes. Errors: DDP_ERR_INVALID when the space is too small; *size_bytes is then the
+   the last two dimensions. The shape and the values are those of this rank's part; placement only appears as
+   a word. *size_bytes: in, the space at text; out, the length with its terminating 0. text NULL: only sets
+   *size_bytes. Errors: DDP_ERR_INVALID when the space is too small: text is unchanged, and *size_bytes is the
    required length. */
 DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
                                    char *text, size_t *size_bytes);
@@ -416,7 +425,9 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
 
 /* Such as "REPLICATE" or "SHARD(1)"; text of this thread, overwritten by its fourth next call. */
 DDPDEF const char *ddp_placement_name(ddp_placement placement);
-/* The box of rank's part of a tensor with this global shape. PARTIAL and REPLICATE: all of it. */
+/* Returns the box of a rank's part of a tensor with this global shape. PARTIAL and REPLICATE: all of it. A
+   rank without entries has shape 0 along the sharded dimension; its offset there is the dimension's global
+   length. Errors: DDP_ERR_INVALID also when rank is not in 0 to world_size - 1. */
 DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
                                           int rank, int world_size, ddp_tensor_box *box);
 
@@ -437,18 +448,24 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
                                     const int64_t *global_shape, int root, ddp_tensor *out);
 
 /* Converts a tensor from one placement to another. in and out are this rank's parts. The shape of out is
-   required: the two shapes define the global shape. Its dtype is in's. Sums are in the group's order.
-       REPLICATE -> SHARD, PARTIAL   copy             SHARD(a) -> SHARD(b)   all-to-all
-       SHARD -> REPLICATE            all-gather       SHARD -> PARTIAL       copy into zeros
-       PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter (zero-padded)
-   Collective, with the same placements and global shape on every rank; blocks. In place: in->data may equal
-   out->data where the plan is "none" or an all-reduce. Otherwise the call only reads in. Errors:
-   DDP_ERR_INVALID prints both sides; DDP_ERR_NO_MEMORY. If the conversion sends data, the ranks first agree:
-   an error of one rank is returned on all, and DDP_ERR_MISMATCH when placements, dtypes or global shapes
-   differ. Errors of collectives. */
+   required, also where out is allocated. The global shape is that of in, except for the dimension that `from`
+   shards: out has all of that dimension. If from equals to, in and out have the same shape. out's dtype is
+   in's. Sums are in the group's order.
+       REPLICATE -> SHARD    copy of the box      SHARD(a) -> SHARD(b)   all-to-all
+       REPLICATE -> PARTIAL  rank 0 copies, the others write zeros
+       SHARD -> REPLICATE    all-gather           SHARD -> PARTIAL       copy into zeros
+       PARTIAL -> REPLICATE  all-reduce           PARTIAL -> SHARD       reduce-scatter (zero-padded)
+       the same placement    copy
+   Collective, with the same placements and global shape on every rank; blocks as the calls for tensors. In
+   place: in->data may equal out->data for the same placement, in a group of one rank, and for PARTIAL ->
+   REPLICATE. Otherwise the call does not write the memory of in.
+   Errors: DDP_ERR_INVALID prints both sides; DDP_ERR_NO_MEMORY. A conversion by a collective returns an error
+   of one rank on every rank, and DDP_ERR_MISMATCH when placements, dtypes or global shapes differ. The group
+   stays usable. The other conversions send nothing: each rank returns only its own errors. */
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                           ddp_placement to, ddp_tensor *out);
-/* Returns the plan of a ddp_tensor_redistribute without executing it. Not collective; data is not read. */
+/* Returns the plan of a ddp_tensor_redistribute without executing it. Not collective; data is not read.
+   plan->collective is the same on ranks with the same arguments; the numbers of bytes may differ. */
 DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                                ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan);
@@ -469,19 +486,23 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
                                                ddp_tensor_plan *plan);
 
 /* --- layers ---
-   M rows, t ranks, K and N features. In sequence parallelism, activations outside the column-row pairs have
-   M/t rows, SHARD(0). Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may
-   own them. A gradient of inputs (dx) may be NULL, on all ranks or none: it is then not computed.
-   Collective over the tensor group, with the same number of rows on every rank. Blocking like the collectives
-   of that group. Buffers belong to the caller. They are contiguous, of the context's dtype, in memory of the
-   group's device. They are in use until the call returns; on a device with streams, until the enqueued work
-   is done. Tokens and targets are host memory, read before the call returns.
-   A context must outlive its layers. Creating a layer is collective, blocks, and copies desc; *out is NULL on
-   failure. Destroying a layer is not collective.
-   Errors: DDP_ERR_INVALID before data is sent; those of collectives. */
+   M rows, t ranks, K and N features. N/t and K/t are this rank's share by the rule of SHARD, also where t
+   does not divide N or K. In sequence parallelism, activations outside the column-row pairs have M/t rows,
+   SHARD(0). Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may own them. A
+   gradient of inputs (dx) may be NULL, on all ranks or none: it is then not computed.
+   Collective over the tensor group, with the same number of rows on every rank. Calls block on a CPU group;
+   on a device with streams they return once their work is enqueued. Buffers belong to the caller. They are
+   contiguous, of the context's dtype, in memory of the group's device. An output overlaps no other buffer,
+   unless stated otherwise. Buffers are in use until the call returns; on a device with streams, until the
+   enqueued work is done. Tokens and targets are host memory, read before the call returns.
+   A context must outlive its layers. Creating a layer is collective, blocks, and copies desc. Destroying a
+   layer is not collective.
+   Errors: DDP_ERR_INVALID before data is sent, also for more than max_rows rows. Ranks with the same
+   arguments return the same error. */
 
-/* Creates a context. Creating it or a layer may grow the shared workspace (group memory), and must not happen
-   while a layer runs. Other calls allocate nothing. Creation is collective, and blocks. */
+/* Creates a context. Collective, blocks. Creating it or a layer may grow the shared workspace (group memory),
+   and must not happen during a call of a layer. It first waits for work that layers have enqueued. Other
+   calls allocate nothing. */
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc);
 DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is ignored */
 /* Stores the counts in *stats. Not collective. */
@@ -493,8 +514,8 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp); /* sets the counts to 0; not collect
    the other elements. */
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user);
 
-/* Creates a linear layer: column-parallel or row-parallel. Errors: DDP_ERR_INVALID and DDP_ERR_MISMATCH name
-   the field; DDP_ERR_NO_MEMORY. */
+/* Creates a linear layer: column-parallel or row-parallel. Errors, on every rank: DDP_ERR_INVALID and
+   DDP_ERR_MISMATCH name the field; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc);
 DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* NULL is ignored */
 /* The box of this rank's weight in the global weight (out_features, in_features). Fused query, key, value has
@@ -502,13 +523,15 @@ DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* NULL is ignored */
 DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
 /* The box of this rank's bias in the global bias (out_features). part: as for the weight. */
 DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
-DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear);  /* columns of this rank's weight */
-DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows of this rank's weight */
+/* Columns of this rank's weight; 0 for NULL. */
+DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear);
+/* Rows of this rank's weight, of all its parts; 0 for NULL. */
+DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear);
 
 /* Computes y = x W' + b.
      COLUMN   x (M, K), or (M/t, K) in sequence parallelism -> y (M, N/t), or (M, N) with gather_output
      ROW      x (M, K/t), or (M, K) with scatter_input -> y (M, N), or (M/t, N) in sequence parallelism
-   rows is M. bias is NULL with no_bias. */
+   rows is M, at most max_rows. bias is NULL with no_bias. */
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
                                         const void *x, int64_t rows, void *y);
 /* Computes the gradients of x, weight and bias. dy has the shape of y, dx of x, weight_grad and bias_grad of
@@ -548,7 +571,8 @@ DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding); /* NULL is ig
 DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box);
 /* Looks up one row of the table for each token. weight: this rank's rows of the table. tokens: M of them, the
    same on every rank; rows is M. y (M, channels), or (M/t, channels) in sequence parallelism. Errors:
-   DDP_ERR_INVALID on every rank names the position of a token outside 0 to vocab - 1. */
+   DDP_ERR_INVALID names the position of a token outside 0 to vocab - 1; on every rank, since tokens are the
+   same. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight,
                                            const int32_t *tokens, int64_t rows, void *y);
 /* Computes the gradient of the table. dy has the shape of y; weight_grad has this rank's rows. Errors: as
@@ -557,17 +581,20 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
                                             const void *dy, int64_t rows, void *weight_grad);
 
 /* Computes the cross-entropy of logits that are sharded along the vocabulary, (M, this rank's share of
-   padded_vocab). losses (M, may be NULL): the loss of each row, 0 for rows that do not count. *mean (may be
-   NULL): over the rows that count, or 0. dlogits has the shape of logits and may be the same memory; NULL =
-   not computed. Nothing else is saved. All ranks get the same bits. A NaN is the loss of its row. Two
-   collectives: an all-reduce MAX and one fused SUM. targets and desc are the same on every rank. mean is host
-   memory; only for it the host waits for a device. Errors: DDP_ERR_INVALID names the row of a target outside
-   0 to vocab - 1 that is not ignore_index. Source: Megatron-LM. */
+   padded_vocab), and its gradient: no backward call follows. losses (M): the loss of each row, 0 for rows
+   that do not count. *mean: over the rows that count, or 0 without such rows; host memory. dlogits: the
+   gradient, with the shape of logits. Each of the three may be NULL = not computed, also only on some ranks.
+   losses and *mean have the same bits on all ranks. A NaN in a row is the loss of that row. targets and desc
+   are the same on every rank. Two collectives: an all-reduce MAX and one fused SUM. Only for mean the host
+   waits for a device. In place: dlogits may be logits. Errors: DDP_ERR_INVALID names the row of a target
+   outside 0 to vocab - 1 that is not ignore_index; on every rank, since targets are the same. Source:
+   Megatron-LM. */
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits,
                                        const int32_t *targets, int64_t rows, void *losses, double *mean,
                                        void *dlogits);
 
-/* Creates a layer norm, or an RMS norm. Errors: as ddp_tp_linear_create. */
+/* Creates a layer norm, or an RMS norm. Every rank has all channels of weight and bias. Errors: as
+   ddp_tp_linear_create. */
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
                                            const ddp_tp_layer_norm_desc *desc);
 DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm); /* NULL is ignored */
