@@ -3125,8 +3125,7 @@ typedef struct ddp__pipe_grad_place {
 typedef struct ddp__pipe_sum {
     int level, index;
 } ddp__pipe_sum;
-/* Special levels: a free buffer, and the buffer with the sum that contains the latest micro-batch. */
-enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 };
+enum { DDP__PIPE_FREE = -1 }; /* the level of a free buffer */
 
 /* Partial gradient sums of a stage. */
 typedef struct ddp__pipe_sums {
@@ -3541,7 +3540,7 @@ static int ddp__pipe_plan_sum(ddp__pipe_sums *sums, int interval, int microbatch
         k = ddp__pipe_find_sum(sums, level, neighbour);
         steps[count].side = k < 0 ? -1 : index & 1;
         if (k >= 0) {
-            sums->table[k].level = count ? DDP__PIPE_FREE : DDP__PIPE_NEWEST;
+            sums->table[k].level = DDP__PIPE_FREE; /* steps[0].buffer is in use, and gets its level below */
             steps[count++].buffer = k;
             continue;
         }
@@ -3552,7 +3551,6 @@ static int ddp__pipe_plan_sum(ddp__pipe_sums *sums, int interval, int microbatch
         steps[count++].buffer = k;
         return count;
     }
-    if (count) sums->table[steps[0].buffer].level = DDP__PIPE_FREE;
     return count;
 }
 

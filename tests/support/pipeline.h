@@ -179,6 +179,7 @@ static ddp_result pipe_on_input_grad(const ddp_pipeline_call *c, void *user) {
         pipe_loss(saved->y, m->first + c->microbatch, own);
     else
         dy = (const float *)c->output_grads[0].data;
+    PIPE_SEE(m, c->kind == DDP_ACTION_INPUT_GRAD || c->kind == DDP_ACTION_BACKWARD);
     PIPE_SEE(m, c->outputs == NULL && !c->evaluating && !c->recomputing);
     PIPE_SEE(m, last || c->output_grads[1].data == NULL);
     PIPE_SEE(m, !s || c->input_grads[1].data == NULL);
@@ -193,7 +194,7 @@ static ddp_result pipe_on_weight_grad(const ddp_pipeline_call *c, void *user) {
     pipe_model *m = (pipe_model *)user;
     int s = c->stage;
     float drawn[PIPE_CELLS];
-    PIPE_SEE(m, c->input_grads == NULL && c->saved);
+    PIPE_SEE(m, c->kind == DDP_ACTION_WEIGHT_GRAD && c->input_grads == NULL && c->saved);
     for (int k = 0; k < PIPE_NOTES && s; k++)
         PIPE_SEE(m, ((const int32_t *)c->inputs[1].data)[k] == c->microbatch * 100 + s * 10 + k);
     pipe_weight_grad(((pipe_saved *)c->saved)->dz, pipe_x(m, c, drawn), (float *)m->pointers[s][0]->grad.data,
