@@ -55,7 +55,7 @@ CONCEPTS
                comment requires to be equal. The library compares a hash of the arguments on arrival. A call
                is collective only if its comment, or that of its section, states it.
     Handle     A create call stores a new object in *out. The caller frees it with the destroy call of the
-               same name. After a failure *out is NULL. It may be unchanged if group or tp is NULL.
+               same name. After a failure *out is NULL.
     Work       A call with work == NULL, or without a work argument, blocks unless its comment states
                otherwise. With a ddp_work it returns at once: a communication thread of this rank executes
                such calls in the order issued, and ddp_wait waits for one. The caller must not use the call's
@@ -8798,8 +8798,8 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
 
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
     DDP_PUBLIC_CALL(ddp_group_split);
+    if (out) *out = NULL;
     DDP__NEED(group && out, "group or out is NULL");
-    *out = NULL;
     if (!group->backend->split)
         return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend cannot split a group",
                                ddp_public_call_name("ddp_group_split"), group->backend->name);

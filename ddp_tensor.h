@@ -2939,8 +2939,8 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     DDP_PUBLIC_CALL(ddp_tp_create);
     char description[160];
     ddp_tp_desc d = DDP_ZERO;
+    if (out) *out = NULL;
     if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_create: %s is NULL", out ? "group" : "out");
-    *out = NULL;
     ddp_result result = ddp__tp_resolve_desc(group, desc, &d);
     size_t size = sizeof(ddp_tp) + 2 * (size_t)ddp_world_size(group) * sizeof(size_t);
     ddp_tp *tp = (ddp_tp *)ddp_host_alloc(group, size);
@@ -3460,6 +3460,7 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     void *created;
     size_t bytes = 0;
     ddp_result result;
+    if (out) *out = NULL;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     layer.tp = tp;
     if (desc) layer.desc = *desc;
@@ -3566,6 +3567,7 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     ddp_result result;
     void *created;
     size_t bytes = 0;
+    if (out) *out = NULL;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     if (desc) layer.desc = *desc;
     if (!desc)
@@ -3689,6 +3691,7 @@ DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
     ddp_tp_embedding layer = DDP_ZERO;
     char fields[160];
     void *created;
+    if (out) *out = NULL;
     if (!out || !tp)
         return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
     layer.tp = tp;
@@ -3873,6 +3876,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
     const ddp_tp_layer_norm_desc *d = &layer.desc;
     char fields[160];
     void *created;
+    if (out) *out = NULL;
     if (!out || !tp)
         return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
     layer.tp = tp;

@@ -141,8 +141,8 @@ static ddp_result clip(ddp_group *world, model *m) {
     return DDP_OK;
 }
 
-/* Loss scaling without FSDP. In step 0 the last rank has an infinity: every rank skips the step, and the scale
-   halves. Step 1 restores the scale, as after a load of a checkpoint. */
+/* Loss scaling without FSDP. In step 0 the last rank has an infinity: every rank skips the step, and the
+   scale halves. Then the scale is saved and restored, as for a checkpoint. */
 static ddp_result scale_loss(ddp_group *world, model *m) {
     ddp_scaler_desc desc = {.init_scale = 1024, .groups = {world}, .group_count = 1};
     ddp_scaler scaler;

@@ -233,7 +233,6 @@ static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_
     for (int64_t left = ddp_loader_length(t->train); left > 0; left--) {
         DDP_TRY(ddp_loader_next(t->train, &t->batch));
         DDP_TRY(ddp_pipeline_step(t->pipeline));
-        DDP_TRY(ddp_pipeline_clip_grad_norm(t->pipeline, 10, NULL)); /* of all stages; rarely above 10 */
         DDP_TRY(ddp_optimizer_step(t->optimizer, ddp_lr_at(lr, ++*step)));
         if (ddp_rank(t->world) == 0 && isatty(STDOUT_FILENO) && *step % 10 == 0) {
             printf("\rstep %lld/%lld ", (long long)*step, (long long)lr->total_steps);

@@ -683,10 +683,11 @@ static ddp_result normal_known_answers(ddp_group *group) {
 static ddp_result bad_contexts(ddp_group *group) {
     ddp_tp_desc good = DDP_ZERO, d;
     ddp_tp_stats stats;
-    ddp_tp *tp;
+    ddp_tp *tp = (ddp_tp *)(void *)&stats; /* a failed create must clear it */
     good.max_rows = 4;
     BAD(group, ddp_tp_create(NULL, group, &good), "ddp_tp_create", "out is NULL");
     BAD(group, ddp_tp_create(&tp, NULL, &good), "group is NULL");
+    RANKS_CHECK(group, !tp, "tp is left");
     BAD(group, ddp_tp_create(&tp, group, NULL), "desc is NULL");
     d = good, d.max_rows = 0;
     BAD(group, ddp_tp_create(&tp, group, &d), "max_rows=0");
@@ -705,10 +706,11 @@ static ddp_result bad_linears(const place *at) {
     ddp_group *group = at->group;
     ddp_tp *tp = at->tp[0];
     ddp_tp_linear_desc good = DDP_ZERO, d;
-    ddp_tp_linear *l;
+    ddp_tp_linear *l = (ddp_tp_linear *)(void *)&good;
     good.in_features = 12, good.out_features = 24;
     BAD(group, ddp_tp_linear_create(NULL, tp, &good), "out is NULL");
     BAD(group, ddp_tp_linear_create(&l, NULL, &good), "tp is NULL");
+    RANKS_CHECK(group, !l, "l is left");
     BAD(group, ddp_tp_linear_create(&l, tp, NULL), "ddp_tp_linear_create", "desc is NULL");
     d = good, d.in_features = 0;
     BAD(group, ddp_tp_linear_create(&l, tp, &d), "in_features=0");
