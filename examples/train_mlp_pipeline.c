@@ -206,8 +206,7 @@ static ddp_result create_strategy(trainer *t) {
     return ddp_optimizer_create(&t->optimizer, t->world, &adamw);
 }
 
-/* Every rank loads the whole batch. */
-static ddp_result create_loader(ddp_loader **out, dataset *data, int64_t count) {
+static ddp_result create_loader(ddp_loader **out, dataset *data, int64_t count) { /* of whole batches */
     const ddp_tensor fields[2] = {{NULL, DDP_U8, 1, {PIXELS}}, {NULL, DDP_U8, 0, {0}}};
     ddp_loader_desc desc = {{.dataset_size = count}, BATCH, fields, 2, .fetch = fetch, .fetch_user = data};
     return ddp_loader_create(out, &desc);
