@@ -1158,9 +1158,9 @@ DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum,
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 
 /* Returns DDP_OK if a sibling header can compute on the group's device, otherwise DDP_ERR_UNSUPPORTED.
-   version: the first field of the device's kernel table for this header, NULL = no table. `who`: the public
-   call, for the error line. */
-DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version,
+   version: the first field of the device's kernel table for this header, NULL = no table. `call_name`: the
+   public call, for the error line. */
+DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *call_name, const int *version,
                                     const char *header);
 
 DDPDEF void *ddp_group_device_state(const ddp_group *group); /* set by the device's open; NULL without one */
@@ -1267,15 +1267,15 @@ DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t words[2], ddp_re
 DDPDEF uint64_t ddp_machine_id(void); /* ranks with the same id can share memory */
 DDPDEF uint64_t ddp_unique_id(void);  /* a random number that cannot be guessed */
 
-/* Creates a group of the local backend from `count` ranks of `whole` on this machine. ranks: in order; this
+/* Creates a group of the local backend from `count` ranks of `parent` on this machine. ranks: in order; this
    rank is one of them. token: a string that only these ranks use. Collective over them. Allocator, log_fn and
-   name are whole's. timeout_ms must be positive. The order is TREE and the device the CPU. Sets *out only on
+   name are parent's. timeout_ms must be positive. The order is TREE and the device the CPU. Sets *out only on
    success. Call ddp_group_part_of afterwards. */
-DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token,
+DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *parent, const char *token,
                                          const int *ranks, int count, int timeout_ms);
-/* Rank r of `part` is rank ranks[r] of `whole`. Causes of failures name the rank of whole, and both groups
+/* Rank r of `part` is rank ranks[r] of `parent`. Causes of failures name the rank of parent, and both groups
    share the record of lost ranks. */
-DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *whole, const int *ranks);
+DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *parent, const int *ranks);
 /* In open and split: gives group the backend of `from`, a group of the same ranks, and frees from. Returns
    the state for open or split to return. */
 DDPDEF void *ddp_group_take_over(ddp_group *group, ddp_group *from);
@@ -1356,7 +1356,7 @@ DDPDEF int ddp_public_call_begin(int call);         /* returns the call that thi
 DDPDEF void ddp_public_call_end(const int *before); /* this thread is in that call again */
 DDPDEF const char *ddp_public_call_of(int call);    /* "ddp_reducer_create"; NULL for DDP_IN_NO_CALL */
 /* Returns the name of this thread's outermost public call, or the argument outside of every such call. */
-DDPDEF const char *ddp_public_call_name(const char *who);
+DDPDEF const char *ddp_public_call_name(const char *call_name);
 
 /* Records that `rank` of this group is lost (DDP_ERR_PEER_LOST) or does not respond (DDP_ERR_TIMEOUT).
    text: the cause. Every group that contains it fails with this cause, at its next call or while it waits.
@@ -1364,15 +1364,16 @@ DDPDEF const char *ddp_public_call_name(const char *who);
 DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, const char *text);
 
 /* All ranks continue, or all fail with the same first cause.
-     mine   this rank's result before the call; its error line is the text
-     hash   of the values that must be equal on all ranks; `what` describes them in at most 300 characters.
-            Of two descriptions "name=value name=value" the error line shows the first pair that differs
-     `who`  the public call, for the error line
+     own_result   this rank's result before the call; its error line is the text
+     hash         of the values that must be equal on all ranks. `description` describes them in at most 300
+                  characters. Of two descriptions "name=value name=value" the error line shows the first pair
+                  that differs
+     call_name    the public call, for the error line
    Collective and blocking. It allocates nothing: it fails on all ranks or on none.
    Every rank returns the same: DDP_OK; the result of the first rank that failed, with its text;
    DDP_ERR_MISMATCH with both descriptions, if no rank failed and hashes differ; or the group's failure. */
-DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
-                            const char *what);
+DDPDEF ddp_result ddp_agree(ddp_group *group, const char *call_name, ddp_result own_result, uint64_t hash,
+                            const char *description);
 
 /* Like ddp_agree, over several groups that have this rank in common, such as the axes of a mesh, or a shard
    group and its replicas. Each group receives the outcome of the ones before it, with its error line. So all
@@ -1380,8 +1381,8 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
    Skips NULL and groups of one rank. groups[0] is not NULL. Every rank passes the same number of groups in
    the same order. After a failure of one group it still agrees over the remaining ones, so that their ranks
    do not wait. */
-DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
-                                   uint64_t hash, const char *what);
+DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *call_name,
+                                   ddp_result own_result, uint64_t hash, const char *description);
 
 /* Bytes of a description. */
 #define DDP_AGREE_TEXT 300
@@ -1391,16 +1392,16 @@ typedef uint64_t (*ddp_describe_fn)(const void *list, int index, char *text);
 /* Like ddp_agree, for a list that must be equal on all ranks. describe writes entry `index` as text and
    returns its hash. After a mismatch the ranks compare the entries one after the other. The error line
    describes the first one that differs, and *differs, which may be NULL, is its number. An early entry
-   contains the count. `mine` other than DDP_OK: the list is not read. */
-DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list,
-                                 int count, ddp_describe_fn describe, int *differs);
+   contains the count. `own_result` other than DDP_OK: the list is not read. */
+DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *call_name, ddp_result own_result,
+                                 const void *list, int count, ddp_describe_fn describe, int *differs);
 
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Like ddp_fail, for a failure of a public call: "rank 1/4 ddp_agree group=world: ...". group may be NULL. */
-DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format,
-                              ...) __attribute__((format(printf, 4, 5)));
+DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *call_name, const ddp_group *group,
+                              const char *format, ...) __attribute__((format(printf, 4, 5)));
 
 /* Returns from the calling function with the result of `call`, unless that is DDP_OK. */
 #define DDP_TRY(call)                                \
@@ -1411,9 +1412,9 @@ DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_grou
 
 /* Returns DDP_ERR_INVALID from the calling function unless the condition holds. The remaining arguments are
    the error line, as in ddp_fail_in. */
-#define DDP_CHECK(who, group, condition, ...)                                           \
-    do {                                                                                \
-        if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__); \
+#define DDP_CHECK(call_name, group, condition, ...)                                           \
+    do {                                                                                      \
+        if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, call_name, group, __VA_ARGS__); \
     } while (0)
 
 /* A result with its error line, which outlives later calls and can be sent to other ranks. Zero = DDP_OK. */
@@ -1809,17 +1810,17 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
-DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format,
-                              ...) {
+DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *call_name, const ddp_group *group,
+                              const char *format, ...) {
     char text[DDP__TEXT_MAX];
     va_list args;
-    who = ddp_public_call_name(who);
+    call_name = ddp_public_call_name(call_name);
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (!group) return ddp_fail(result, "%s: %s", who, text);
-    return ddp_fail(result, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, who, group->name,
-                    text);
+    if (!group) return ddp_fail(result, "%s: %s", call_name, text);
+    return ddp_fail(result, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, call_name,
+                    group->name, text);
 }
 
 DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes) {
@@ -1853,8 +1854,8 @@ DDPDEF const char *ddp_public_call_of(int call) {
     return call > 0 && call < DDP_PUBLIC_CALL_COUNT ? ddp__public_calls[call] : NULL;
 }
 
-DDPDEF const char *ddp_public_call_name(const char *who) {
-    return ddp__public_call ? ddp__public_calls[ddp__public_call] : who;
+DDPDEF const char *ddp_public_call_name(const char *call_name) {
+    return ddp__public_call ? ddp__public_calls[ddp__public_call] : call_name;
 }
 
 /* Error lines that begin with the rank. `of` points to any struct with a rank and a world_size. */
@@ -3109,16 +3110,16 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
     return &cpu;
 }
 
-DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version,
+DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *call_name, const int *version,
                                     const char *header) {
     const ddp_device *device = ddp_group_device(group);
     if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
     if (version)
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group,
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, call_name, group,
                            "device %s has kernels for version %d of %s, but that header has version %d; use "
                            "all headers of one release",
                            device->name, *version, header, DDP_VERSION);
-    return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group,
+    return ddp_fail_in(DDP_ERR_UNSUPPORTED, call_name, group,
                        "device %s has no kernels for %s; put %s into the folder of ddp_cuda.cuh, or fill in "
                        "the device's function table",
                        device->name, header, header);
@@ -8516,13 +8517,13 @@ static ddp_result ddp__group_open(ddp_group **out, const ddp_group_desc *desc, c
     return result;
 }
 
-DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token,
+DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *parent, const char *token,
                                          const int *ranks, int count, int timeout_ms) {
-    ddp_group_desc desc = whole->desc;
+    ddp_group_desc desc = parent->desc;
     ddp__identity identity = DDP_ZERO;
     ddp__rendezvous rv = DDP_ZERO;
     identity.world_size = count;
-    while (ranks[identity.rank] != whole->rank) identity.rank++;
+    while (ranks[identity.rank] != parent->rank) identity.rank++;
     snprintf(rv.token, sizeof rv.token, "%s", token);
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
@@ -8721,60 +8722,60 @@ static const char *ddp__strip_error_prefix(const ddp_group *group, const char *w
     return gap ? line + strlen(who) + gap : line;
 }
 
-DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
-                            const char *what) {
-    who = ddp_public_call_name(who);
+DDPDEF ddp_result ddp_agree(ddp_group *group, const char *call_name, ddp_result own_result, uint64_t hash,
+                            const char *description) {
+    call_name = ddp_public_call_name(call_name);
     char own_text[DDP__TEXT_MAX] = "", text[DDP__TEXT_MAX];
-    ddp__agree_entry entry = {mine, 0, hash};
+    ddp__agree_entry entry = {own_result, 0, hash};
     int is_mismatch = 0, is_inner = 0, name_length = 0;
-    if (mine != DDP_OK) snprintf(own_text, sizeof own_text, "%s", ddp_last_error());
+    if (own_result != DDP_OK) snprintf(own_text, sizeof own_text, "%s", ddp_last_error());
     ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &entry, group->agree_entries,
                                             sizeof entry, DDP_U8, DDP_OP_SUM, -1);
-    if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own_text);
+    if (result != DDP_OK && own_result != DDP_OK) return ddp_fail(own_result, "%s", own_text);
     /* The error line names the all_gather, a call that the user did not make. */
     if (result != DDP_OK)
-        return ddp_fail_in(result, who, group, "%s",
-                           ddp__strip_error_prefix(group, who, ddp_last_error(), &is_inner));
+        return ddp_fail_in(result, call_name, group, "%s",
+                           ddp__strip_error_prefix(group, call_name, ddp_last_error(), &is_inner));
     int failed_rank = ddp__agree_first_failure(group, &is_mismatch);
     if (failed_rank < 0) return DDP_OK;
-    if (is_mismatch) return ddp__agree_fail_mismatch(group, who, failed_rank, what);
+    if (is_mismatch) return ddp__agree_fail_mismatch(group, call_name, failed_rank, description);
     memcpy(text, own_text, sizeof own_text);
     DDP_TRY(ddp__agree_broadcast(group, text, failed_rank));
     result = (ddp_result)group->agree_entries[failed_rank].result;
-    const char *cause = ddp__strip_error_prefix(group, who, text, &is_inner);
-    if (failed_rank == group->rank && strstr(own_text, who) && !is_inner)
+    const char *cause = ddp__strip_error_prefix(group, call_name, text, &is_inner);
+    if (failed_rank == group->rank && strstr(own_text, call_name) && !is_inner)
         return ddp_fail(result, "%s", own_text);
     /* An earlier ddp_agree of this group may have named the rank already. */
     (void)sscanf(cause, "rank %*d: %n", &name_length);
-    if (name_length) return ddp_fail_in(result, who, group, "%s", cause);
-    return ddp_fail_in(result, who, group, "rank %d: %s", failed_rank, cause);
+    if (name_length) return ddp_fail_in(result, call_name, group, "%s", cause);
+    return ddp_fail_in(result, call_name, group, "rank %d: %s", failed_rank, cause);
 }
 
-DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
-                                   uint64_t hash, const char *what) {
+DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *call_name,
+                                   ddp_result own_result, uint64_t hash, const char *description) {
     int agreed = 0;
     for (int i = 0; i < count; i++) {
         if (!groups[i] || groups[i]->world_size == 1) continue;
-        mine = ddp_agree(groups[i], who, mine, hash, what);
+        own_result = ddp_agree(groups[i], call_name, own_result, hash, description);
         agreed = 1;
     }
-    return agreed ? mine : ddp_agree(groups[0], who, mine, hash, what);
+    return agreed ? own_result : ddp_agree(groups[0], call_name, own_result, hash, description);
 }
 
-DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list,
-                                 int count, ddp_describe_fn describe, int *differs) {
+DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *call_name, ddp_result own_result,
+                                 const void *list, int count, ddp_describe_fn describe, int *differs) {
     char text[DDP_AGREE_TEXT] = "";
     uint64_t all = DDP_HASH_SEED;
-    for (int i = 0; i < count && mine == DDP_OK; i++) {
+    for (int i = 0; i < count && own_result == DDP_OK; i++) {
         uint64_t hash = describe(list, i, text);
         all = ddp_hash(all, &hash, sizeof hash);
     }
-    ddp_result result = ddp_agree(group, who, mine, all, "");
-    /* If `mine` of any rank is DDP_ERR_MISMATCH, the loop ends at entry 0. */
+    ddp_result result = ddp_agree(group, call_name, own_result, all, "");
+    /* If `own_result` of any rank is DDP_ERR_MISMATCH, the loop ends at entry 0. */
     for (int i = 0; i < count && result == DDP_ERR_MISMATCH; i++) {
-        uint64_t hash = mine == DDP_OK ? describe(list, i, text) : 0;
+        uint64_t hash = own_result == DDP_OK ? describe(list, i, text) : 0;
         if (differs) *differs = i;
-        DDP_TRY(ddp_agree(group, who, mine == DDP_OK ? DDP_OK : result, hash, text));
+        DDP_TRY(ddp_agree(group, call_name, own_result == DDP_OK ? DDP_OK : result, hash, text));
     }
     return result;
 }
@@ -8971,8 +8972,8 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group) {
     return group->backend->status(group, group->state);
 }
 
-DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *whole, const int *ranks) {
-    ddp__lost_share(part, whole, ranks);
+DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *parent, const int *ranks) {
+    ddp__lost_share(part, parent, ranks);
     if (part->backend != &ddp__backend_local) return;
     memcpy(((ddp__local *)part->state)->cause_rank, ranks, (size_t)part->world_size * sizeof *ranks);
 }
