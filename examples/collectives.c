@@ -3,14 +3,14 @@
         cc -O3 -march=native examples/collectives.c -o collectives -lm -lpthread
         ./collectives                   4 ranks
         ./collectives 2                 2 ranks, up to 8
-        mpirun -n 4 ./collectives 4     the ranks of a launcher
+        mpirun --oversubscribe -n 4 ./collectives 4     the ranks of a launcher
 
     Element i of rank r's vector is 10 r + i. The program compares every result with a plain formula. Then it
     shows asynchronous calls, messages, groups of some ranks, and what a failure of a group looks like.
 
     A program that already uses MPI makes a group from its communicator:
         mpicc -O3 -march=native -DDDP_USE_MPI examples/collectives.c -o collectives -lm -lpthread
-        mpirun -n 4 ./collectives */
+        mpirun --oversubscribe -n 4 ./collectives */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include <stdio.h>

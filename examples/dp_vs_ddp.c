@@ -3,7 +3,7 @@
         cc -O3 -march=native examples/dp_vs_ddp.c -o dp_vs_ddp -lm -lpthread
         ./dp_vs_ddp                  on 1, then on 2, then on 4 ranks: a line of the table for each
         ./dp_vs_ddp 2 8              on 2, then on 8 ranks
-        mpirun -n 8 ./dp_vs_ddp 8    on the ranks of a launcher
+        mpirun --oversubscribe -n 8 ./dp_vs_ddp 8    on the ranks of a launcher
 
     DataParallel, as in torch.nn.DataParallel: rank 0 has the batch, the weights and the optimizer. The other
     ranks only compute gradients, and wait for rank 0 before and after that:

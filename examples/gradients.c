@@ -2,7 +2,8 @@
 
         cc -O3 -march=native examples/gradients.c -o gradients -lm -lpthread
         ./gradients               2 ranks
-        ./gradients 4             4 ranks; mpirun -n 4 ./gradients 4 takes the ranks of a launcher
+        ./gradients 4             4 ranks
+        mpirun --oversubscribe -n 4 ./gradients 4    the ranks of a launcher
 
     A reducer averages gradients over ranks. Each function below creates one for the same two parameters, sets
     gradients as a backward would, and compares the result with a formula. train_mlp.c is a whole trainer with

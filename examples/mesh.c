@@ -3,7 +3,7 @@
         cc -O3 -march=native examples/mesh.c -o mesh -lm -lpthread
         ./mesh                    2 x 2 ranks
         ./mesh 3 1                3 data-parallel x 1 tensor-parallel ranks
-        mpirun -n 4 ./mesh 2 2    the ranks of a launcher
+        mpirun --oversubscribe -n 4 ./mesh 2 2    the ranks of a launcher
 
         mesh {2, 2}        tp 0           tp 1
            dp 0            rank 0 ------- rank 1      a row is a group "tp": it adds parts of y

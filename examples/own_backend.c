@@ -2,7 +2,8 @@
 
         cc -O3 -march=native examples/own_backend.c -o own_backend -lm -lpthread
         ./own_backend               2 ranks
-        ./own_backend 4             4 ranks; mpirun -n 4 ./own_backend 4 takes the ranks of a launcher
+        ./own_backend 4             4 ranks
+        mpirun --oversubscribe -n 4 ./own_backend 4    the ranks of a launcher
 
     A backend transports bytes. ddp.h does the rest: it checks arguments, queues asynchronous calls and
     reports errors. Collectives, the reducer, FSDP, tensors and pipelines run over any backend. To use a

@@ -2,7 +2,8 @@
 
         cc -O3 -march=native examples/tensor.c -o tensor -lm -lpthread
         ./tensor                  2 ranks
-        ./tensor 4                4 ranks; mpirun -n 4 ./tensor 4 takes the ranks of a launcher
+        ./tensor 4                4 ranks
+        mpirun --oversubscribe -n 4 ./tensor 4    the ranks of a launcher
 
     A placement states which part of a global tensor each rank holds:
 

@@ -2,7 +2,8 @@
 
         cc -O3 -march=native examples/tp_layers.c -o tp_layers -lm -lpthread
         ./tp_layers               2 ranks
-        ./tp_layers 4             1, 2 or 4 ranks; mpirun -n 4 ./tp_layers 4 takes the ranks of a launcher
+        ./tp_layers 4             1, 2 or 4 ranks
+        mpirun --oversubscribe -n 4 ./tp_layers 4    the ranks of a launcher
 
         tokens -> embedding -> layer norm -> dropout -> MLP -> + -> head -> cross-entropy
                            \_______________________________/

@@ -3,7 +3,7 @@
 USAGE
     cc -O3 -march=native examples/gpt/train_gpt_3d.c -o train_gpt_3d -lm -lpthread
     ./train_gpt_3d --pp 2 --dp 2 --tp 2 [flags] [files or folders]   eight ranks; --help lists the flags
-    mpirun -n 8 ./train_gpt_3d --pp 2 --tp 2                         under a launcher
+    mpirun --oversubscribe -n 8 ./train_gpt_3d --pp 2 --tp 2         under a launcher
 
 RANKS
     The ranks are a mesh of pp x dp x tp. With --pp 2 --dp 2 --tp 2:

@@ -3,7 +3,7 @@
 USAGE
     cc -O3 -march=native examples/gpt/train_gpt_tensor.c -o train_gpt_tensor -lm -lpthread
     ./train_gpt_tensor [flags] [files or folders]   --tp N, --sequence-parallel, --chunks N; --help lists all
-    mpirun -n 4 ./train_gpt_tensor --tp 2           under a launcher: two replicas of two ranks each
+    mpirun --oversubscribe -n 4 ./train_gpt_tensor --tp 2   under a launcher: two replicas of two ranks each
 
 RANKS
     The ranks are a mesh of dp x tp. The tp ranks of a tensor group have consecutive numbers, hold one model
