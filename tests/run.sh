@@ -35,6 +35,7 @@ missing_packages() { # one line with the packages that this machine lacks
     have g++ || list="$list g++"
     have_header stdio.h || list="$list libc6-dev"
     have nm || list="$list binutils"
+    have patch || list="$list patch"
     have cmake || list="$list cmake"
     have ninja || list="$list ninja-build"
     have python3 || list="$list python3"
