@@ -8,9 +8,9 @@ USAGE
     clipping, AdamW. Default sizes: 4 layers of 128 channels, then 6 of 256. Lines for plot_fsdp.gp are
     appended to the file dat.
 
-    All strategies, and train_gpt's DDP (ddp_reducer, ddp_accumulator, ddp_optimizer), exist in the same processes
-    and train the same model on the same tokens. They take turns of a few steps, in an order that is reversed
-    every round. A turn starts at a barrier; its time is that of the slowest rank. Each round gives one ratio
+    All strategies, and train_gpt's DDP (ddp_reducer, ddp_accumulator, ddp_optimizer), exist in the same
+    processes and train the same model on the same tokens. They take turns of a few steps, in an order that is
+    reversed every round. A turn starts at a barrier; its time is that of the slowest rank. Each round gives one ratio
     to NO_SHARD per strategy. Figures are medians and quartiles over rounds. "processor time" is the same
     ratio for the processor time of all ranks: other programs disturb it less, but it counts waits that spin.
     At the end all weights must have the same bits.

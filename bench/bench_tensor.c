@@ -27,7 +27,7 @@ USAGE
 
 enum { ROUNDS_MAX = 256, VARIANTS = 7 };
 
-/* If alone is 1, rank 0 has the whole block and the other ranks wait. */
+/* alone: 1 = rank 0 computes the whole block, and the other ranks wait. */
 typedef struct variant {
     int alone, sequence_parallel, chunks;
 } variant;

@@ -1,5 +1,5 @@
-/*  bench_gpt.cu - a bare step of examples/gpt/gpt_cuda.cuh. The additional time of train_gpt_cuda is the cost of
-    its reducer or shards.
+/*  bench_gpt.cu - a bare step of examples/gpt/gpt_cuda.cuh. The additional time of train_gpt_cuda is the cost
+    of its reducer or shards.
 
     bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024]
               [--recompute] [--no-graphs] [--notes]

@@ -22,21 +22,13 @@ if [ "$slowdown" -eq 1 ] && command -v mpirun > /dev/null; then
     cmp -s hash hash2 || fail "mpirun has other bits: $(cat hash hash2)"
 fi
 
-sentence() {
-    expected=$1
-    shift
-    output=$(timeout "$limit" "$program" "$@" 2>&1 > /dev/null)
-    status=$?
-    [ $status -eq 1 ] || fail "$*: status $status: $output"
-    [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || fail "$*: not one line: $output"
-    case $output in *"$expected"*) ;; *) fail "$*: no '$expected' in: $output" ;; esac
-}
-sentence "usage: " x
-sentence "usage: " 2 "$text" 0
-sentence "3 ranks: use 1, 2 or 4" 3 "$text"
-sentence "cannot read README.md: give a text file" # there is none in this folder
-sentence "cannot read missing: give a text file" 2 missing
-sentence ". has fewer than 1300 bytes" 2 .
 head -c 1000 "$text" > short
-sentence "short has fewer than 1300 bytes" 2 short
+before=$(state)
+wrong "usage: " x
+wrong "usage: " 2 "$text" 0
+wrong "3 ranks: use 1, 2 or 4" 3 "$text"
+wrong "cannot read README.md: give a text file" # there is none in this folder
+wrong "cannot read missing: give a text file" 2 missing
+wrong ". has fewer than 1300 bytes" 2 .
+wrong "short has fewer than 1300 bytes" 2 short
 echo "train_char_gpt: the same weights on 1, 2 and 4 ranks, and one sentence for each wrong input"

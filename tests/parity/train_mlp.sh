@@ -32,24 +32,19 @@ if [ $# -gt 2 ] && [ "$slowdown" -eq 1 ]; then # the program of train_mlp.c, bui
     cmp -s plain hash1 || fail "train_mlp has other bits: $(cat plain hash1)"
 fi
 
-sentence() {
-    expected=$1
-    shift
-    output=$(timeout "$limit" "$program" "$@" 2>&1 > /dev/null)
-    status=$?
-    [ $status -eq 1 ] || fail "$*: status $status: $output"
-    [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || fail "$*: not one line: $output"
-    case $output in *"$expected"*) ;; *) fail "$*: no '$expected' in: $output" ;; esac
-}
-sentence "usage: " x
-sentence "3 ranks: use " 3
+before=$(state)
+wrong "usage: " x
+wrong "3 ranks: use " 3
 mkdir short
-sentence "is missing, or not a file of MNIST" 2 short
+before=$(state)
+wrong "is missing, or not a file of MNIST" 2 short
 head -c 1000 /dev/zero > short/train-images-idx3-ubyte
-sentence "is missing, or not a file of MNIST" 2 short
+before=$(state)
+wrong "is missing, or not a file of MNIST" 2 short
 for file in train-images-idx3-ubyte:47040016 train-labels-idx1-ubyte:60008 t10k-images-idx3-ubyte:7840016 t10k-labels-idx1-ubyte:10008; do
     truncate -s "${file#*:}" "short/${file%:*}"
 done
 tr '\0' '\12' < short/train-labels-idx1-ubyte > labels && mv labels short/train-labels-idx1-ubyte # all are 10
-sentence "a label is not below 10" 2 short
+before=$(state)
+wrong "a label is not below 10" 2 short
 echo "$name: the same weights on 1, 2 and 4 ranks, and one sentence for each wrong input"

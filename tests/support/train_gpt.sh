@@ -36,8 +36,8 @@ close() {
 # hash_of NAME: the last line.
 hash_of() { tail -n 1 "$1.out"; }
 state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
-# refused EXPECTED FLAGS...: expects exit status 1, one sentence on stderr after the program's name, which
-# contains EXPECTED, and no file created or changed since before=$(state). $problem names the difference,
+# refused EXPECTED FLAGS...: expects exit status 1, one sentence on stderr after the program's name or path,
+# which contains EXPECTED, and no file created or changed since before=$(state). $problem names the difference,
 # $output is the output.
 refused() {
     expected=$1
@@ -47,7 +47,10 @@ refused() {
     problem=
     [ $status -eq 1 ] || problem="status $status"
     [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || problem="$problem, not one line"
-    case $output in "$(basename "$program" | sed 's/\..*//'): "*"$expected"*) ;; *) problem="$problem, no '$expected'" ;; esac
+    case $output in
+    "$(basename "$program" | sed 's/\..*//'): "*"$expected"* | "$program: "*"$expected"*) ;;
+    *) problem="$problem, no '$expected'" ;;
+    esac
     [ "$(state)" = "$before" ] || problem="$problem, files changed"
 }
 # wrong EXPECTED FLAGS...: is refused.
