@@ -402,7 +402,8 @@ static ddp_result measure_gpt(ddp_group *world, const setup *u, const char *name
     job j;
     memset(&options, 0, sizeof options);
     memset(&j, 0, sizeof j);
-    options.strategy = name, options.chunks = chunks;
+    options.strategy = name;
+    options.stages = chunks * ddp_world_size(world);
     DDP_TRY(build_trainer(t, u, &options, world, &j));
     for (int step = -1; step < u->steps; step++) {
         for (int i = 0; i < t->run.plan.config.batch; i++) t->starts[i] = next_sequence(&t->run);

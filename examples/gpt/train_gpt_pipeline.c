@@ -34,7 +34,6 @@ static const flag FLAGS[] = {
      "                        ..., or the path of a CSV file"},
     {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536,
      "N stages over all ranks; default: one per rank, or two if the schedule needs two"},
-    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank, instead of --stages"},
     {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6,
      "N micro-batches per step; default --batch / --micro-batch"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
@@ -92,17 +91,13 @@ static int first_param(const trainer *t, int unit) {
     return gpt_block_first_param(unit - 1);
 }
 
-/* The stages per rank, from --stages or --chunks; 0 = the default of the schedule. */
+/* The stages per rank, from --stages; 0 = the default of the schedule. */
 static ddp_result find_chunks(const trainer *t, int *chunks) {
-    int ranks = t->run.world_size, stages = t->run.options->stages, given = t->run.options->chunks;
-    *chunks = stages ? stages / ranks : given;
-    if (stages % ranks || stages < 0)
+    int ranks = t->run.world_size, stages = t->run.options->stages;
+    *chunks = stages / ranks;
+    if (stages % ranks)
         return ddp_fail(DDP_ERR_INVALID, "--stages %d is not a multiple of %d ranks; use --stages %d", stages,
                         ranks, stages < ranks ? ranks : stages / ranks * ranks);
-    if (stages && given && given != *chunks)
-        return ddp_fail(DDP_ERR_INVALID,
-                        "--stages %d on %d ranks does not agree with --chunks %d; leave one of them out",
-                        stages, ranks, given);
     return DDP_OK;
 }
 
@@ -203,7 +198,7 @@ static ddp_result invalid_schedule(const trainer *t, const char *path) {
 static ddp_result parse_schedule(trainer *t) {
     const run_options *o = t->run.options;
     const char *path = o->strategy;
-    int rows, stages, chunks;
+    int rows, stages;
     if (ddp_schedule_parse(&t->schedule, t->csv) != DDP_OK) return invalid_schedule(t, path);
     rows = ddp_schedule_rank_count(t->schedule);
     stages = ddp_schedule_stage_count(t->schedule);
@@ -213,10 +208,8 @@ static ddp_result parse_schedule(trainer *t) {
             "--schedule %s has %d rows, one per rank, but the number of ranks is %d; use --ranks %d", path,
             rows, t->run.world_size, rows);
     if (ddp_schedule_check(t->schedule) != DDP_OK) return invalid_schedule(t, path);
-    chunks = o->chunks ? o->chunks * rows : stages;
-    if ((o->stages && o->stages != stages) || chunks != stages)
-        return ddp_fail(DDP_ERR_INVALID, "--schedule %s has %d stages; leave --stages and --chunks out", path,
-                        stages);
+    if (o->stages && o->stages != stages)
+        return ddp_fail(DDP_ERR_INVALID, "--schedule %s has %d stages; leave --stages out", path, stages);
     return DDP_OK;
 }
 

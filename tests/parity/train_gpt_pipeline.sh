@@ -32,7 +32,7 @@ tables='/^  schedule/,/^$/d; /^  ranks  /,/^$/d; /^$/d'
         same twelve $schedule
     done
     for schedule in $kinds_16; do
-        train_with $schedule "$program" $run --batch 16 --steps $steps --ranks 2 --schedule $schedule --chunks 2
+        train_with $schedule "$program" $run --batch 16 --steps $steps --ranks 2 --schedule $schedule --stages 4
         same sixteen $schedule
     done
     train_with stages "$program" $model --batch 16 --steps $steps --ranks 2 --schedule looped-BFS --stages 6 --micro-batches 8
@@ -85,8 +85,7 @@ before=$(state)
     wrong "--schedule fine.csv has 2 rows, one per rank, but the number of ranks is 3; use --ranks 2" $run --ranks 3 --schedule fine.csv text
     wrong "has 1 micro-batches, but --micro-batches is 4; leave --micro-batches out" $model --ranks 2 --micro-batches 4 --schedule fine.csv text
     wrong "but --batch 16 is not 1 times --micro-batch 2; leave --batch out" $run --batch 16 --ranks 2 --schedule fine.csv text
-    wrong "fine.csv has 2 stages; leave --stages and --chunks out" $run --ranks 2 --stages 4 --schedule fine.csv text
-    wrong "fine.csv has 2 stages; leave --stages and --chunks out" $run --ranks 2 --chunks 2 --schedule fine.csv text
+    wrong "fine.csv has 2 stages; leave --stages out" $run --ranks 2 --stages 4 --schedule fine.csv text
     wrong "--schedule missing.csv cannot be read: No such file" $run --ranks 2 --schedule missing.csv text
     wrong "--schedule ./1F1B cannot be read: No such file" $run --ranks 2 --schedule ./1F1B text
     wrong "--schedule held.csv is not a file" $run --ranks 2 --schedule held.csv text
@@ -95,11 +94,11 @@ before=$(state)
     wrong "--schedule empty.csv: ddp_schedule_parse: csv is empty" $run --ranks 2 --schedule empty.csv text
     wrong "is not a schedule" $run --ranks 2 --schedule 2F2B text
     wrong "delayed weights" $run --ranks 2 --schedule PipeDream text
-    wrong "use --layers 6 or more" $run --ranks 4 --chunks 2 --schedule looped-BFS text
+    wrong "use --layers 6 or more" $run --ranks 4 --stages 8 --schedule looped-BFS text
     wrong "use --batch 6" $run --ranks 2 --batch 7 text
     wrong "--stages 5 is not a multiple of 2 ranks; use --stages 4" $run --ranks 2 --stages 5 text
     wrong "--stages 1 is not a multiple of 2 ranks; use --stages 2" $run --ranks 2 --stages 1 text
-    wrong "--stages 4 on 2 ranks does not agree with --chunks 1; leave one of them out" $run --ranks 2 --stages 4 --chunks 1 text
+    wrong "unknown flag --chunks" $run --ranks 2 --chunks 2 text
     wrong "chunk_count=2, but 1F1B has 1" $run --ranks 2 --stages 4 text
     wrong "--batch 16 does not split into --micro-batches 3; use --batch 18" $model --ranks 2 --batch 16 --micro-batches 3 text
     wrong "--micro-batches 4 of --micro-batch 2 are not --batch 16; leave one of the three out" $run --ranks 2 --batch 16 --micro-batches 4 text
@@ -107,7 +106,6 @@ before=$(state)
     for value in 0 -2 two 1.5 99999999999; do
         wrong "give an integer from 1 to" --stages "$value" text
         wrong "give an integer from 1 to" --micro-batches "$value" text
-        wrong "give an integer from 1 to" --chunks "$value" text
     done
 }
 mkdir -p held
