@@ -41,8 +41,9 @@ typedef struct run {
     int load;      /* 1 = start from the checkpoint in folder */
     int last_step; /* the run ends after this step, and saves if it is SAVE_STEP */
     int first_step;
-    double loss;   /* of the last step */
-    uint64_t hash; /* of the weights at the end */
+    int rank_count; /* ranks that have found this memory: those of mpirun share none */
+    double loss;    /* of the last step */
+    uint64_t hash;  /* of the weights at the end */
 } run;
 
 typedef struct trainer {
@@ -220,6 +221,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     trainer *t = (trainer *)calloc(1, sizeof *t);
     if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the model");
     t->world = world;
+    __atomic_add_fetch(&((run *)user)->rank_count, 1, __ATOMIC_RELAXED);
     ddp_result result = train(t, (run *)user);
     ddp_sampler_free(&t->sampler);
     ddp_fsdp_destroy(t->fsdp);
@@ -231,7 +233,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 static ddp_result launch(run *r, int ranks) {
     ddp_launch_desc desc = {.world_size = ranks};
     DDP_TRY(ddp_launch(&desc, rank_main, r));
-    if (r->first_step == 0) return ddp_fail(DDP_ERR_INVALID, "mpirun started the ranks: run without it");
+    if (r->rank_count != ranks)
+        return ddp_fail(DDP_ERR_INVALID, "mpirun or another launcher started the ranks: run without it");
     printf("%d rank%s  steps %2d to %2d   loss %.4f   weights %016llx", ranks, ranks > 1 ? "s" : " ",
            r->first_step, r->last_step, r->loss, (unsigned long long)r->hash);
     if (r->last_step == SAVE_STEP) printf("   saved to %s", r->folder);

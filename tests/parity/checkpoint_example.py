@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """The example checkpoint.c: each pair of 1, 2 and 4 ranks ends with the same weights, and the Python lines of its
-comment read weights with the hash that the program printed. Wrong arguments are one sentence.
+comment read weights with the hash that the program printed. Wrong arguments are one sentence, and so are ranks of mpirun.
 
     checkpoint_example.py path/of/program path/of/checkpoint.c
 """
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -22,8 +23,8 @@ def expect(condition, text):
         sys.exit("FAILED: %s" % text)
 
 
-def run(*arguments):
-    done = subprocess.run([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=300)
+def run(*arguments, launcher=()):
+    done = subprocess.run([*launcher, program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -82,4 +83,8 @@ with tempfile.TemporaryDirectory() as work:
     open("mine/letter", "w").close()
     sentence("mine has 'letter', which is not part of a checkpoint", "1", "1", "mine")
     expect(os.listdir("mine") == ["letter"], "the save changed a folder of other files")
+    if shutil.which("mpirun"):
+        code, text, error = run("2", "1", "mpirun_folder", launcher=["mpirun", "-n", "2"])
+        expect(code != 0 and "mpirun or another launcher started the ranks: run without it" in error, "under mpirun: status %d: %s" % (code, error))
+        expect("weights" not in text and not os.path.exists("mpirun_folder"), "under mpirun it continues: %s" % text)
 print("the same weights after a save and a load on other ranks, and in Python")
