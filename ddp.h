@@ -33,18 +33,17 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error
-    >>impl-error-calls  >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree
-    >>impl-tree-loops  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-local-state
-    >>impl-timeout  >>impl-wait  >>impl-local-memory  >>impl-transfer  >>impl-local
-    >>impl-local-run  >>impl-p2p  >>impl-p2p-requests  >>impl-local-group  >>impl-self
-    >>impl-calls  >>impl-queue  >>impl-issue  >>impl-hmac  >>impl-identity  >>impl-rendezvous
-    >>impl-frames  >>impl-secret  >>impl-address  >>impl-address-list  >>impl-rank0
-    >>impl-connect  >>impl-tcp  >>impl-tcp-calls  >>impl-tcp-groups  >>impl-group  >>impl-agree
-    >>impl-group-state  >>impl-mpi  >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups
-    >>impl-mesh  >>impl-cores  >>impl-launch  >>impl-buckets  >>impl-bucket-reduce
-    >>impl-schema  >>impl-reducer-create  >>impl-reducer  >>impl-accumulator  >>impl-join
-    >>impl-sampler-random  >>impl-sampler-ranks  >>impl-sampler-window  >>impl-sampler
-    >>impl-loader  >>impl-loader-calls  >>impl-public
+    >>impl-error-calls  >>impl-memory  >>impl-reduce  >>impl-half  >>impl-tree  >>impl-tree-loops
+    >>impl-exact  >>impl-heap  >>impl-life  >>impl-local-state  >>impl-timeout  >>impl-wait
+    >>impl-local-memory  >>impl-transfer  >>impl-local  >>impl-local-run  >>impl-p2p
+    >>impl-p2p-requests  >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-issue
+    >>impl-issue-p2p  >>impl-hmac  >>impl-identity  >>impl-rendezvous  >>impl-frames  >>impl-secret
+    >>impl-address  >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp  >>impl-tcp-calls
+    >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
+    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-cores
+    >>impl-launch  >>impl-buckets  >>impl-bucket-reduce  >>impl-schema  >>impl-reducer-create
+    >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler-random  >>impl-sampler-ranks
+    >>impl-sampler-window  >>impl-sampler  >>impl-loader  >>impl-loader-calls  >>impl-public
 
 CONCEPTS
     Rank       One worker of a group: a process, a thread or an MPI rank. Ranks of a group are numbered from 0
@@ -2353,8 +2352,9 @@ static int ddp__has_wide_stores(void) { return __builtin_cpu_supports("avx512vbm
 static int ddp__has_wide_stores(void) { return 0; }
 #endif
 
-//== 16-bit floats =============================================================================== >>impl-half
-/* Conversions between f16 or bf16 and f32, for sums in f32. They give the same bits with and without F16C. */
+//== 16-bit floats, casts and division =========================================================== >>impl-half
+/* Conversions between f16 or bf16 and f32, for sums in f32. They give the same bits with and without F16C.
+   They are the base of the cast, scale and divide functions of the CPU device. */
 
 DDP__FORCED_INLINE uint32_t ddp__f32_bits(float value) {
     uint32_t bits;
@@ -2464,8 +2464,7 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
         DDP__FOR_EACH(count, wide[i] = (double)in[i]);
 }
 
-//== casts and division ======================================================================== >>impl-divide
-/* The cast, scale and divide functions of the CPU device. AVG divides with them after the last addition. */
+/* --- the CPU device: cast, scale and divide. AVG divides with them after the last addition. --- */
 
 /* Computes x / divisor * factor, rounded once, because one of the two is 1. For a divisor that is a power of
    two the exact reciprocal gives the same bits, also for subnormals, and is faster. */
@@ -3059,70 +3058,6 @@ static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t 
             for (size_t left = row_count; left; at += n * size, left -= n)
                 ddp_exact_sum_add(
                     sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
-}
-
-//== the CPU device ============================================================================ >>impl-device
-/* The function table of the CPU, and calls of the device of a group. */
-
-static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out) {
-    return (*out = ddp_host_alloc(group, size_bytes)) != NULL ? DDP_OK : DDP_ERR_NO_MEMORY;
-}
-
-static void ddp__cpu_copy(void *dst, const void *src, size_t size_bytes) { memcpy(dst, src, size_bytes); }
-static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, size_bytes); }
-
-static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
-    const void *sources[2] = {left, right};
-    ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__HINT_CACHED);
-}
-
-DDPDEF ddp_result ddp_device_begin(ddp_group *group) {
-    if (!group || !group->device->use_stream) return DDP_OK;
-    return group->device->use_stream(group, DDP_STREAM_COMPUTE);
-}
-
-DDPDEF ddp_result ddp_device_check(ddp_group *group) {
-    return group && group->device->check ? group->device->check(group) : DDP_OK;
-}
-
-DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor) {
-    size_t count = (size_t)ddp_tensor_count(tensor);
-    size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
-    if (count) device->sum_squares(sum, tensor->data, rows, count / rows, tensor->dtype);
-}
-
-DDPDEF const ddp_device *ddp_device_cpu(void) {
-    static const ddp_device cpu = {
-        "cpu",
-        1,
-        ddp__cpu_alloc,
-        ddp_host_free,
-        ddp__cpu_copy,
-        ddp__cpu_fill_zero,
-        ddp__cast,
-        ddp__cpu_add,
-        ddp__scale,
-        ddp__divide,
-        ddp__exact_add_squares,
-        DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL,
-        NULL,
-    };
-    return &cpu;
-}
-
-DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *call_name, const int *version,
-                                    const char *header) {
-    const ddp_device *device = ddp_group_device(group);
-    if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
-    if (version)
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, call_name, group,
-                           "device %s has kernels for version %d of %s, but that header has version %d; use "
-                           "all headers of one release",
-                           device->name, *version, header, DDP_VERSION);
-    return ddp_fail_in(DDP_ERR_UNSUPPORTED, call_name, group,
-                       "device %s has no kernels for %s; put %s into the folder of ddp_cuda.cuh, or fill in "
-                       "the device's function table",
-                       device->name, header, header);
 }
 
 //== shared memory =============================================================================== >>impl-heap
@@ -5357,9 +5292,70 @@ static const ddp_backend ddp__backend_local = {
     ddp__local_p2p_wake,
 };
 
-//== the self backend ============================================================================ >>impl-self
-/* The backend of groups of one rank. It copies from send to recv. Its state is a ddp_saved_error, the cause
-   of the group's failure. */
+//== the CPU device and the self backend ========================================================= >>impl-self
+/* The function table of the CPU, calls of the device of a group, and the backend of groups of one rank. That
+   backend copies from send to recv. Its state is a ddp_saved_error, the cause of the group's failure. */
+
+static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out) {
+    return (*out = ddp_host_alloc(group, size_bytes)) != NULL ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
+static void ddp__cpu_copy(void *dst, const void *src, size_t size_bytes) { memcpy(dst, src, size_bytes); }
+static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, size_bytes); }
+
+static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
+    const void *sources[2] = {left, right};
+    ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__HINT_CACHED);
+}
+
+DDPDEF ddp_result ddp_device_begin(ddp_group *group) {
+    if (!group || !group->device->use_stream) return DDP_OK;
+    return group->device->use_stream(group, DDP_STREAM_COMPUTE);
+}
+
+DDPDEF ddp_result ddp_device_check(ddp_group *group) {
+    return group && group->device->check ? group->device->check(group) : DDP_OK;
+}
+
+DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor) {
+    size_t count = (size_t)ddp_tensor_count(tensor);
+    size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
+    if (count) device->sum_squares(sum, tensor->data, rows, count / rows, tensor->dtype);
+}
+
+DDPDEF const ddp_device *ddp_device_cpu(void) {
+    static const ddp_device cpu = {
+        "cpu",
+        1,
+        ddp__cpu_alloc,
+        ddp_host_free,
+        ddp__cpu_copy,
+        ddp__cpu_fill_zero,
+        ddp__cast,
+        ddp__cpu_add,
+        ddp__scale,
+        ddp__divide,
+        ddp__exact_add_squares,
+        DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL,
+        NULL,
+    };
+    return &cpu;
+}
+
+DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *call_name, const int *version,
+                                    const char *header) {
+    const ddp_device *device = ddp_group_device(group);
+    if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
+    if (version)
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, call_name, group,
+                           "device %s has kernels for version %d of %s, but that header has version %d; use "
+                           "all headers of one release",
+                           device->name, *version, header, DDP_VERSION);
+    return ddp_fail_in(DDP_ERR_UNSUPPORTED, call_name, group,
+                       "device %s has no kernels for %s; put %s into the folder of ddp_cuda.cuh, or fill in "
+                       "the device's function table",
+                       device->name, header, header);
+}
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) {
     return ddp__cpu_alloc(group, sizeof(ddp_saved_error), state);
@@ -5426,9 +5422,9 @@ static const ddp_backend ddp__backend_self = {
     NULL,
 };
 
-//== properties of calls ======================================================================== >>impl-calls
+//== properties and failures of calls =========================================================== >>impl-calls
 /* For backends (tcp, mpi and those of a user): the bytes of a call, its comparison between ranks, its
-   timeout. */
+   timeout. For >>impl-queue: one call, and the failure of the group that it reports. */
 
 static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
     ddp_bytes none = {0, 0};
@@ -5496,22 +5492,6 @@ DDPDEF double ddp_p2p_waited(const void *request) {
     return request == ddp__waited_request ? ddp_now() - ddp__waited_since : 0;
 }
 
-//== the queue of calls ========================================================================= >>impl-queue
-/* Executes the calls and tasks of a group in issue order, one at a time. The thread that executes one is the
-   runner: the communication thread, or a thread that waits for an op. >>impl-issue adds ops to the queue and
-   waits for them.
-
-     ddp_all_reduce(..., &work)      head                   tail
-     ddp_group_enqueue(...)           v                      v
-              |                    +----+    +----+    +----+
-              +-- append --------> | op | -> | op | -> | op |      the runner takes the head
-                                   +----+    +----+    +----+
-     ddp_send(..., &work)          +----+    +----+
-              +-- started -------> | op | -> | op |  pending_p2p   polled in any order by the communication
-                                   +----+    +----+                thread, or by a thread that waits
-
-   group->lock protects both lists, running, runner, p2p_waiters and op->done. No call runs with it held. */
-
 /* Sets the error line of a failed call. All pending calls return the code of the group's failure, until a
    caller has received it. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
@@ -5547,6 +5527,22 @@ static ddp_result ddp__run_call(ddp_group *group, void *argument) {
     result = ddp__call_failed(group, call, result);
     return group->backend->enqueues ? ddp__poison_on_error(group, result) : result;
 }
+
+//== the queue of calls ========================================================================= >>impl-queue
+/* Executes the calls and tasks of a group in issue order, one at a time. The thread that executes one is the
+   runner: the communication thread, or a thread that waits for an op. >>impl-issue adds ops to the queue and
+   waits for them.
+
+     ddp_all_reduce(..., &work)      head                   tail
+     ddp_group_enqueue(...)           v                      v
+              |                    +----+    +----+    +----+
+              +-- append --------> | op | -> | op | -> | op |      the runner takes the head
+                                   +----+    +----+    +----+
+     ddp_send(..., &work)          +----+    +----+
+              +-- started -------> | op | -> | op |  pending_p2p   polled in any order by the communication
+                                   +----+    +----+                thread, or by a thread that waits
+
+   group->lock protects both lists, running, runner, p2p_waiters and op->done. No call runs with it held. */
 
 /* --- device streams: an op runs on the communication stream, between two events --- */
 
@@ -5797,10 +5793,7 @@ static ddp_result ddp__comm_thread_start(ddp_group *group) {
      direct          It blocks, and the queue is empty: this thread becomes the runner. No handle.
      by the caller   Through the queue, executed by this thread after the ops before it: it blocks while
                      ops are queued, the backend only enqueues device work, or the group has one rank.
-     asynchronous    Through the queue, executed by the communication thread, or inside ddp_wait.
-
-   Sends and receives do not use the queue, except for a backend that enqueues. They start at once and are
-   polled until they are done. */
+     asynchronous    Through the queue, executed by the communication thread, or inside ddp_wait. */
 
 /* Waits for a send or receive. Polls for a short time, then sleeps between polls. A thread that sleeps here
    advances all messages in place of the communication thread. */
@@ -5965,6 +5958,54 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
     return DDP_OK;
 }
 
+/* Returns the op of a ddp_work, or NULL with the error line set. */
+static ddp__op *ddp__op_of_work(ddp_group *group, const ddp_work *work, const char *who) {
+    ddp__op *op = (ddp__op *)work->op;
+    pthread_mutex_lock(&group->lock);
+    int is_current = op->ticket == work->ticket;
+    pthread_mutex_unlock(&group->lock);
+    if (is_current) return op;
+    ddp__bad(who, group, "work was already waited for; wait once for each ddp_work");
+    return NULL;
+}
+
+DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
+    DDP__NEED(group && work, "group or work is NULL");
+    DDP__NOT_FORKED(group, __func__);
+    if (!work->op) return DDP_OK;
+    ddp__op *op = ddp__op_of_work(group, work, __func__);
+    memset(work, 0, sizeof *work);
+    return op ? ddp__op_wait(group, op) : DDP_ERR_INVALID;
+}
+
+DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
+    DDP__NEED(group && work && done, "group, work or done is NULL");
+    *done = 1;
+    DDP__NOT_FORKED(group, __func__);
+    if (!work->op) return DDP_OK;
+    ddp__op *op = ddp__op_of_work(group, work, __func__);
+    ddp__op *last = NULL; /* without a communication thread: the last op that this call executes */
+    if (!op) return DDP_ERR_INVALID;
+    pthread_mutex_lock(&group->lock);
+    if (ddp__is_p2p(op->call.kind)) ddp__p2p_poll(group, op);
+    if (group->no_thread && !op->done && !group->running && group->head)
+        last = ddp__is_p2p(op->call.kind) ? group->tail : op;
+    *done = op->done;
+    pthread_mutex_unlock(&group->lock);
+    if (last) {
+        ddp__run_queue(last);
+        *done = op->done;
+    }
+    if (!*done || op->outcome.result != DDP_OK || !op->has_event
+        || group->backend->status(group, group->state) != DDP_OK)
+        return DDP_OK;
+    return group->device->event_test(group, op->event, done);
+}
+
+//== sends, receives and batches ============================================================ >>impl-issue-p2p
+/* Starts sends and receives. They do not use the queue, except for a backend that enqueues. They start at
+   once and are polled until they are done. A batch of ddp_p2p_begin collects its messages in group->batch. */
+
 /* Sets the error line of a send or receive that was not started. Without memory the group fails, because the
    peer waits for this message. */
 static ddp_result ddp__p2p_issue_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
@@ -6020,50 +6061,6 @@ static ddp_result ddp__p2p_issue(ddp_group *group, ddp_call *call, ddp_work *wor
         pthread_mutex_unlock(&group->lock);
     }
     return ddp__op_wait_or_store(group, op, work);
-}
-
-/* Returns the op of a ddp_work, or NULL with the error line set. */
-static ddp__op *ddp__op_of_work(ddp_group *group, const ddp_work *work, const char *who) {
-    ddp__op *op = (ddp__op *)work->op;
-    pthread_mutex_lock(&group->lock);
-    int is_current = op->ticket == work->ticket;
-    pthread_mutex_unlock(&group->lock);
-    if (is_current) return op;
-    ddp__bad(who, group, "work was already waited for; wait once for each ddp_work");
-    return NULL;
-}
-
-DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
-    DDP__NEED(group && work, "group or work is NULL");
-    DDP__NOT_FORKED(group, __func__);
-    if (!work->op) return DDP_OK;
-    ddp__op *op = ddp__op_of_work(group, work, __func__);
-    memset(work, 0, sizeof *work);
-    return op ? ddp__op_wait(group, op) : DDP_ERR_INVALID;
-}
-
-DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
-    DDP__NEED(group && work && done, "group, work or done is NULL");
-    *done = 1;
-    DDP__NOT_FORKED(group, __func__);
-    if (!work->op) return DDP_OK;
-    ddp__op *op = ddp__op_of_work(group, work, __func__);
-    ddp__op *last = NULL; /* without a communication thread: the last op that this call executes */
-    if (!op) return DDP_ERR_INVALID;
-    pthread_mutex_lock(&group->lock);
-    if (ddp__is_p2p(op->call.kind)) ddp__p2p_poll(group, op);
-    if (group->no_thread && !op->done && !group->running && group->head)
-        last = ddp__is_p2p(op->call.kind) ? group->tail : op;
-    *done = op->done;
-    pthread_mutex_unlock(&group->lock);
-    if (last) {
-        ddp__run_queue(last);
-        *done = op->done;
-    }
-    if (!*done || op->outcome.result != DDP_OK || !op->has_event
-        || group->backend->status(group, group->state) != DDP_OK)
-        return DDP_OK;
-    return group->device->event_test(group, op->event, done);
 }
 
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group) {

@@ -39,12 +39,12 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick
-    >>impl-numbers  >>impl-elements  >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows
-    >>impl-optimizers  >>impl-optimizer-calls  >>impl-quantise  >>impl-layers  >>impl-layer-rows
-    >>impl-streams  >>impl-device  >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls
-    >>impl-watchdog  >>impl-nccl-memory  >>impl-nccl-group  >>impl-staged  >>impl-staged-rounds
-    >>impl-staged-messages  >>impl-staged-groups  >>impl-group  >>impl-public
+    >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-pick  >>impl-numbers
+    >>impl-elements  >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers
+    >>impl-optimizer-calls  >>impl-quantise  >>impl-layers  >>impl-layer-rows  >>impl-streams
+    >>impl-device  >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog
+    >>impl-nccl-memory  >>impl-nccl-group  >>impl-staged  >>impl-staged-rounds
+    >>impl-staged-messages  >>impl-staged-groups  >>impl-public
 
 CONCEPTS
     Group      ddp_cuda_group_create creates one from the ranks of a CPU group, its control group. Calls on it
@@ -356,8 +356,9 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #error "ddp_cuda.cuh: define DDP_CUDA_IMPLEMENTATION or DDP_IMPLEMENTATION in a .cu file, compiled by nvcc"
 #endif
 
-//== structs ============================================================================== >>impl-structs
-/* Includes, limits and the table of CUDA runtime calls. Tests replace this table by a fake machine. */
+//== structs and errors =================================================================== >>impl-structs
+/* Includes, limits, and the table of CUDA runtime calls, which tests replace by a fake machine. Then CUDA
+   errors as a ddp_result with a text. */
 #include <ctype.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -541,9 +542,8 @@ static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
 #define DDP__CUDA_RUNTIME ddp__cuda_real_runtime()
 #endif
 
-//== errors ================================================================================= >>impl-error
-/* Turns CUDA errors into ddp_result with a text. Functions of ddp_device that return nothing store the first
-   failure of their thread for ddp_cuda_check. */
+/* --- errors. Functions of ddp_device that return nothing store the first failure of their thread for
+   ddp_cuda_check. --- */
 
 /* State per thread, for the functions of the device table: they have no group. */
 typedef struct ddp__cuda_thread {
@@ -4744,8 +4744,9 @@ static const ddp_backend *ddp__cuda_staged_backend(void) {
     return &staged;
 }
 
-//== groups of GPUs ========================================================================= >>impl-group
-/* ddp_cuda_group_create: chooses device and backend, and creates the group on them. */
+//== public: groups of GPUs, devices, kernels ============================================== >>impl-public
+/* ddp_cuda_group_create chooses device and backend, and creates the group on them. The other public calls
+   check their arguments and call a section above. */
 
 /* Chooses the backend, the same on every rank. shared: 1 = several ranks have the same device. */
 static ddp_result ddp__cuda_choose_backend(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend,
@@ -4816,9 +4817,6 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
     return result;
 }
-
-//== public ================================================================================ >>impl-public
-/* Public calls: device and streams, then kernels. Each checks its arguments and calls a section above. */
 
 #ifdef __cplusplus
 extern "C" {

@@ -36,11 +36,11 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds
-    >>impl-schedule-graph  >>impl-schedule-check  >>impl-schedule-execute  >>impl-schedule-auto
-    >>impl-schedule-search  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw
-    >>impl-schedule-svg  >>impl-schedule-trace  >>impl-schedule-balance  >>impl-pipeline-structs
-    >>impl-pipeline-check  >>impl-pipeline-gradients  >>impl-pipeline-links  >>impl-pipeline-memory
+    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-kinds  >>impl-schedule-graph
+    >>impl-schedule-check  >>impl-schedule-execute  >>impl-schedule-auto  >>impl-schedule-search
+    >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw  >>impl-schedule-svg
+    >>impl-schedule-trace  >>impl-schedule-balance  >>impl-pipeline-structs  >>impl-pipeline-check
+    >>impl-pipeline-gradients  >>impl-pipeline-links  >>impl-pipeline-memory
     >>impl-pipeline-messages  >>impl-pipeline-callbacks  >>impl-pipeline-step  >>impl-pipeline-create
     >>impl-pipeline-report  >>impl-public
 
@@ -581,8 +581,10 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
     && !defined(DDP_PIPELINE_IMPLEMENTATION_INCLUDED)
 #define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
 
-//== structs ============================================================================ >>impl-structs
-/* Includes, limits and struct ddp_schedule. A schedule is one array with the lists of all ranks. */
+//== structs and action lists =========================================================== >>impl-structs
+/* Includes, limits, and struct ddp_schedule: one array with the lists of all ranks. Then the functions that
+   allocate, fill and free schedules. The generators, the parser and lowering append actions rank by rank;
+   ddp__schedule_finish then derives the stage and micro-batch counts. */
 #include <float.h>
 #include <math.h>
 #include <stdarg.h>
@@ -623,10 +625,6 @@ static const char *const ddp__schedule_kind_names[] = {
 #undef DDP_X
 };
 // clang-format on
-
-//== action lists ================================================================ >>impl-schedule-lists
-/* Allocates, fills and frees schedules. The generators, the parser and lowering append actions rank by rank;
-   ddp__schedule_finish then derives the stage and micro-batch counts. */
 
 static void *ddp__schedule_malloc(size_t size_bytes, void *user) {
     (void)user;

@@ -39,11 +39,11 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory
-    >>impl-tensor-boxes  >>impl-tensor-text  >>impl-tensor-layout  >>impl-tensor-plan
-    >>impl-tensor-run  >>impl-tensor-root  >>impl-tensor-mesh
-    >>impl-tp-math  >>impl-tp-gemm-kernel  >>impl-tp-kernels  >>impl-tp-gemm  >>impl-tp-context
-    >>impl-tp-linear  >>impl-tp-linear-passes  >>impl-tp-linear-create  >>impl-tp-mlp
-    >>impl-tp-vocab  >>impl-tp-norm  >>impl-tp-random  >>impl-public
+    >>impl-tensor-boxes  >>impl-tensor-layout  >>impl-tensor-plan  >>impl-tensor-run
+    >>impl-tensor-root  >>impl-tensor-mesh  >>impl-tp-math  >>impl-tp-gemm-kernel  >>impl-tp-kernels
+    >>impl-tp-gemm  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-linear-passes
+    >>impl-tp-linear-create  >>impl-tp-mlp  >>impl-tp-vocab  >>impl-tp-norm  >>impl-tp-random
+    >>impl-public
 
 CONCEPTS
     Placement  The distribution of one global tensor over the W ranks of a group. REPLICATE: every rank has
@@ -1173,87 +1173,6 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
         step *= shape[i];
     }
     return ddp__tensor_output_end(group, out, &t, ddp__tensor_strided_copy(group, &s, in->data, t.data));
-}
-
-//== tensors as text ================================================================ >>impl-tensor-text
-/* ddp_tensor_print: a summary of a tensor as text. */
-
-/* Appends text to a summary. ddp_tensor_print never writes more than its size. */
-static void ddp__tensor_append(char summary[2048], const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
-static void ddp__tensor_append(char summary[2048], const char *format, ...) {
-    size_t used = strlen(summary);
-    va_list args;
-    va_start(args, format);
-    vsnprintf(summary + used, 2048 - used, format, args);
-    va_end(args);
-}
-
-static void ddp__tensor_append_value(char summary[2048], ddp_dtype dtype, const unsigned char *bits) {
-    ddp__tensor_element element;
-    double value;
-    memcpy(&element, bits, ddp_dtype_size(dtype));
-    switch (dtype) {
-    case DDP_I8: ddp__tensor_append(summary, " %11d", element.i8); break;
-    case DDP_U8: ddp__tensor_append(summary, " %11d", element.u8); break;
-    case DDP_I32: ddp__tensor_append(summary, " %11ld", (long)element.i32); break;
-    case DDP_I64: ddp__tensor_append(summary, " %11lld", (long long)element.i64); break;
-    case DDP_U64: ddp__tensor_append(summary, " %11llu", (unsigned long long)element.u64); break;
-    default:
-        ddp_device_cpu()->cast(&value, DDP_F64, bits, dtype, 1);
-        ddp__tensor_append(summary, " %11.5g", value);
-    }
-}
-
-DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
-                                   char *text, size_t *size_bytes) {
-    unsigned char bits[64];
-    char summary[2048] = "";
-    ddp__tensor_text shape;
-    DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
-    if (placement < DDP_PARTIAL || placement > tensor->ndim)
-        return DDP__TENSOR_INVALID(group, "%s is invalid for a tensor of shape %s",
-                                   ddp_placement_name(placement),
-                                   ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
-    if (!size_bytes) return DDP__TENSOR_INVALID(group, "size_bytes is NULL");
-    size_t size = ddp_dtype_size(tensor->dtype), length;
-    int n = tensor->ndim;
-    int64_t rows = n > 1 ? tensor->shape[n - 2] : 1;
-    int64_t columns = n > 0 ? tensor->shape[n - 1] : 1;
-    int shown_rows = rows < 4 ? (int)rows : 4;
-    int shown_columns = columns < 8 ? (int)columns : 8;
-    if (group && ddp_world_size(group) > 1)
-        ddp__tensor_append(summary, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
-    ddp__tensor_append(summary, "%s %s %s\n", ddp_dtype_name(tensor->dtype),
-                       ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
-    if (ddp__tensor_bytes(tensor) == 0) {
-        ddp__tensor_append(summary, "  no elements\n");
-        shown_rows = 0;
-    } else if (n > 2) {
-        ddp__tensor_append(summary, "  at [");
-        for (int i = 0; i < n - 2; i++) ddp__tensor_append(summary, "0, ");
-        ddp__tensor_append(summary, ":%d, :%d]\n", shown_rows, shown_columns);
-    }
-    DDP_TRY(ddp_device_begin(group));
-    for (int row = 0; row < shown_rows; row++) {
-        const char *values = (const char *)tensor->data + (size_t)row * (size_t)columns * size;
-        ddp__tensor_device(group)->copy(bits, values, (size_t)shown_columns * size);
-        for (int i = 0; i < shown_columns; i++)
-            ddp__tensor_append_value(summary, tensor->dtype, bits + (size_t)i * size);
-        ddp__tensor_append(summary, columns > shown_columns ? " ...\n" : "\n");
-    }
-    if (shown_rows && rows > shown_rows) ddp__tensor_append(summary, "         ...\n");
-    DDP_TRY(ddp_device_check(group));
-    length = strlen(summary) + 1;
-    if (text && *size_bytes < length) {
-        ddp_fail_in(DDP_ERR_INVALID, __func__, group, "*size_bytes=%llu is too small; the text needs %llu",
-                    (unsigned long long)*size_bytes, (unsigned long long)length);
-        *size_bytes = length;
-        return DDP_ERR_INVALID;
-    }
-    *size_bytes = length;
-    if (text) memcpy(text, summary, length);
-    return DDP_OK;
 }
 
 //== shards of each rank ========================================================== >>impl-tensor-layout
@@ -4055,7 +3974,86 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
     return DDP_OK;
 }
 
-//== public calls ======================================================================== >>impl-public
+//== public: tensors as text ============================================================= >>impl-public
+/* ddp_tensor_print: a summary of a tensor as text. The other public calls are in the sections above. */
+
+/* Appends text to a summary. ddp_tensor_print never writes more than its size. */
+static void ddp__tensor_append(char summary[2048], const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+static void ddp__tensor_append(char summary[2048], const char *format, ...) {
+    size_t used = strlen(summary);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(summary + used, 2048 - used, format, args);
+    va_end(args);
+}
+
+static void ddp__tensor_append_value(char summary[2048], ddp_dtype dtype, const unsigned char *bits) {
+    ddp__tensor_element element;
+    double value;
+    memcpy(&element, bits, ddp_dtype_size(dtype));
+    switch (dtype) {
+    case DDP_I8: ddp__tensor_append(summary, " %11d", element.i8); break;
+    case DDP_U8: ddp__tensor_append(summary, " %11d", element.u8); break;
+    case DDP_I32: ddp__tensor_append(summary, " %11ld", (long)element.i32); break;
+    case DDP_I64: ddp__tensor_append(summary, " %11lld", (long long)element.i64); break;
+    case DDP_U64: ddp__tensor_append(summary, " %11llu", (unsigned long long)element.u64); break;
+    default:
+        ddp_device_cpu()->cast(&value, DDP_F64, bits, dtype, 1);
+        ddp__tensor_append(summary, " %11.5g", value);
+    }
+}
+
+DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
+                                   char *text, size_t *size_bytes) {
+    unsigned char bits[64];
+    char summary[2048] = "";
+    ddp__tensor_text shape;
+    DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
+    if (placement < DDP_PARTIAL || placement > tensor->ndim)
+        return DDP__TENSOR_INVALID(group, "%s is invalid for a tensor of shape %s",
+                                   ddp_placement_name(placement),
+                                   ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
+    if (!size_bytes) return DDP__TENSOR_INVALID(group, "size_bytes is NULL");
+    size_t size = ddp_dtype_size(tensor->dtype), length;
+    int n = tensor->ndim;
+    int64_t rows = n > 1 ? tensor->shape[n - 2] : 1;
+    int64_t columns = n > 0 ? tensor->shape[n - 1] : 1;
+    int shown_rows = rows < 4 ? (int)rows : 4;
+    int shown_columns = columns < 8 ? (int)columns : 8;
+    if (group && ddp_world_size(group) > 1)
+        ddp__tensor_append(summary, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
+    ddp__tensor_append(summary, "%s %s %s\n", ddp_dtype_name(tensor->dtype),
+                       ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
+    if (ddp__tensor_bytes(tensor) == 0) {
+        ddp__tensor_append(summary, "  no elements\n");
+        shown_rows = 0;
+    } else if (n > 2) {
+        ddp__tensor_append(summary, "  at [");
+        for (int i = 0; i < n - 2; i++) ddp__tensor_append(summary, "0, ");
+        ddp__tensor_append(summary, ":%d, :%d]\n", shown_rows, shown_columns);
+    }
+    DDP_TRY(ddp_device_begin(group));
+    for (int row = 0; row < shown_rows; row++) {
+        const char *values = (const char *)tensor->data + (size_t)row * (size_t)columns * size;
+        ddp__tensor_device(group)->copy(bits, values, (size_t)shown_columns * size);
+        for (int i = 0; i < shown_columns; i++)
+            ddp__tensor_append_value(summary, tensor->dtype, bits + (size_t)i * size);
+        ddp__tensor_append(summary, columns > shown_columns ? " ...\n" : "\n");
+    }
+    if (shown_rows && rows > shown_rows) ddp__tensor_append(summary, "         ...\n");
+    DDP_TRY(ddp_device_check(group));
+    length = strlen(summary) + 1;
+    if (text && *size_bytes < length) {
+        ddp_fail_in(DDP_ERR_INVALID, __func__, group, "*size_bytes=%llu is too small; the text needs %llu",
+                    (unsigned long long)*size_bytes, (unsigned long long)length);
+        *size_bytes = length;
+        return DDP_ERR_INVALID;
+    }
+    *size_bytes = length;
+    if (text) memcpy(text, summary, length);
+    return DDP_OK;
+}
 
 #ifdef __cplusplus
 }
