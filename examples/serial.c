@@ -9,13 +9,9 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
-#ifndef WIDTH
-#define WIDTH 64 /* of each layer; 512 for measurements */
-#endif
-enum { LAYERS = 8, LAYER = WIDTH * WIDTH, PARAMS = LAYERS * LAYER, MICRO = 8, BATCH = 32, STEPS = 60 };
-
+enum { WIDTH = 64, LAYERS = 8, LAYER = WIDTH * WIDTH, PARAMS = LAYERS * LAYER };
+enum { MICRO = 8, BATCH = 32, STEPS = 60 };
 static float param[PARAMS]; /* layer l is (WIDTH, WIDTH), at l * LAYER */
 static float grad[PARAMS], momentum[PARAMS];
 static float h[LAYERS + 1][MICRO][WIDTH]; /* h[l] is the input of layer l */
@@ -31,34 +27,24 @@ static float uniform(uint32_t i) {
 static void forward(int l) {
     const float *w = param + l * LAYER;
     for (int b = 0; b < MICRO; b++) {
-        const float *in = h[l][b];
-        float *out = h[l + 1][b], z[WIDTH] = {0};
+        float z[WIDTH] = {0};
         for (int i = 0; i < WIDTH; i++)
-            for (int j = 0; j < WIDTH; j++) z[j] += in[i] * w[i * WIDTH + j];
-        for (int j = 0; j < WIDTH; j++) out[j] = in[j] + fmaxf(z[j], 0);
+            for (int j = 0; j < WIDTH; j++) z[j] += h[l][b][i] * w[i * WIDTH + j];
+        for (int j = 0; j < WIDTH; j++) h[l + 1][b][j] = h[l][b][j] + fmaxf(z[j], 0);
     }
 }
 
 /* Adds to the gradient of layer l. */
 static void backward(int l) {
     const float *w = param + l * LAYER;
-    float *dw = grad + l * LAYER;
+    float *dw = grad + l * LAYER, dz[WIDTH];
     for (int b = 0; b < MICRO; b++) {
-        const float *in = h[l][b], *out = h[l + 1][b];
-        float dz[WIDTH];
-        for (int j = 0; j < WIDTH; j++) dz[j] = out[j] > in[j] ? dh[b][j] : 0;
+        for (int j = 0; j < WIDTH; j++) dz[j] = h[l + 1][b][j] > h[l][b][j] ? dh[b][j] : 0;
         for (int i = 0; i < WIDTH; i++) {
-            float sum = 0;
-            for (int j = 0; j < WIDTH; j++) dw[i * WIDTH + j] += in[i] * dz[j];
-            for (int j = 0; j < WIDTH; j++) sum += w[i * WIDTH + j] * dz[j];
-            dh[b][i] += sum;
+            for (int j = 0; j < WIDTH; j++) dw[i * WIDTH + j] += h[l][b][i] * dz[j];
+            for (int j = 0; j < WIDTH; j++) dh[b][i] += w[i * WIDTH + j] * dz[j];
         }
     }
-}
-
-static void load(int first_sample) {
-    for (int b = 0; b < MICRO; b++)
-        for (int j = 0; j < WIDTH; j++) h[0][b][j] = uniform((uint32_t)((first_sample + b) * WIDTH + j));
 }
 
 /* The part of this micro-batch in the mean square error of the batch; sets its gradient. */
@@ -73,20 +59,16 @@ static double compute_loss(void) {
     return loss;
 }
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 int main(void) {
-    double start = now(), first_loss = 0, loss = 0;
+    double loss = 0;
+    float *x = h[0][0];
     for (int i = 0; i < PARAMS; i++) param[i] = uniform((uint32_t)i) / WIDTH;
     for (int step = 0; step < STEPS; step++) {
         loss = 0;
         memset(grad, 0, sizeof grad);
         for (int m = 0; m < BATCH / MICRO; m++) {
-            load(step * BATCH + m * MICRO);
+            int first = (step * BATCH + m * MICRO) * WIDTH;
+            for (int i = 0; i < MICRO * WIDTH; i++) x[i] = uniform((uint32_t)(first + i));
             for (int l = 0; l < LAYERS; l++) forward(l);
             loss += compute_loss();
             for (int l = LAYERS - 1; l >= 0; l--) backward(l);
@@ -95,13 +77,9 @@ int main(void) {
             momentum[i] = 0.9f * momentum[i] + grad[i];
             param[i] -= 0.01f * momentum[i];
         }
-        if (step == 0) first_loss = loss;
-        if (step % 20 == 0) printf("step %2d   loss %.6f\n", step, loss);
+        if (step % 20 == 0 || step == STEPS - 1) printf("step %2d   loss %.12f\n", step, loss);
     }
-    printf("at last   loss %.12f   %.2f ms per step\n", loss, 1000 * (now() - start) / STEPS);
-    if (loss < first_loss / 2) return 0;
-    fprintf(stderr, "serial: the loss went from %g to %g: it must halve\n", first_loss, loss);
-    return 1;
+    return loss < 0.01 ? 0 : 1;
 }
 
 /* MIT License: see LICENSE. */

@@ -15,7 +15,7 @@ line=$(sed -n 's/^cc \(.* step1\.c .*\)$/\1/p' "$root/examples/port.md")
 # The bodies of the headers are in the object.
 included="-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED"
 
-# losses NAME: the losses that NAME.out shows, and the last one in full.
+# losses NAME: the losses that NAME.out shows.
 losses() { sed -n 's/.*loss \([0-9.]*\).*/\1/p' "$1.out"; }
 counts="1 2 4"
 [ "$slowdown" -eq 1 ] || counts=2 # 2 is enough under sanitizers
