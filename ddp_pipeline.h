@@ -57,8 +57,8 @@ CONCEPTS
 
     Bubble     Time in which a rank is idle between actions. Splitting B fills it: I sends its result to the
                rank that waits for it, and W runs later, in a bubble.
-    Lowering   Adds the actions that a list of computations needs: SEND and RECV, UNSHARD and RESHARD,
-               REDUCE_GRAD.
+    Lowering   Adds actions to a list of computations: SEND and RECV, UNSHARD and RESHARD, REDUCE_GRAD. Only a
+               runner without lookahead needs them; ddp_pipeline_create does not.
     Edge       A tensor that one stage sends to a later one, once per micro-batch. Its gradient comes back.
     In flight  A micro-batch between the start of its F on a stage and the end of its W or B there. The stage
                keeps its inputs and saved memory.
@@ -72,8 +72,8 @@ ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). The error of an invalid schedule names rank, position,
     action and cause:
       ddp_schedule_check: rank 2 position 14 2I5: its forward 2F5 comes later on this rank, at position 17
-    A failure in a step poisons the group, so that the step ends on every rank. The error names stage, action
-    and micro-batch:
+    A failure in a step or an evaluation poisons the group, which ends the call on every rank. The error names
+    stage, action and micro-batch:
       rank 1/4 ddp_pipeline_step group=pp: the callback of 1B3 (stage 1, backward of micro-batch 3) failed:
       loss is not finite
 
@@ -139,7 +139,7 @@ typedef enum ddp_schedule_kind {
         DDP_SCHEDULE_KIND_COUNT
 } ddp_schedule_kind;
 
-/* Kinds of actions, with their text in a CSV file after the stage's number. */
+/* Kinds of actions, with their text in a CSV file, between the stage and the micro-batch: 2F0. */
 #define DDP_ACTIONS(X)                                                    \
     X(DDP_ACTION_IDLE, "") /* an empty cell */                            \
     X(DDP_ACTION_FORWARD, "F")                                            \
@@ -170,21 +170,22 @@ typedef struct ddp_action {
     ddp_action_kind kind; /* IDLE: an empty cell */
     int stage;            /* -1: idle */
     int microbatch;       /* -1: none */
-    int overlaps; /* 1 = runs together with the next entry of the list: one is an F, the other an I, W or
-                       B */
+    int overlaps; /* 1 = runs together with the next entry of the list, which has 0: one is an F, the other an
+                       I, W or B */
 } ddp_action;
 
 /* The formats of ddp_schedule_write and ddp_schedule_draw. */
 typedef enum ddp_schedule_format {
     DDP_SCHEDULE_CSV = 0, /* a line per rank, cells such as 2F0 between commas: PyTorch's grammar */
-    DDP_SCHEDULE_TEXT,    /* a grid for a terminal: a line per rank, a column per unit of time */
+    DDP_SCHEDULE_TEXT,    /* a grid for a terminal: a line per rank. A column lasts as long as the shortest F,
+                             I, W or B, but at least a quarter of their mean */
     DDP_SCHEDULE_SVG,     /* boxes coloured by action, time axis, bubble rate; at most 2,000 px wide. Above
                              20,000 actions, or 1,920 of a rank, actions are merged: each pixel of a row has
                              the colour of one action, and each colour keeps its share of the row */
-    DDP_SCHEDULE_TRACE    /* Chrome and Perfetto JSON, in microseconds when times are seconds */
+    DDP_SCHEDULE_TRACE    /* Chrome and Perfetto JSON, in microseconds; a unit of the costs counts as 1 s */
 } ddp_schedule_format;
 
-/* Parts of ddp_schedule_lower. */
+/* Parts of ddp_schedule_lower, which can be combined: DDP_LOWER_SHARD | DDP_LOWER_REDUCE. */
 enum { DDP_LOWER_MERGE = 1, DDP_LOWER_SHARD = 2, DDP_LOWER_REDUCE = 4, DDP_LOWER_COMM = 8 };
 
 //== descs ===================================================================================== >>descs
@@ -268,13 +269,13 @@ typedef struct ddp_pipeline_call {
     const ddp_tensor *inputs;       /* F I W B: read-only; the same bytes from F to W */
     const ddp_tensor *outputs;      /* F: write all of it. Loss: what the last stage wrote. Otherwise NULL */
     const ddp_tensor *output_grads; /* I W B: gradients of the outputs, the same in I and W; data NULL: no
-                                       gradient. Loss: write all of it; NULL when evaluating */
+                                       gradient. Loss: write all of it, not scaled; NULL when evaluating */
     const ddp_tensor *input_grads;  /* I B: write all of it; data is NULL for an edge without gradient. F W:
                                        NULL */
     void *saved;                    /* saved_bytes of this micro-batch, 64-byte aligned. F fills it, I W B
                                        read it; I may store data for W there */
-    double *loss;                   /* F of the last stage, and the loss callback: set it to the micro-batch's
-                                       loss, not scaled; otherwise NULL */
+    double *loss;                   /* F of the last stage, and the loss callback: in host memory; set it to
+                                       the micro-batch's loss, not scaled. Otherwise NULL */
     /* Version of the weights that this action uses: the number of updates since create. PipeDream: those
        before the micro-batch's F in its rank's list. 2BW: actions that contribute to update u use version
        u-2, or 0. Evaluating: all updates */
@@ -291,8 +292,8 @@ typedef ddp_result (*ddp_get_sharded_grad)(int stage, int param, ddp_tensor *gra
 
 /* The place at which the sum of a stage's gradients over an update is divided by update_interval. */
 typedef enum ddp_grad_division {
-    DDP_DIVIDE_DEFAULT = 0,   /* by the runner after the last addition; not by the runner if the stage has a
-                                 reduce_grad: the reduction then divides by ranks and micro-batches
+    DDP_DIVIDE_DEFAULT = 0,   /* without reduce_grad: by the runner, after the last addition. With it: not by
+                                 the runner; reduce_grad must divide by ranks and micro-batches
                                  (ddp_reducer_desc.micro_batch_count = update_interval) */
     DDP_DIVIDE_BEFORE_REDUCE, /* by the runner, before reduce_grad, which divides only by ranks */
     DDP_DIVIDE_NONE           /* nowhere: gradients stay sums */
@@ -312,28 +313,31 @@ typedef struct ddp_pipeline_stage {
     size_t saved_bytes;                      /* per micro-batch in flight; 0 = none */
     int recompute; /* 1 = saved memory is freed after F, and F runs again before I or B (Chen et al.
                            2016). Inputs are kept */
-    /* NULL = no parameters, or the callbacks accumulate gradients themselves. Otherwise W or B writes (not
-       adds) the gradients of one micro-batch to param->grad.data. The runner adds them pairwise by index and
-       leaves the sum there. 16-bit gradients are added and divided in f32 and rounded once. A ddp_reducer or
-       ddp_fsdp reduces their f32 sums, so that any number of replicas gives the same bits; a reduce_grad that
-       changes grad.data itself must then clear param->sum.is_set. Each entry is &param or &fsdp_param.param,
-       and outlives the pipeline. Its pointers are read for each action, as
-       ddp_fsdp_unshard moves them. NULL grad.data at create: the runner allocates gradients of grad.dtype (0
-       = value's) and sets grad.data; with unshard, that hook sets it, until reduce_grad. PipeDream and 2BW:
-       hooks see the newest values; while a callback uses older ones, value.data is a copy */
+    /* W or B writes (not adds) the gradients of one micro-batch to param->grad.data. The runner adds them
+       pairwise by index and leaves the sum there. NULL = no parameters, or the callbacks accumulate and
+       divide gradients themselves.
+       Each entry is &param or &fsdp_param.param. The array and its entries outlive the pipeline. value.data
+       and grad.data are read for each action, since ddp_fsdp_unshard changes them. NULL grad.data at create:
+       the runner allocates gradients of grad.dtype (0 = value's) and sets grad.data; with unshard, that hook
+       sets it, until reduce_grad.
+       16-bit gradients are added and divided in f32 and rounded once. A ddp_reducer or ddp_fsdp reduces their
+       f32 sums, so that any number of replicas gives the same bits. A reduce_grad that itself changes the
+       values in grad.data must then set param->sum.is_set to 0; otherwise the unchanged f32 sums are reduced.
+       PipeDream and 2BW: hooks see the newest values; while a callback uses older ones, value.data is a
+       copy */
     ddp_param *const *params;
     int param_count;            /* entries of params */
     int zero_gradients;         /* 1 = gradient memory is cleared before each W or B */
-    ddp_stage_hook unshard;     /* before the stage's first action of a step, or at UNSHARD: ddp_fsdp_unshard
-                                   */
+    ddp_stage_hook unshard;     /* before the stage's first action of a step or evaluation, or at UNSHARD:
+                                   ddp_fsdp_unshard */
     ddp_stage_hook reshard;     /* after its last one, or at RESHARD: ddp_fsdp_reshard */
     ddp_stage_hook reduce_grad; /* after its last W or B of an update, or at REDUCE_GRAD; sums are in
                                    grad.data: ddp_reducer_ready, ddp_fsdp_reduce_grads */
     ddp_stage_hook wait_grad;   /* at the end of the update, for local stages in ascending order:
                                    ddp_reducer_wait */
-    /* Gradients are final: a step on the newest values. NULL = the caller steps later; required with
-       PipeDream and 2BW. There, if unshard is set, the update hook must unshard again, since more actions of
-       the step follow until reshard */
+    /* Gradients are final: a step on the newest values. NULL = the caller steps after ddp_pipeline_step;
+       required with PipeDream and 2BW. There, if unshard is set, the update hook must unshard again, since
+       more actions of the step follow until reshard */
     ddp_stage_hook update;
     ddp_grad_division grad_division;       /* DDP_DIVIDE_BEFORE_REDUCE if reduce_grad is of a ddp_fsdp with
                                               micro_batch_count 1 */
@@ -341,8 +345,10 @@ typedef struct ddp_pipeline_stage {
                                               ddp_fsdp_get_shard */
 } ddp_pipeline_stage;
 
-/* One parameter used by two stages, such as the embedding and the last projection. Shapes, gradient dtypes
-   and first values are equal. */
+/* One parameter with two uses, such as the embedding and the last projection. Each use has its own ddp_param,
+   with the same shape and gradient dtype. The caller gives both the same initial values; create does not
+   compare them. After a step both gradients are the sum. Declare no tie for uses that a ddp_reducer adds
+   itself: two of its entries with the same value.data. */
 typedef struct ddp_pipeline_tie {
     int first_stage, first_param;   /* first_param: index in that stage's params */
     int second_stage, second_param; /* a later stage, on the same rank or another one; or a later parameter of
@@ -351,8 +357,8 @@ typedef struct ddp_pipeline_tie {
 
 /* For ddp_pipeline_create. Zero means default, except for the required fields. */
 typedef struct ddp_pipeline_desc {
-    const ddp_schedule *schedule;     /* required; outlives the pipeline. With or without SEND and RECV; its
-                                         rank_count is the group's world_size */
+    const ddp_schedule *schedule;     /* required; its rank_count is the group's world_size. SEND and RECV are
+                                         ignored: F, I and B send and receive */
     const ddp_pipeline_stage *stages; /* required; one entry per stage of the schedule, on each rank */
     int stage_count;                  /* required; entries of stages: ddp_schedule_stage_count(schedule) */
     ddp_tensor boundary;              /* output of each stage for the next one: dtype and shape of one
@@ -360,12 +366,12 @@ typedef struct ddp_pipeline_desc {
     ddp_tensor output;                /* output of the last stage for the loss; read when edges is NULL; dtype
                                          0 = none */
     const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all edges, the same on every
-                                         rank; copied */
+                                         rank */
     int edge_count;                   /* entries of edges */
-    ddp_pipeline_fn loss; /* runs right after the last stage's F. NULL = that F sets *call->loss, and its
-                             backward needs no output_grads */
+    ddp_pipeline_fn loss; /* runs right after the last stage's F, on its rank; set on every rank. NULL = that
+                             F sets *call->loss, and its backward needs no output_grads */
     void *loss_user;      /* passed to loss */
-    const ddp_pipeline_tie *ties; /* the same on every rank; copied */
+    const ddp_pipeline_tie *ties; /* the same on every rank */
     int tie_count;                /* entries of ties */
     int prefetch; /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs
                      them */
@@ -375,59 +381,68 @@ typedef struct ddp_pipeline_desc {
 
 /* Measurements of a pipeline: see ddp_pipeline_get_stats. */
 typedef struct ddp_pipeline_stats {
-    uint64_t steps;               /* since create */
-    double step_seconds;          /* this and all that follows: of the last step, on this rank */
+    uint64_t steps;               /* since create, without failed ones */
+    double step_seconds;          /* this and the next three: of the last step, on this rank */
     double compute_seconds;       /* in callbacks of F, I, W, B and the loss */
     double wait_seconds;          /* waiting for the inputs of actions */
-    double update_seconds;        /* hooks, ties, division */
-    double bubble_rate;           /* measured: (longest span - most compute) / longest span, over all ranks */
-    double predicted_bubble_rate; /* ddp_schedule_simulate with the measured costs */
-    size_t bytes_sent;            /* to other ranks; those of this machine read in place */
-    size_t bytes_handed_over;     /* between stages of this rank, and to the loss: read in place */
-    size_t activation_bytes;      /* allocated: outputs, saved memory, gradients to send; from other machines
-                                     also inputs */
+    double update_seconds;        /* in hooks, and adding tied gradients */
+    double bubble_rate;           /* of the last step, over all ranks: (longest span - most compute) / longest
+                                     span */
+    double predicted_bubble_rate; /* ddp_schedule_simulate with the measured costs, without transfers */
+    size_t bytes_sent;            /* last step: to other ranks, also those that read the tensors in place */
+    size_t bytes_handed_over;     /* last step: between stages of this rank, and to the loss; read in place */
+    size_t activation_bytes;      /* allocated on this rank: outputs, saved memory, gradients to send, and
+                                     inputs that are not read in place */
     size_t accumulation_bytes, version_bytes; /* partial sums of gradients; copies of older weights */
 } ddp_pipeline_stats;
 
-/* For ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD of a layer to its end. */
+/* For ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD of a layer, and returns when the device
+   has finished it. */
 typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user);
 
 /* For ddp_pipeline_profile. */
 typedef struct ddp_profile_desc {
     int layer_count;           /* required */
-    ddp_layer_fn run;          /* required; for each layer and round: F, I, W in this order */
+    ddp_layer_fn run;          /* required; all rounds of a layer, then the next one; a round is F, I, W */
     void *user;                /* passed to run */
-    int rounds, warmup_rounds; /* 0 = 5 (their median is used) and 1; warmup_rounds -1 = none */
+    int rounds, warmup_rounds; /* 0 = 5 and 1. Warm-up rounds are not measured; -1 = none */
 } ddp_profile_desc;
 
 //== api ========================================================================================= >>api
 
 /* --- schedules ---
    Not collective: ranks that make the same calls get the same schedule. The caller frees each schedule with
-   ddp_schedule_destroy. The allocators of a desc must outlive its schedules. */
+   ddp_schedule_destroy. The allocators of a desc must outlive its schedules, and those lowered from them. A
+   parsed schedule uses malloc. Errors of calls that create, check, simulate or draw: also DDP_ERR_NO_MEMORY.
+   If a schedule cannot be created, *out is NULL. */
 
 /* Creates the lists of a kind, with F, I, W and B only; see ddp_schedule_lower. ddp_schedule_check accepts
-   the result. The desc is copied, and costs is read only during the call. Errors, and *out is NULL:
-   DDP_ERR_INVALID names the field and the nearest valid value (AUTO: also for a memory_limit that no schedule
-   fits); DDP_ERR_NO_MEMORY. */
+   the result. The desc is copied, and costs is read only during the call. Errors: DDP_ERR_INVALID names the
+   field and the nearest valid value (AUTO: also for a memory_limit that no schedule fits). */
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc);
 
-/* Parses the text of a CSV file with any number of ranks (lines), stages and micro-batches. Ignores blanks
-   around cells, empty lines at the end and a UTF-8 byte-order mark. A cell may be in double quotes, as
-   spreadsheets write it. The schedule has one update, at its end. It may be invalid: ddp_schedule_check
-   reports that. Errors: DDP_ERR_INVALID names line, cell and cause; DDP_ERR_NO_MEMORY. */
+/* Creates a schedule from the text of a CSV file: line r is the list of rank r. Its stage and micro-batch
+   counts are the largest numbers in the text, plus 1. An empty cell is IDLE. Ignores blanks around cells,
+   empty lines at the end and a UTF-8 byte-order mark. A cell may be in double quotes, as spreadsheets write
+   it. The schedule has one update, at its end, also if the CSV is that of a PipeDream schedule. It may be
+   invalid: ddp_schedule_check reports that. Errors: DDP_ERR_INVALID names line and cell, both from 1, and
+   cause. */
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv);
 
-/* Like ddp_schedule_draw with unit costs. */
+/* Like ddp_schedule_draw without costs and times. ddp_schedule_parse reads the CSV, which does not contain
+   the kind and update_interval. */
 DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out,
                                      size_t *size_bytes);
 
-/* Draws the schedule with these costs (an entry for each stage; NULL = F = I = W = 1), or as it ran: times
-   has an entry for each action, rank after rank; NULL = none. The time axis of an SVG is in s, ms or us with
-   times, otherwise in the unit of the costs. *size_bytes: in, the space at out; out, the length of the text
-   with the 0 at its end. out NULL: only sets *size_bytes. Errors: DDP_ERR_INVALID when the space is too
-   small: out is unchanged, and *size_bytes is the required length. DDP_ERR_INVALID also for a picture of a
-   schedule that cannot run to its end. */
+/* Writes the schedule as text to out, with simulated times, or with measured ones if times is not NULL.
+   costs: an entry for each stage; NULL = F = I = W = 1. times: an entry for each entry of the lists of
+   ddp_schedule_actions, also IDLE, rank after rank. CSV ignores costs and times. The time axis of an SVG is
+   in s, ms or us with times, otherwise in the unit of the costs.
+   In: *size_bytes is the capacity of out. Out: it is the length of the text with the 0 at its end. If out is
+   NULL, the call only sets *size_bytes. Errors: DDP_ERR_INVALID when the capacity is too small: *size_bytes
+   is then the required length. Errors that leave *size_bytes unchanged: DDP_ERR_INVALID for an invalid cost
+   or time and, except for CSV, for a schedule that ddp_schedule_check rejects. All errors leave out
+   unchanged. */
 DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format,
                                     const ddp_stage_cost *costs, const ddp_action_time *times, char *out,
                                     size_t *size_bytes);
@@ -436,26 +451,30 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
    ddp_pipeline_destroy of each pipeline that uses it. NULL is ignored. */
 DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule);
 
-/* Creates the lists that a runner without lookahead needs. parts: DDP_LOWER_... or 0 = all, in this order.
-   MERGE: I and W of one micro-batch next to each other become B; empty cells are removed. SHARD: UNSHARD
-   before a stage's first action and RESHARD after its last. REDUCE: REDUCE_GRAD after a stage's last W or B.
-   COMM: SEND after the action that makes a tensor; RECV in the order of the peer's sends, so that each SEND
-   can meet its RECV without buffering. Errors: DDP_ERR_INVALID for a part that the schedule already has, or a
-   schedule that ddp_schedule_check rejects. */
+/* Creates a schedule with more actions: see CONCEPTS, Lowering. It keeps the kind and update_interval. parts:
+   DDP_LOWER_ flags; 0 = all, in this order:
+   MERGE    I and W of one micro-batch next to each other become B; IDLE entries are removed
+   SHARD    UNSHARD before a stage's first action, RESHARD after its last
+   REDUCE   REDUCE_GRAD after a stage's last W or B of each update, before RESHARD
+   COMM     SEND after the action that makes a tensor; RECV in the order of the peer's sends. Each SEND
+            may wait for its RECV without a deadlock
+   Errors: DDP_ERR_INVALID for a schedule that ddp_schedule_check rejects; for SHARD, REDUCE or COMM if the
+   schedule already has those actions; for MERGE if it has SEND and RECV. */
 DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *schedule, unsigned parts);
 
 /* Proves the following. Every micro-batch passes every stage once in each direction; each stage is on one
-   rank. I and B follow F, W follows I, and each waits only for tensors that will arrive. SENDs and RECVs, if
-   present, are complete and match in order. No cycle of waits exists when one message fits between two ranks.
-   UNSHARD, RESHARD and REDUCE_GRAD, if present, are at valid positions. Errors: DDP_ERR_INVALID names rank,
-   position (from 0), action and cause. */
+   rank. I and B follow F, W follows I, and each waits only for tensors that will arrive. An overlapping pair
+   is an F and an I, W or B. SENDs and RECVs, if present, are complete and match in order. No cycle of waits
+   exists; with SEND and RECV, when one message fits from each rank to each other rank. UNSHARD and RESHARD,
+   if present, enclose a stage's actions; REDUCE_GRAD, if present, follows the last W or B of each update.
+   Errors: DDP_ERR_INVALID names rank, position in ddp_schedule_actions, action and cause. */
 DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule);
 
 /* Simulates the schedule: every action starts as soon as it can, in its rank's order. costs: an entry for
    each stage; NULL = F = I = W = 1. SEND and RECV take no time. A stage's tensor reaches another rank
    cost->transfer after its F, I or B, with the cost of the stage that sends. In: report->ranks, so initialize
    *report. Takes linear time in the number of actions. Errors leave *report unchanged: DDP_ERR_INVALID for a
-   schedule that cannot run to its end, or a cost that is negative or not finite; DDP_ERR_NO_MEMORY. */
+   schedule that ddp_schedule_check rejects, or a cost that is negative or not finite. */
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs,
                                         ddp_schedule_report *report);
 
@@ -464,18 +483,18 @@ DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule);      /* 0 for
 DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule); /* 0 for NULL */
 /* Micro-batches per update; microbatch_count if there is one update; 0 for NULL. */
 DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule);
-/* The kind that the schedule was created with; DDP_SCHEDULE_KIND_COUNT for a parsed schedule and for NULL. */
+/* The kind of ddp_schedule_desc; DDP_SCHEDULE_KIND_COUNT for a parsed schedule and for NULL. */
 DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule);
-DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage); /* -1: on no rank */
+DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage); /* -1: NULL, or on no rank */
 
-/* The list of a rank, owned by the schedule. *count (may be NULL) is its length. NULL, with ddp_last_error
-   set, for an invalid rank. */
+/* The list of a rank, also its IDLE entries, owned by the schedule. *count (may be NULL) is its length. For
+   an invalid rank, NULL with ddp_last_error set, and *count 0. */
 DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int rank, int *count);
 
-/* Such as "1F1B"; static text. */
+/* Such as "1F1B"; static text. "unknown ddp_schedule_kind" for a value that is not a kind. */
 DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind);
 
-/* Finds a kind by name, in upper or lower case, with '_' or '-'. Errors: DDP_ERR_INVALID lists the names. */
+/* Finds a kind by name, ignoring case; '_' and '-' are the same. Errors: DDP_ERR_INVALID lists the names. */
 DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind);
 
 /* --- balancing --- */
@@ -489,16 +508,19 @@ DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, in
                                          int *first_layer);
 
 /* Measures each layer by running it, and sets forward, input_grad and weight_grad of cost[0] to
-   cost[layer_count - 1], in seconds; other fields are unchanged. Not collective. Errors: the result of run;
-   DDP_ERR_INVALID names the field. */
+   cost[layer_count - 1] to the medians, in seconds; other fields are unchanged. ddp_pipeline_partition takes
+   the sum of the three; the cost of a stage is the sum over its layers. Not collective, and ranks measure
+   different costs: broadcast those of one rank before ranks create stages or schedules from them. Errors: the
+   result of run; DDP_ERR_INVALID names the field; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost);
 
 /* --- runner ---
 
-   With data parallelism, ranks are a mesh of shape {pipeline ranks, replicas}, names {"pp", "dp"}. The
-   callbacks of replica r work on micro-batches r m to r m + m - 1 of the step. With m a power of two, weights
-   end with the bits of one process. Replicas have schedules with the same update_interval. The reducer or
-   fsdp of a stage is created on "dp":
+   With data parallelism, ranks are a mesh of shape {pipeline ranks, replicas}, names {"pp", "dp"}. Replica r
+   works on micro-batches r m to r m + m - 1 of the step: its callbacks add r m to call->microbatch. With m a
+   power of two, weights end with the bits of one process that runs all micro-batches. Replicas have schedules
+   with the same update_interval. After a failed step, call ddp_group_abort on "dp": other replicas may be
+   waiting in a hook. The reducer or fsdp of a stage is created on "dp", before the pipeline:
 
        ddp_result reduce(int stage, void *user) {       // a ddp_reducer for each stage; micro_batch_count = m
            for (int i = model->param_count[stage] - 1; i >= 0; i--)
@@ -523,52 +545,64 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
    that hold the two uses must have the same part. ddp_fsdp_get_shard returns it. With ddp_fsdp, let wait_grad
    call ddp_fsdp_clip_grad_norm(fsdp, FLT_MAX, NULL), which divides the sums: the parts are then averages. */
 
-/* Checks the schedule, allocates all memory that steps need, and connects the ranks: rank r of the group runs
+/* Checks the schedule, allocates the buffers of all steps, and connects the ranks: rank r of the group runs
    list r. On a device with streams, all messages of a rank run on the communication stream, one after the
-   other, in the order of ddp_schedule_lower. Collective, blocks. Ownership: while the pipeline lives, only it
-   may issue calls on the group. Errors, on every rank, and *out is NULL: DDP_ERR_INVALID names stage or edge
-   (a missing callback, a shape, an edge to an earlier stage, no edge with a gradient from a stage to the
-   next, a loss without an edge); the errors of ddp_schedule_check; DDP_ERR_MISMATCH when schedules, edges or
-   ties differ, or the two uses of a tied parameter do; DDP_ERR_NO_MEMORY. */
+   other, in the order of ddp_schedule_lower. Collective, blocks.
+   Ownership: the desc, stages, edges and ties are copied. The schedule, and the name and params of each
+   stage, must outlive the pipeline. While it lives, no other call may communicate on the group; a second
+   pipeline needs its own group.
+   Errors, on every rank, and *out is NULL: DDP_ERR_INVALID names the stage or edge, for a missing callback;
+   an invalid shape; an edge to an earlier stage; no edge with a gradient from a stage to the next; a loss
+   without an edge, or an edge to the loss without one. Also the errors of ddp_schedule_check;
+   DDP_ERR_MISMATCH when schedules, edges or ties differ, or the two uses of a tied parameter do;
+   DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
 /* Runs the schedule once: all micro-batches, forward and backward, with their updates. Afterwards the
-   gradients of the last update are final in grad.data, with the bits of one process that adds the
-   micro-batches pairwise. On a device with streams they are final for later work of the compute stream. After
-   the first step it allocates nothing. Collective, blocks. Errors, on every rank: the result of the callback
-   that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT. The error names stage, action and micro-batch. */
+   gradients of the last update are final in grad.data, unless unshard sets it. They have the bits of one
+   process that adds the micro-batches pairwise. On a device with streams they are final for later work of the
+   compute stream. Only the first step may allocate, in the groups that it uses. Collective, blocks.
+   Errors, on every rank: the result of the callback that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT. The
+   error names stage, action and micro-batch. After an error the group is poisoned, gradients are undefined,
+   and some stages may have been updated: destroy the pipeline. */
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline);
 
-/* Runs only the forward actions, in the schedule's order, with the newest weights. Times and stats of the
-   last step are kept. Collective, blocks. Errors: as ddp_pipeline_step. */
+/* Runs only the forward actions and the loss, in the schedule's order, with the newest weights. The only
+   hooks that run are unshard and reshard. Gradients, times and stats of the last step are kept, but its
+   losses are replaced. Collective, blocks. Errors: as ddp_pipeline_step. */
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
 
-/* Losses of the last step or evaluation, on every rank. *mean is the pairwise sum over micro-batches divided
-   once; each (may be NULL) has microbatch_count entries. Not collective. Errors: DDP_ERR_INVALID before the
-   first step or evaluation. */
+/* Losses of the last step or evaluation of this replica, on every rank. *mean is the pairwise sum over
+   micro-batches divided once by their number; each (may be NULL) has microbatch_count entries. Not
+   collective. Errors: DDP_ERR_INVALID unless the last step or evaluation succeeded. */
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each);
 
-/* Durations of the last step's actions. costs: one entry per stage, in seconds, means over micro-batches, for
-   AUTO and the simulator; transfer is the shortest that was measured, and 0 between machines. times: one
-   entry for each action of the schedule that the pipeline was created with, rank after rank, in seconds since
-   the step's start (on several machines, since each rank's own start), for ddp_schedule_draw. Either may be
-   NULL. Collective; every rank gets all.
-   Errors: DDP_ERR_INVALID before the first step. */
+/* Durations of the last step's actions, on every rank. Either output may be NULL, also on only some ranks.
+   costs: one entry per stage, in seconds, means over micro-batches, for AUTO and the simulator. forward
+   includes the loss; half of a B counts as I, half as W. transfer is the shortest time from the end of the
+   stage's F to the next stage's F; on several machines it is 0, since clocks differ. Other fields are set to
+   0.
+   times: as ddp_schedule_draw expects them, for the schedule that the pipeline was created with. In seconds
+   since the step's start; on several machines, since each rank's own start.
+   Collective, blocks. Errors: DDP_ERR_INVALID unless the last step succeeded. */
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs,
                                          ddp_action_time *times);
 
-/* Stores the measurements of the pipeline in *stats. Not collective. */
+/* Stores the measurements of the pipeline in *stats; before the first step, times and rates are 0. Not
+   collective. Errors: DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats);
 
 /* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm. *norm (may
-   be NULL) is the norm before scaling. Call it after ddp_pipeline_step, for full (unsharded) gradients of the
-   stages' params. A tied parameter counts once, as the sum. Squares add per row in a fixed order and rows add
-   exactly, so the cut into stages cannot change the result. A norm that is not finite scales nothing.
-   Collective, blocks. Errors: DDP_ERR_INVALID when no stage has params, when unshard sets a stage's
-   gradients, or before the first step. */
+   be NULL) is the norm before scaling. Call it after ddp_pipeline_step and before the optimizer steps: an
+   update hook has already used the gradients. Gradients outside the stages' params are left out. A tied
+   parameter counts once, as the sum. Squares add per row in a fixed order and rows add exactly, so the cut
+   into stages cannot change the result. A norm that is not finite scales nothing. Collective, with the same
+   max_norm on every rank; blocks. Errors: DDP_ERR_INVALID when max_norm is not positive, when no stage has
+   params, when a stage with unshard had a NULL grad.data at create, or unless the last step succeeded. */
 DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm);
 
-/* Frees everything, including gradient memory that the runner allocated. Collective. NULL is ignored. */
+/* Frees everything, including gradient memory that the runner allocated; grad.data is then NULL. The reducer
+   or fsdp of a stage may be destroyed before or after. Collective, blocks. NULL is ignored. */
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 
 #ifdef __cplusplus
