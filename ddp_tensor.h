@@ -99,7 +99,7 @@ typedef struct ddp_gemm {
     int64_t lda, ldb, ldc; /* elements from row to row */
     const void *a, *b;     /* row-major: a is (m, k), or (k, m) with trans_a; b is (k, n), or (n, k) with
                               trans_b */
-    void *c;               /* row-major (m, n) */
+    void *c;               /* row-major (m, n); overlaps neither a nor b */
     ddp_dtype dtype;       /* DDP_F32 or DDP_F64 */
     int trans_a, trans_b;  /* 1 = op transposes */
     int accumulate;        /* 1 = adds to c; 0 = overwrites c */
@@ -274,7 +274,8 @@ typedef struct ddp_tensor_layout {
     int ndim;                              /* of the global tensor; 0 is one element */
     int64_t shape[DDP_MAX_NDIM];           /* global */
     int axis_count;                        /* 0 = only this rank has the tensor */
-    ddp_group *axes[DDP_MAX_NDIM];         /* the mesh's groups, outermost first; the same on every rank */
+    ddp_group *axes[DDP_MAX_NDIM];         /* this rank's group along each axis, outermost first; each group
+                                              once; the same axes on every rank */
     ddp_placement placement[DDP_MAX_NDIM]; /* along each axis; 0 = replicate */
 } ddp_tensor_layout;
 
@@ -286,21 +287,21 @@ typedef struct ddp_tp_desc {
                               the ranks */
     int chunk_count;       /* 0 = 1, no overlap. Otherwise rows are sent in this many pieces, at most 64,
                               while others are multiplied. The bits are the same if those of gemm do not
-                              depend on the number of rows. Not over the tcp backend */
-    int accumulate_grads;  /* 1 = backward adds to gradients of weights; 0 = it overwrites them */
-    ddp_gemm_fn gemm;      /* see ddp_gemm; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for
-                              one core; on a device with its own memory, the device's product (for GPUs see
-                              ddp_cuda_gemm) */
+                              depend on the number of rows. Over tcp, 2 or more is DDP_ERR_UNSUPPORTED */
+    int accumulate_grads;  /* 1 = backward adds to gradients of weights and biases; 0 = it overwrites them */
+    ddp_gemm_fn gemm;      /* called on the thread that calls the layer; see ddp_gemm. NULL = CBLAS with
+                              DDP_USE_CBLAS, otherwise ddp_gemm_builtin, on one core; on a device with its
+                              own memory, the device's product (for GPUs see ddp_cuda_gemm) */
     void *gemm_user;       /* passed to gemm */
 } ddp_tp_desc;
 
-/* Counts of a context since its creation or since ddp_tp_reset_stats. */
+/* Measurements of a context since its creation or since ddp_tp_reset_stats. */
 typedef struct ddp_tp_stats {
-    uint64_t collectives;   /* issued by layers */
-    uint64_t elements_sent; /* by this rank, as by a ring */
-    double comm_seconds;    /* this thread's time in collectives, not hidden by compute. Almost 0 on a device
+    uint64_t collectives;   /* of forward, backward and ddp_tp_cross_entropy; each chunk is one */
+    uint64_t elements_sent; /* by this rank, as by a ring; not bytes */
+    double comm_seconds;    /* time of these calls in collectives, not hidden by compute. Almost 0 on a device
                                with streams */
-    size_t workspace_bytes; /* of the shared workspace */
+    size_t workspace_bytes; /* of the shared workspace now; not reset */
 } ddp_tp_stats;
 
 /* The sharded dimension of a linear layer's weight: see CONCEPTS. */
@@ -311,16 +312,17 @@ typedef struct ddp_tp_linear_desc {
     ddp_tp_split split;                /* COLUMN shards out_features, ROW in_features, by the rule of SHARD */
     int64_t in_features, out_features; /* required; global. With heads, out_features 0 = (heads + 2 kv_heads)
                                           head_size */
-    int no_bias;       /* ROW: every rank has the full bias, which is added once after the sum */
-    int gather_output; /* COLUMN: every rank gets the full y. Not with sequence_parallel */
-    int scatter_input; /* ROW: every rank passes the full x, and uses its own columns. Not with
+    int no_bias;       /* 1 = no bias. Otherwise COLUMN shards the bias like out_features. ROW: every rank
+                          has the full bias, which is added once, after the sum */
+    int gather_output; /* 1 = every rank gets the full y. Only COLUMN without sequence_parallel */
+    int scatter_input; /* 1 = every rank passes the full x, and uses its own columns. Only ROW without
                           sequence_parallel */
-    /* COLUMN: fused query, key, value; 0 = none. W's rows are the heads of all queries, then of all keys,
-       then of all values. Each is sharded by heads, so y's columns are this rank's [queries | keys | values].
-       A multiple of the ranks */
+    /* Only COLUMN: fused query, key, value; 0 = not fused. The heads of queries, a multiple of the ranks. W's
+       rows are the heads of all queries, then of all keys, then of all values. Each is sharded by heads, so
+       y's columns are this rank's [queries | keys | values]. With gather_output they are as W's rows. */
     int heads;
-    int kv_heads;      /* 0 = heads; fewer: grouped-query attention. A multiple of the ranks */
-    int64_t head_size; /* with heads: 0 = in_features / heads */
+    int kv_heads;      /* 0 = heads; fewer: grouped-query attention. A multiple of the ranks; divides heads */
+    int64_t head_size; /* with heads: 0 = in_features / heads, which must be exact */
 } ddp_tp_linear_desc;
 
 /* For ddp_tp_mlp_create. */
@@ -352,7 +354,7 @@ typedef struct ddp_tp_loss_desc {
 /* For ddp_tp_layer_norm_create. */
 typedef struct ddp_tp_layer_norm_desc {
     int64_t channels; /* required */
-    double eps;       /* 0 = 1e-5 */
+    double eps;       /* added to the variance; 0 = 1e-5 */
     int rms;          /* 1 = RMS norm: no mean, no bias (Zhang and Sennrich 2019) */
 } ddp_tp_layer_norm_desc;
 
@@ -360,41 +362,45 @@ typedef struct ddp_tp_layer_norm_desc {
    element (first_row + i, first_column + j) of an activation with `columns` columns. */
 typedef struct ddp_tp_dropout_desc {
     double rate;  /* probability of zero, 0 to below 1 */
-    uint64_t key; /* of this step and this layer: the same on all ranks that share the activation */
-    int64_t first_row, first_column, columns; /* columns 0 = the buffer's */
+    uint64_t key; /* another one for each step and layer; the same on all ranks that share the activation */
+    int64_t first_row, first_column; /* required where rows or columns are sharded */
+    int64_t columns;                 /* of the activation; 0 = the buffer has all of them */
 } ddp_tp_dropout_desc;
 
 //== api ========================================================================================= >>api
 
 /* --- tensors ---
-   Row-major and contiguous, in memory of the group's device; group NULL = the CPU, with malloc. A view owns
-   nothing, and is never passed to ddp_tensor_free. It is valid as long as the tensor that it refers to. Not
-   collective, and blocking, unless stated otherwise. On a device with streams a call may return earlier: its
-   work on device memory is enqueued on the compute stream. Errors: DDP_ERR_INVALID names shapes;
-   DDP_ERR_NO_MEMORY. The fields of out are set only on success. */
+   Row-major and contiguous, in memory of the group's device; group NULL = the CPU, with malloc. The caller
+   frees allocated memory once, by ddp_tensor_free with the same group. A view refers to the memory of another
+   tensor, and is invalid once that is freed. Not collective, and blocking, unless stated otherwise. On a
+   device with streams a call may return earlier: its work on device memory is enqueued on the compute stream.
+   Errors: DDP_ERR_INVALID names shapes; DDP_ERR_NO_MEMORY. The fields of out are then unchanged, and nothing
+   stays allocated. */
 
 /* Allocates zeroed memory for shape[0] * ... * shape[ndim - 1] elements on the group's device. Entries may be
-   0; data is not NULL then, either. Ownership: free it with ddp_tensor_free and the same group. The old
-   fields of out are not read, so memory of an earlier tensor is not freed. Errors: DDP_ERR_INVALID when the
-   number of bytes overflows. */
+   0; data is not NULL then, either. The old fields of out are not read, so memory of an earlier tensor is not
+   freed. Errors: DDP_ERR_INVALID when the number of bytes overflows. */
 DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
                                     const int64_t *shape);
-/* Frees memory that ddp_tensor_create or another call has allocated with this group, and empties the tensor.
-   NULL and empty tensors are ignored. */
+/* Frees memory that ddp_tensor_create or another call has allocated with this group, and sets all fields to
+   0. Enqueued work on the memory is done first. Call it before ddp_group_destroy. tensor NULL, or data NULL:
+   frees nothing. */
 DDPDEF void ddp_tensor_free(ddp_group *group, ddp_tensor *tensor);
 
-/* Returns a view of the same elements with another shape; one entry may be -1 = inferred from the rest. out
-   may be in. */
+/* Returns a view of the same elements with another shape; one entry may be -1 = inferred from the rest. The
+   old fields of out are not read. out may be in: the tensor then keeps its memory, and is freed as before. */
 DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t *shape, ddp_tensor *out);
-/* Returns a view of entries [begin, end) of a dimension; begin may equal end. All dimensions before it must
-   be 1; otherwise the entries are not contiguous: see ddp_tensor_copy_box. out may be in. */
+/* Returns a view of entries [begin, end) of dimension dim; begin may equal end. Every dimension before dim
+   must have length 1; otherwise the entries are not contiguous: see ddp_tensor_copy_box. out may be in, but
+   data then moves: keep another copy of the struct to free the memory. */
 DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end,
                                    ddp_tensor *out);
 
 /* --- elements of tensors ---
    A call with `out` writes to the memory of out, which must have the right shape. If out->data is NULL, it
-   allocates out like ddp_tensor_create. out->dtype 0 = in's. Not collective, and blocking as the calls for
-   tensors. in and out do not overlap, unless stated otherwise. Errors: as for tensors. */
+   allocates out like ddp_tensor_create and sets its shape. So initialize out to zero, or to a tensor.
+   out->dtype 0 = in's; another dtype is an error, except in ddp_tensor_copy. An input without elements may
+   have data NULL. in and out do not overlap, unless stated otherwise. Everything else is as for tensors. */
 
 /* Copies between equal shapes, and converts dtypes: any float to any float, rounding to nearest even;
    integers only to the same dtype. In place: out->data == in->data, for dtypes of the same size. */
@@ -405,10 +411,11 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
    tensor. */
 DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset,
                                       ddp_tensor *out, const int64_t *out_offset, const int64_t *extent);
-/* Dimension i of out is dimension order[i] of in. */
+/* Permutes dimensions: dimension i of out is dimension order[i] of in. order has in->ndim entries. */
 DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order,
                                        ddp_tensor *out);
-/* Sets every element to value. Errors: DDP_ERR_INVALID when an integer dtype cannot represent it exactly. */
+/* Sets every element of an allocated tensor to value, rounded to a float dtype. Errors: DDP_ERR_INVALID when
+   an integer dtype cannot represent value exactly. */
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value);
 
 /* Writes a summary of a few lines: rank, dtype, shape, placement, and the corner of at most 4 x 8 values of
@@ -420,10 +427,13 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
                                    char *text, size_t *size_bytes);
 
 /* --- placements ---
-   A call with `out` writes to it as the calls for elements of tensors do. Not collective, unless stated
-   otherwise. Errors: DDP_ERR_INVALID names shapes or placements; DDP_ERR_NO_MEMORY. */
+   A call with `out` writes to it as the calls for elements of tensors do. Only ddp_tensor_shard accepts group
+   NULL: one rank. A sum of PARTIAL is in the group's order. Not collective, unless stated otherwise; blocking
+   as the calls for tensors. Errors: DDP_ERR_INVALID names shapes or placements, and leaves box and plan
+   unchanged; DDP_ERR_NO_MEMORY. */
 
-/* Such as "REPLICATE" or "SHARD(1)"; text of this thread, overwritten by its fourth next call. */
+/* Returns a text such as "REPLICATE" or "SHARD(1)". A thread keeps its last four texts; other calls of this
+   section may replace them. */
 DDPDEF const char *ddp_placement_name(ddp_placement placement);
 /* Returns the box of a rank's part of a tensor with this global shape. PARTIAL and REPLICATE: all of it. A
    rank without entries has shape 0 along the sharded dimension; its offset there is the dimension's global
@@ -431,34 +441,37 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement);
 DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
                                           int rank, int world_size, ddp_tensor_box *box);
 
-/* Extracts this rank's part of a tensor that every rank has in full. PARTIAL: rank 0 keeps the values, the
-   other ranks get zeros. whole and out do not overlap. */
+/* Extracts this rank's part of a tensor that every rank has in full. Sends nothing. PARTIAL: rank 0 gets the
+   values, the other ranks get zeros. whole and out do not overlap. */
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to,
                                    ddp_tensor *out);
-/* Distributes a tensor from root, with its shape and dtype; only root reads whole. PARTIAL: root keeps the
-   values. Collective, blocks. Errors on one rank before data is sent, also out of memory, are returned on all
-   ranks. DDP_ERR_MISMATCH when roots, placements or global shapes differ. An invalid root is an error only on
-   the rank that passed it. */
+/* Distributes root's tensor: each rank gets its part, as ddp_tensor_shard describes, with root in place of
+   rank 0. Shape and dtype are those of root's whole; other ranks may pass whole NULL. Collective. In place on
+   root, except for SHARD: out->data == whole->data. Errors on every rank, before data is sent: those of one
+   rank; DDP_ERR_MISMATCH when roots or placements differ. An invalid root is an error only on this rank: the
+   other ranks wait (ddp.h, One rank). */
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to,
                                         ddp_tensor *out);
 
-/* The inverse of ddp_tensor_distribute: the full tensor on root. out is allocated or written only there.
-   global_shape has in->ndim entries. Collective, blocks. Errors: as ddp_tensor_distribute. */
+/* Gathers the full tensor on root, the inverse of ddp_tensor_distribute. PARTIAL: the sum. REPLICATE: a copy
+   of root's in. out is allocated or written only on root; other ranks may pass NULL. global_shape has
+   in->ndim entries. Collective, with the same dtype and global_shape on every rank. In place on root, except
+   for SHARD: out->data == in->data. Errors: as ddp_tensor_distribute; DDP_ERR_MISMATCH also for dtypes and
+   global shapes. */
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                     const int64_t *global_shape, int root, ddp_tensor *out);
 
 /* Converts a tensor from one placement to another. in and out are this rank's parts. The shape of out is
    required, also where out is allocated. The global shape is that of in, except for the dimension that `from`
-   shards: out has all of that dimension. If from equals to, in and out have the same shape. out's dtype is
-   in's. Sums are in the group's order.
+   shards: out has all of that dimension. If from equals to, in and out have the same shape.
        REPLICATE -> SHARD    copy of the box      SHARD(a) -> SHARD(b)   all-to-all
        REPLICATE -> PARTIAL  rank 0 copies, the others write zeros
        SHARD -> REPLICATE    all-gather           SHARD -> PARTIAL       copy into zeros
        PARTIAL -> REPLICATE  all-reduce           PARTIAL -> SHARD       reduce-scatter (zero-padded)
        the same placement    copy
-   Collective, with the same placements and global shape on every rank; blocks as the calls for tensors. In
-   place: in->data may equal out->data for the same placement, in a group of one rank, and for PARTIAL ->
-   REPLICATE. Otherwise the call does not write the memory of in.
+   Collective, with the same placements and global shape on every rank. In place: in->data may equal out->data
+   for the same placement, in a group of one rank, and for PARTIAL -> REPLICATE. Otherwise the call does not
+   write the memory of in.
    Errors: DDP_ERR_INVALID prints both sides; DDP_ERR_NO_MEMORY. A conversion by a collective returns an error
    of one rank on every rank, and DDP_ERR_MISMATCH when placements, dtypes or global shapes differ. The group
    stays usable. The other conversions send nothing: each rank returns only its own errors. */
@@ -470,17 +483,20 @@ DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tenso
                                                ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan);
 
-/* The box of this rank under a layout. */
+/* Returns the box of this rank under a layout. Each axis cuts the box that the axes before it have left. A
+   rank without entries has its offset at the end of that box. */
 DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box);
 /* Converts a tensor from one layout to another with the same global shape and axes, axis by axis. If inner
    axes shard the dimension that an outer axis changes, the tensor is gathered along the inner axes first.
-   PARTIAL along several axes is summed one axis after the other, innermost first. in is this rank's part; out
-   is written, or allocated by axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps;
-   workspace_bytes is the maximum, with tensors between steps; collective names the step that sends most. out
-   NULL: only the plan; in's data is not read. Collective over all axes, blocks. Errors: as
-   ddp_tensor_redistribute, along each axis. For an invalid layout, or two that do not match, the axes are
-   unknown: DDP_ERR_INVALID is returned only on this rank. Then call ddp_group_abort on the axes: the other
-   ranks are still waiting. */
+   PARTIAL along several axes is summed one axis after the other, innermost first. in is this rank's part.
+   *plan (may be NULL): sent_bytes is the sum over the steps; workspace_bytes is the maximum over the steps,
+   with the tensors between them; collective names the step that sends most.
+   Collective over all axes. out NULL: only sets *plan; then in->data is not read, and nothing is sent or
+   awaited. Ownership: out is allocated with axes[0], or with group NULL if axis_count is 0.
+   Errors: as ddp_tensor_redistribute, along each axis. After an error of its own or of a peer, a rank still
+   takes part in the remaining steps, so no rank waits for it. Only after DDP_ERR_INVALID for a layout, or for
+   two that do not match, it takes part in no step. Then call ddp_group_abort on the groups of every axis: the
+   other ranks are still waiting. */
 DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from,
                                                const ddp_tensor_layout *to, ddp_tensor *out,
                                                ddp_tensor_plan *plan);
@@ -488,44 +504,51 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
 /* --- layers ---
    M rows, t ranks, K and N features. N/t and K/t are this rank's share by the rule of SHARD, also where t
    does not divide N or K. In sequence parallelism, activations outside the column-row pairs have M/t rows,
-   SHARD(0). Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may own them. A
-   gradient of inputs (dx) may be NULL, on all ranks or none: it is then not computed.
-   Collective over the tensor group, with the same number of rows on every rank. Calls block on a CPU group;
-   on a device with streams they return once their work is enqueued. Buffers belong to the caller. They are
-   contiguous, of the context's dtype, in memory of the group's device. An output overlaps no other buffer,
-   unless stated otherwise. Buffers are in use until the call returns; on a device with streams, until the
-   enqueued work is done. Tokens and targets are host memory, read before the call returns.
-   A context must outlive its layers. Creating a layer is collective, blocks, and copies desc. Destroying a
-   layer is not collective.
-   Errors: DDP_ERR_INVALID before data is sent, also for more than max_rows rows. Ranks with the same
-   arguments return the same error. */
+   SHARD(0). An activation that every rank has in full is the same on every rank, and so is its gradient.
+   Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may own them. Gradients
+   of weights and biases are complete: they are not to be summed over the group. A gradient of inputs (dx) may
+   be NULL, on all ranks or none: it is then not computed.
+   Collective over the context's group, unless stated otherwise: creating a context or a layer, destroying a
+   context, forward, backward and ddp_tp_cross_entropy. rows is the same on every rank, and may be 0.
+   Calls block on a CPU group; on a device with streams they return once their work is enqueued. Buffers
+   belong to the caller. They are contiguous, of the context's dtype, in memory of the group's device. A
+   buffer without elements may be NULL. An output overlaps no other buffer, unless stated otherwise. Buffers
+   are in use until the call returns; on a device with streams, until the enqueued work is done. Tokens and
+   targets are host memory, read before the call returns.
+   Creating a context or a layer blocks, copies desc, and may grow the shared workspace (group memory), after
+   waiting for work that layers have enqueued. Errors, on every rank: DDP_ERR_INVALID and DDP_ERR_MISMATCH
+   name the field; DDP_ERR_NO_MEMORY. Other calls allocate nothing. A context must outlive its layers.
+   Errors of other calls: DDP_ERR_INVALID before data is sent, also for more than max_rows rows. Each rank
+   checks only its own arguments; with the same ones on all ranks, all return the same error. A later failure,
+   also one of gemm, poisons the group. */
 
-/* Creates a context. Collective, blocks. Creating it or a layer may grow the shared workspace (group memory),
-   and must not happen during a call of a layer. It first waits for work that layers have enqueued. Other
-   calls allocate nothing. */
+/* Creates a context. desc is the same on every rank, but gemm and gemm_user are not compared. */
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc);
-DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is ignored */
-/* Stores the counts in *stats. Not collective. */
-DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats);
-DDPDEF void ddp_tp_reset_stats(ddp_tp *tp); /* sets the counts to 0; not collective */
+/* Frees the context, after its layers, and the workspace. Blocks. NULL on all ranks is ignored. If the group
+   has failed, the call waits for no rank. */
+DDPDEF void ddp_tp_destroy(ddp_tp *tp);
+DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats); /* sets *stats */
+/* Sets the measurements to 0, except for workspace_bytes. NULL is ignored. */
+DDPDEF void ddp_tp_reset_stats(ddp_tp *tp);
 
-/* The product that layers use in host memory when desc.gemm is NULL; can also be called without a group. user
-   is not read. Each element of c is one chain of additions in the order of k, so its bits do not depend on
-   the other elements. */
+/* Computes a product in host memory on the calling thread, without CBLAS, also if DDP_USE_CBLAS is defined.
+   Needs no group; user is not read. Each element of c is one chain of additions in the order of k, which
+   starts with the old element if accumulate is set. So its bits do not depend on the other elements. */
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user);
 
-/* Creates a linear layer: column-parallel or row-parallel. Errors, on every rank: DDP_ERR_INVALID and
-   DDP_ERR_MISMATCH name the field; DDP_ERR_NO_MEMORY. */
+/* Creates a linear layer: column-parallel or row-parallel. */
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc);
 DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* NULL is ignored */
-/* The box of this rank's weight in the global weight (out_features, in_features). Fused query, key, value has
-   three parts, 0 to 2, one below the other in the rank's weight; otherwise part is 0. */
+/* Returns the box of a part of this rank's weight in the global weight (out_features, in_features). Fused
+   query, key, value has parts 0 to 2; the column linear of a gated MLP has 0 and 1, gate and up projection;
+   others have only part 0. The rank's weight holds its parts one below the other, part 0 first. */
 DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
-/* The box of this rank's bias in the global bias (out_features). part: as for the weight. */
+/* Returns the box of a part of this rank's bias in the global bias (out_features). part: as for the weight.
+   Errors: DDP_ERR_INVALID also with no_bias. */
 DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
-/* Columns of this rank's weight; 0 for NULL. */
+/* Returns the columns of this rank's weight; 0 for NULL. */
 DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear);
-/* Rows of this rank's weight, of all its parts; 0 for NULL. */
+/* Returns the rows of this rank's weight, of all its parts; 0 for NULL. */
 DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear);
 
 /* Computes y = x W' + b.
@@ -536,47 +559,48 @@ DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weigh
                                         const void *x, int64_t rows, void *y);
 /* Computes the gradients of x, weight and bias. dy has the shape of y, dx of x, weight_grad and bias_grad of
    weight and bias. In sequence parallelism, a column linear gathers x again, in chunks during the product for
-   dx. weight_grad and bias_grad may both be NULL, on all ranks that have features or on none: not
-   computed. */
+   dx. weight_grad NULL = neither weight_grad nor bias_grad, on all ranks that have features or on none.
+   bias_grad is NULL exactly then, and with no_bias. */
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
                                          const void *dy, int64_t rows, void *dx, void *weight_grad,
                                          void *bias_grad);
 
 /* Creates an MLP: a column linear (hidden, channels), the activation, and a row linear (channels, hidden).
-   SILU_GATED: the column linear has hidden rows for the gate, then hidden rows for the up projection; each
-   part is sharded. Errors: as ddp_tp_linear_create. */
+   SILU_GATED: the column linear is (2 hidden, channels), with hidden rows for the gate, then hidden rows for
+   the up projection. Each is sharded: see ddp_tp_linear_weight_box. */
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc);
-DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp); /* NULL is ignored */
-/* The elements of saved, which forward writes and backward reads; rows is M. */
+DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp); /* with its linears; NULL is ignored */
+/* Returns the number of elements of this rank's saved, which forward writes and backward reads; rows is M. 0
+   for NULL. */
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows);
-/* The column linear (0) or the row linear (1), for their boxes; owned by the mlp. */
+/* Returns the column linear (which = 0) or the row linear (1), for their boxes; otherwise NULL. Owned by the
+   mlp: never destroy it. */
 DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which);
 /* Computes y. x and y are (M, channels), or (M/t, channels) in sequence parallelism; rows is M. weights:
    weight and bias of the column linear, then of the row linear; biases are NULL with no_bias. saved:
-   ddp_tp_mlp_saved_count elements. */
+   ddp_tp_mlp_saved_count elements, required also if no backward follows. */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                      int64_t rows, void *saved, void *y);
-/* Computes the gradients of x and weights. x, weights and saved are those of the forward. dy has the shape of
-   y, dx of x. grads: the gradients of weights; NULL: not computed. */
+/* Computes the gradients of x and weights. x, weights and saved have the values of the forward; they are only
+   read. dy has the shape of y, dx of x. grads: the gradients of all entries of weights. grads NULL = none, on
+   all ranks that have features or on no rank. */
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                       const void *saved, const void *dy, int64_t rows, void *dx,
                                       void *const grads[4]);
 
-/* Creates an embedding. Its table (padded_vocab, channels) is sharded by rows. Errors: as
-   ddp_tp_linear_create. */
+/* Creates an embedding. Its table (padded_vocab, channels) is sharded by rows. */
 DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
                                           const ddp_tp_embedding_desc *desc);
 DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding); /* NULL is ignored */
-/* The box of this rank's rows in the table. */
+/* Returns the box of this rank's rows in the table. */
 DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box);
 /* Looks up one row of the table for each token. weight: this rank's rows of the table. tokens: M of them, the
    same on every rank; rows is M. y (M, channels), or (M/t, channels) in sequence parallelism. Errors:
-   DDP_ERR_INVALID names the position of a token outside 0 to vocab - 1; on every rank, since tokens are the
-   same. */
+   DDP_ERR_INVALID names the position of a token outside 0 to vocab - 1. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight,
                                            const int32_t *tokens, int64_t rows, void *y);
-/* Computes the gradient of the table. dy has the shape of y; weight_grad has this rank's rows. Errors: as
-   ddp_tp_embedding_forward. */
+/* Computes the gradient of the table. dy has the shape of y. weight_grad, this rank's rows, is required.
+   Without accumulate_grads, rows without a token become 0. Errors: as ddp_tp_embedding_forward. */
 DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens,
                                             const void *dy, int64_t rows, void *weight_grad);
 
@@ -587,36 +611,37 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
    losses and *mean have the same bits on all ranks. A NaN in a row is the loss of that row. targets and desc
    are the same on every rank. Two collectives: an all-reduce MAX and one fused SUM. Only for mean the host
    waits for a device. In place: dlogits may be logits. Errors: DDP_ERR_INVALID names the row of a target
-   outside 0 to vocab - 1 that is not ignore_index; on every rank, since targets are the same. Source:
-   Megatron-LM. */
+   outside 0 to vocab - 1 that is not ignore_index. Source: Megatron-LM. */
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits,
                                        const int32_t *targets, int64_t rows, void *losses, double *mean,
                                        void *dlogits);
 
-/* Creates a layer norm, or an RMS norm. Every rank has all channels of weight and bias. Errors: as
-   ddp_tp_linear_create. */
+/* Creates a layer norm, or an RMS norm. Every rank has all channels of weight and bias. */
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
                                            const ddp_tp_layer_norm_desc *desc);
 DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm); /* NULL is ignored */
-/* Normalizes the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism.
-   stats: 2 * rows elements for backward. bias is NULL with rms. Not collective. */
+/* Normalizes the last dimension of x (rows, channels). Unlike in other layers, rows is M/t in sequence
+   parallelism. stats (rows, 2) is required; backward reads it. bias is NULL exactly with rms. Not
+   collective. */
 DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias,
                                             const void *x, int64_t rows, void *stats, void *y);
-/* Computes dx, and the gradients of weight and bias. These may be NULL, on all ranks or none: not computed.
-   In sequence parallelism, one all-reduce sums them over the group; otherwise the call is not collective. In
-   place: dx may be dy. */
+/* Computes dx, weight_grad and bias_grad. weight_grad NULL = neither of the last two, on all ranks or none.
+   bias_grad is NULL exactly then, and with rms. Collective only if weight_grad is computed in sequence
+   parallelism: one all-reduce sums it and bias_grad over the group. In place: dx may be dy. */
 DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
                                              const void *stats, const void *dy, int64_t rows, void *dx,
                                              void *weight_grad, void *bias_grad);
 
-/* Sets random elements to zero: y = x / (1 - rate) or 0, decided by a random number for each element's
-   position in the global activation: ranks that hold the same element agree, for any sharding. Backward is
-   the same call on dy. In place: y == x. Not collective. */
+/* Sets random elements of x (rows, columns) to zero, and multiplies the others by 1 / (1 - rate). A random
+   number decides, which depends only on key and the element's position in the global activation. Ranks that
+   hold the same element therefore agree, for any sharding. max_rows is no limit. Backward is the same call on
+   dy, with the same desc. In place: y == x. Not collective. */
 DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows,
                                  int64_t columns, void *y);
 
-/* Fills out with normal values of a global tensor. Each value depends only on the element's global position:
-   any sharding has the bits of the full tensor. out: box->shape, of dtype f32 or f64. Not collective. */
+/* Fills out with the box of a global tensor of normally distributed values. A value depends only on key,
+   mean, deviation and the element's position in global_shape: any sharding has the bits of the full tensor.
+   Pass another key for each tensor. out is host memory: box->shape, of dtype f32 or f64. Not collective. */
 DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dtype, uint64_t key,
                                          double mean, double deviation, void *out);
 
