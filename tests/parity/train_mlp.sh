@@ -6,8 +6,7 @@
 . "$(dirname "$0")/../support/train_gpt.sh"
 name=$2
 if [ "${3:-}" = fashion ]; then
-    [ -f /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz ] || { echo "skipped: no dataset-fashion-mnist"; exit 77; }
-    cp -r /usr/share/datasets/fashion-mnist data && gunzip -r data || fail "no data"
+    fashion
     timeout $((limit * 4)) "$program" 2 data > out 2> err || fail "status $?: $(cat err)"
     right=$(sed -n 's/.*epoch 4\/4 .*accuracy \([0-9]*\)\..*/\1/p' out)
     [ "${right:-0}" -ge 87 ] || fail "too few right: $(cat out)"

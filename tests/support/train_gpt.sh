@@ -35,6 +35,11 @@ close() {
 }
 # hash_of NAME: the last line.
 hash_of() { tail -n 1 "$1.out"; }
+# fashion: data has the files of Fashion-MNIST. The test is skipped where they are not installed.
+fashion() {
+    [ -f /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz ] || { echo "skipped: no dataset-fashion-mnist"; exit 77; }
+    cp -r /usr/share/datasets/fashion-mnist data && gunzip -r data || fail "no data"
+}
 state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
 # refused EXPECTED FLAGS...: expects exit status 1, one sentence on stderr after the program's name or path,
 # which contains EXPECTED, and no file created or changed since before=$(state). $problem names the difference,
