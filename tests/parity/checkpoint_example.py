@@ -4,6 +4,7 @@ comment read weights with the hash that the program printed. Wrong arguments are
 
     checkpoint_example.py path/of/program path/of/checkpoint.c
 """
+import gzip
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ import textwrap
 
 program, source = (os.path.abspath(path) for path in sys.argv[1:])
 slow = int(os.environ.get("DDP_TEST_SLOWDOWN", "1")) > 1
-SHAPES = {"w0": (64, 32), "b0": (32,), "w1": (32, 8), "b1": (8,)}
+SHAPES = {"w0": (784, 32), "b0": (32,), "w1": (32, 10), "b1": (10,)}
+FASHION = "/usr/share/datasets/fashion-mnist/"
 
 
 def expect(condition, text):
@@ -59,6 +61,21 @@ def sentence(expected, *arguments):
     expect(code == 1 and expected in error and error.count("\n") == 1, "%s: status %d, no '%s' in: %s" % (arguments, code, expected, error))
 
 
+def check_fashion():
+    """The same on Fashion-MNIST, where it is installed; wrong files are one sentence."""
+    os.mkdir("data")
+    sentence("train-labels-idx1-ubyte is missing, or not a file of MNIST", "1", "1", "saved", "data")
+    for name in "train-images-idx3-ubyte", "train-labels-idx1-ubyte":
+        with gzip.open(FASHION + name + ".gz") as packed, open("data/" + name, "wb") as file:
+            shutil.copyfileobj(packed, file)
+    code, text, error = run("2", "4", "saved", "data")
+    hashes = re.findall(r"weights ([0-9a-f]{16})", text)
+    expect(code == 0 and len(hashes) == 3 and hashes[0] == hashes[2] != hashes[1], "Fashion-MNIST: status %d: %s%s" % (code, text, error))
+    with open("data/train-labels-idx1-ubyte", "r+b") as file:
+        file.write(b"\n" * 60008)  # all are 10
+    sentence("a label is not below 10", "1", "1", "saved", "data")
+
+
 with tempfile.TemporaryDirectory() as work:
     os.chdir(work)
     ends = set()
@@ -75,7 +92,7 @@ with tempfile.TemporaryDirectory() as work:
     if slow:
         sys.exit(0)
     sentence("usage: ", "x")
-    sentence("usage: ", "2", "1", "folder", "more")
+    sentence("usage: ", "2", "1", "folder", "data", "more")
     sentence("3 ranks: use 1, 2 or 4", "3")
     sentence("3 ranks: use 1, 2 or 4", "2", "3")
     sentence("cannot open the folder of dir, missing: ", "1", "1", "missing/folder")
@@ -83,6 +100,8 @@ with tempfile.TemporaryDirectory() as work:
     open("mine/letter", "w").close()
     sentence("mine has 'letter', which is not part of a checkpoint", "1", "1", "mine")
     expect(os.listdir("mine") == ["letter"], "the save changed a folder of other files")
+    if os.path.exists(FASHION):
+        check_fashion()
     if shutil.which("mpirun"):
         code, text, error = run("2", "1", "mpirun_folder", launcher=["mpirun", "-n", "2"])
         expect(code != 0 and "mpirun or another launcher started the ranks: run without it" in error, "under mpirun: status %d: %s" % (code, error))
