@@ -382,12 +382,16 @@ typedef struct ddp_reducer_stats {
 
 /* For ddp_accumulator_create. */
 typedef struct ddp_accumulator_desc {
-    ddp_param *params; /* required; the reducer's array, after ddp_reducer_create; outlives the accumulator */
-    int param_count;   /* entries of params */
-    int micro_batch_count; /* required; per rank and step, at least 1 */
-    /* NULL = none. Otherwise ddp_accumulator_ready calls ddp_reducer_ready once a sum over micro-batches is
-       final. The reducer takes f32 sums of 16-bit gradients from the accumulator that was created last. An
-       accumulator that was created before it rounds its sums to 16 bits */
+    ddp_param *params; /* required, with every grad.data set; with a reducer, its array, after
+                          ddp_reducer_create. It must outlive the accumulator */
+    int param_count;   /* entries of params; with a reducer, those of the reducer */
+    /* required; per rank and step, at least 1. The reducer's micro_batch_count is the same number, or 1: then
+       it divides by the number of ranks only */
+    int micro_batch_count;
+    /* NULL = none: sums are not reduced over ranks, and not divided. Otherwise ddp_accumulator_ready calls
+       ddp_reducer_ready once a sum over micro-batches is final. A reducer reads the f32 sums of 16-bit
+       gradients if its comm_dtype is 0, and only from its accumulator that was created last. In other cases
+       the sum is rounded to 16 bits before the reducer reads it */
     ddp_reducer *reducer;
 } ddp_accumulator_desc;
 
@@ -397,12 +401,14 @@ typedef enum ddp_join_mode { DDP_JOIN_SHADOW = 0, DDP_JOIN_STOP } ddp_join_mode;
 
 /* For ddp_join_create. */
 typedef struct ddp_join_desc {
-    ddp_reducer *reducer;              /* required */
-    ddp_join_mode mode;                /* 0 = shadow */
-    ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, which keeps values equal on a rank
-                                          without batches. NULL = at the end, values are broadcast from the
-                                          lowest rank of those active in the last step */
-    void *user;                        /* passed to step_fn */
+    ddp_reducer *reducer; /* required; must outlive the join */
+    ddp_join_mode mode;   /* 0 = shadow; equal on all ranks */
+    /* Only for shadow; set on all ranks, or NULL on all. ddp_join_step calls it on a rank without a batch,
+       after each step of zeros. It does what the other ranks do after ddp_reducer_wait: clipping, the
+       optimizer step, the learning rate. Values then stay equal. NULL = at the end, values of parameters are
+       broadcast from the lowest rank of those active in the last step. Optimizer state and buffers are not */
+    ddp_result (*step_fn)(void *user);
+    void *user; /* passed to step_fn */
 } ddp_join_desc;
 
 //== api ============================================================================================= >>api
@@ -692,43 +698,70 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
 /* Frees the reducer and the gradient memory that it allocated. Collective. NULL is ignored. */
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer);
 
-/* Creates an accumulator, which adds micro-batch gradients pairwise, like a binary counter. The sum over m
-   micro-batches is the tree that reductions use. One rank with m micro-batches and several ranks with m in
-   total therefore give the same bits (blocks of 2^k per rank). The backward of each micro-batch overwrites
-   params[i].grad. After the last one, params[i].grad holds the sum. 16-bit gradients are added in f32 and
-   rounded once. A reducer with comm_dtype 0 takes their f32 sum instead; it leaves the average in
-   params[i].grad, rounded once. Allocates floor(log2 m) buffers of the gradients' size, in f32 for 16-bit
-   gradients. Not collective. */
+/* Creates an accumulator. It adds the gradients of the m = micro_batch_count micro-batches of a step. Each
+   backward overwrites params[i].grad, and does not add to it. A step always has m micro-batches:
+
+       m times    backward; ddp_accumulator_ready for every parameter; ddp_accumulator_next
+       once       ddp_reducer_wait, if there is a reducer
+
+   After a step, params[i].grad holds the sum or, with a reducer, the average over ranks. 16-bit gradients are
+   added in f32 and rounded once.
+   Bits: the sum is the tree that reductions over ranks use. One rank with all micro-batches of a step, and
+   several ranks with 2^k consecutive ones each, give the same bits.
+   group is that of the reducer: it provides the device and the allocator. Not collective. Copies the desc.
+   Allocates floor(log2 m) buffers of the gradients' size, in f32 for 16-bit gradients, on the device. Waits
+   for the reducer's buckets in flight.
+   Ownership: free *out with ddp_accumulator_destroy, before ddp_group_destroy.
+   Errors: DDP_ERR_INVALID; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group,
                                          const ddp_accumulator_desc *desc);
 
-/* Marks this micro-batch's gradient in params[param_index].grad as final, and adds it. In the last
-   micro-batch the sum becomes final, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a
-   second call in a micro-batch, and while ddp_reducer_wait has not ended the step before. */
+/* Marks this micro-batch's gradient in params[param_index].grad as final, and adds it. The next backward may
+   overwrite the gradient once the call has returned. On a group of GPUs the additions are enqueued on the
+   stream of ddp_cuda_set_stream. In the last micro-batch the sum becomes final, and ddp_reducer_ready is
+   called for it. The reducer then uses the gradient until ddp_reducer_wait. With ddp_reducer_no_sync on,
+   params[param_index].grad keeps this rank's sum. Not collective. Does not wait for other ranks. Errors:
+   DDP_ERR_INVALID for a second call in a micro-batch, and while ddp_reducer_wait has not ended the step
+   before; those of ddp_reducer_ready. */
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index);
 
-/* Ends a micro-batch. *last (may be NULL) = 1 after the last one of the step. Errors: DDP_ERR_INVALID names a
-   parameter that ddp_accumulator_ready was not called for. */
+/* Ends a micro-batch. *last (may be NULL) = 1 after the last one of the step, otherwise 0. In the last one,
+   ddp_reducer_wait may come before or after this call. Every parameter must be ready, also with find_unused:
+   for one that was not used, fill its gradient with zeros. The reducer then counts it as used. Not
+   collective, does not block. Errors: DDP_ERR_INVALID names a parameter that is not ready. The micro-batch
+   then stays open, and *last is unchanged. */
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
-/* Waits for buckets in flight and frees the accumulator. Call it between steps, before or after
-   ddp_reducer_destroy. Not collective. NULL is ignored. */
+
+/* Frees the accumulator, before or after ddp_reducer_destroy. Sums that ddp_reducer_wait has not reduced are
+   lost: once the last micro-batch has begun, call ddp_reducer_wait first. The reducer can be used without it
+   afterwards. Waits for buckets in flight. Not collective. NULL is ignored. */
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
 
-/* Supports ranks with different numbers of batches. Each rank calls ddp_join_step before every step and
-   states whether it has a batch. Not collective. Copies the desc. */
+/* Creates a join, for ranks with different numbers of batches (Join of PyTorch). group is that of the
+   reducer. One join serves any number of epochs. A rank without a batch runs no forward and no backward, so
+   these must not communicate over the ranks of group. Not collective. Copies the desc. Ownership: free *out
+   with ddp_join_destroy. Errors: DDP_ERR_INVALID; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
 
-/* *active = number of ranks that take part in this step; 0 when training is over. Gradients are divided by
-   active ranks. On a rank without a batch, shadow mode runs steps of zeros inside and returns when all ranks
-   have finished. With per_token these steps end in ddp_reducer_wait_mean, as must those of the other ranks.
+/* Begins a step. Every rank calls it once before each optimizer step, also if that has several micro-batches.
+   have_batch: 1 = this rank has the data of the step. *active = number of ranks that have a batch; 0 = the
+   epoch has ended, on all ranks. Without per_token, end the step with ddp_reducer_wait. It then divides by
+   *active * micro_batch_count. With per_token, end it with ddp_reducer_wait_mean, on every rank.
+   Shadow: a rank without a batch runs steps of zeros inside the call, until no rank has a batch. It then
+   returns *active 0 together with the others.
+   Stop: if one rank has no batch, *active is 0 on all. The others drop theirs.
    Collective, blocks. Errors: DDP_ERR_INVALID while ddp_reducer_wait has not ended the step before; those of
-   ddp_reducer_wait; the result of step_fn. */
+   ddp_reducer_wait; the result of step_fn. After an error of step_fn call ddp_group_abort: the other ranks
+   are waiting. */
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
-DDPDEF void ddp_join_destroy(ddp_join *join); /* before its reducer; not collective; NULL is ignored */
+
+/* Frees the join. Its reducer then averages over all ranks again. Call it between steps, and before
+   ddp_reducer_destroy. Not collective. NULL is ignored. */
+DDPDEF void ddp_join_destroy(ddp_join *join);
 
 //== samplers ==================================================================================== >>sampler
 /* A sampler decides which samples of a dataset this rank takes in an epoch, and in what order. Ranks do not
-   communicate: each rank makes its own sampler with the same desc except for rank.
+   communicate, and no call waits: each rank makes its own sampler with the same desc except for rank.
 
    W = num_replicas, N = dataset_size, U = global_batch, or W without one.
        default      entries N, N+1 ... up to the next multiple of U repeat the order from its start (padding)
@@ -769,27 +802,30 @@ typedef struct ddp_sampler_state {
 /* For ddp_sampler_init. Zero means default, except for dataset_size. */
 typedef struct ddp_sampler_desc {
     int64_t dataset_size; /* N, required, at least 1 */
-    int num_replicas;     /* W; 0 = 1 */
-    int rank;             /* 0 to num_replicas - 1 */
+    int num_replicas;     /* W, such as ddp_world_size; 0 = 1 */
+    int rank;             /* such as ddp_rank; 0 to num_replicas - 1 */
     uint64_t seed;        /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
     int no_shuffle;       /* 1 = the order is 0, 1, 2 ... */
-    int drop_last;        /* 1 = leave out the tail that does not fill a round (W samples, or a global batch)
-                             */
+    int drop_last;        /* 1 = leave out the tail that does not fill a round (W samples, or a global
+                             batch). An epoch may then be empty */
     int no_pad;           /* 1 = keep the last round short: every sample exactly once; ranks' lengths may
                              differ */
     ddp_shuffle shuffle;  /* 0 = TORCH; not read with no_shuffle */
     int64_t global_batch; /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise a multiple of
                              W: rank r takes the r-th contiguous block, global_batch/W long, of each global
                              batch */
-    int64_t window;       /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000; at most
-                             the rank's share */
+    int64_t window;       /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000. Never
+                             more than the rank's share. Each window takes a pass over the draws before it */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;                                       /* passed to alloc_fn and free_fn */
 } ddp_sampler_desc;
 
 /* A sampler. The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time
-   may use it. It may be moved, but not copied. */
+   may use it. It may be moved, but not copied.
+   It is empty if it is zero-initialized, after a failed ddp_sampler_init, and after ddp_sampler_free. An
+   empty sampler has length 0 and no next sample. Seek, save and load return DDP_ERR_INVALID for it; set_epoch
+   and free ignore it. NULL counts as empty. */
 typedef struct ddp_sampler {
     ddp_sampler_desc desc;         /* defaults resolved */
     uint64_t epoch;                /* the current one */
@@ -813,34 +849,39 @@ typedef struct ddp_sampler {
     int64_t mt_block;                   /* -1 = not seeded for this epoch */
 } ddp_sampler;
 
-/* Initializes *sampler at the start of epoch 0. Copies the desc. Only this call allocates, and only for the
-   TORCH orders. Errors: DDP_ERR_INVALID names the field; *sampler is then empty: its length is 0, and
-   ddp_sampler_free does nothing. */
+/* Initializes *sampler at the start of epoch 0. Earlier contents are overwritten, not freed. Copies the
+   desc. Only this call allocates, and only for the TORCH orders. Ownership: ddp_sampler_free frees the
+   memory, by the desc's free_fn. Errors: DDP_ERR_INVALID names the field; DDP_ERR_NO_MEMORY. *sampler is then
+   empty. */
 DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc);
 
 /* Moves to the start of an epoch. Call it before each epoch, with the same number on every rank. The same
    number gives the same order again. Different numbers on ranks give different orders, so ranks may take the
    same samples. After ddp_sampler_load the loaded epoch is set already: another ddp_sampler_set_epoch would
-   start that epoch from its beginning. The next call is for the epoch after it. An empty sampler is
-   ignored. */
+   start that epoch from its beginning. The next call is for the epoch after it. */
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch);
 
-/* Number of samples of this rank in the epoch, padding included. After a load: from the loaded position to
-   the end. */
+/* Number of samples of this rank in the epoch, padding included. Taking samples does not change it. After a
+   load, until the next set_epoch: samples from the loaded position to the end. */
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler);
 
-/* The next sample, 0 to N-1; -1 at the end of the epoch. *is_padding (may be NULL) is 1 for an entry that
-   repeats a sample only to give all ranks the same length. Leave such entries out of an evaluation. */
+/* The next sample, 0 to N-1. At the end of the epoch it is -1, and stays -1 until a set_epoch, seek or load.
+   *is_padding (may be NULL) is 1 for an entry that repeats a sample only to give all ranks the same length,
+   otherwise 0. Leave such entries out of an evaluation. */
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding);
 
-/* Sets the next position, 0 to ddp_sampler_length. HASHED and no_shuffle: constant time. TORCH: the next
-   ddp_sampler_next makes one pass over the draws up to there, unless the position is in the current
-   window. */
+/* Moves to sample number `position` of this rank's samples, 0 to ddp_sampler_length; at the latter the epoch
+   ends. Number 0 is the first sample of the epoch, or after a load the one at the loaded position. HASHED and
+   no_shuffle: constant time. TORCH: the next ddp_sampler_next makes one pass over the draws up to there,
+   unless the sample is in the current window. */
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
 
-/* Stores the current position. Ranks that save after the same number of samples, or after their -1, store the
-   same state; keep any one. Errors: DDP_ERR_INVALID if the state was loaded inside a global batch, with
-   another W or global_batch, and the rest of that batch has not been used yet. */
+/* Stores the current position. Ranks that have taken the same number of samples store the same state; keep
+   any one. At the end of an epoch with no_pad, ranks may have taken different numbers: their states are the
+   same once ddp_sampler_next has returned -1 on all.
+   A sampler that was loaded inside a global batch, with another W or global_batch, takes the rest of that
+   batch first. Errors: DDP_ERR_INVALID from its first sample on, until the round in which that rest ends is
+   complete (a round: W samples, or a global batch). */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
 /* Continues at a saved position, in the saved epoch, with any num_replicas and rank. All ranks load the same
@@ -853,7 +894,7 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state
    state. */
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state);
 
-DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* also empties it; NULL is ignored */
+DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* frees its memory, and empties it */
 
 //== loader ======================================================================================= >>loader
 /* A loader has worker threads that fetch the sampler's samples into a ring of batches, ahead of the consumer.
@@ -861,9 +902,14 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* also empties it; NULL is 
    batch. Threads also share their memory; nothing is allocated after create.
        batch   4  5 | 6 | 7  8  9  10     extra_valid_batches 2, prefetch 4: 4 and 5 may still be copied,
                                           6 is the newest, 7 is ready, 8 is being fetched;
-               held  new   prefetch       ddp_loader_next returns 7, and lets a worker overwrite 4 with 11
-   One thread at a time may consume. Not collective: each rank creates its own loader, with the same desc
-   except for sampler.rank. */
+               valid new   prefetch       ddp_loader_next returns 7, and lets a worker overwrite 4 with 11
+   Lifetime of a batch: number b is valid until the call of ddp_loader_next that returns number
+   b + extra_valid_batches + 1. Numbers count the batches returned since create. Failed calls, the empty batch
+   at the end of an epoch, set_epoch, seek and load do not change this.
+   One thread at a time may use a loader. Not collective: each rank creates its own loader, with the same desc
+   except for sampler.rank. Only ddp_loader_next and ddp_loader_destroy wait.
+   A loader with workers cannot be used in a process that was forked after ddp_loader_create. There, calls
+   that need the workers return DDP_ERR_INVALID, and ddp_loader_destroy does nothing. */
 
 /* The most fields of a sample. */
 #define DDP_LOADER_FIELDS 8
@@ -885,22 +931,25 @@ typedef struct ddp_loader_desc {
     int field_count;          /* required; 1 to DDP_LOADER_FIELDS */
     ddp_fetch_fn fetch;       /* required */
     void *fetch_user;         /* passed to fetch */
-    int worker_count;         /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches */
-    int prefetch;             /* batches prepared ahead; 0 = 2 per worker */
-    int extra_valid_batches;  /* older batches that stay valid after the newest: for copies to a device in
-                                flight; 0 = 1 */
-    ddp_group *group;         /* NULL = batches are stored in memory of alloc_fn. Otherwise they are stored in
-                                the host memory from which the group's device copies fastest (pinned) */
-    int timeout_ms;           /* 0 = 600000; the longest time that ddp_loader_next waits for its workers */
+    int worker_count;         /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches, without a
+                                 timeout */
+    int prefetch;             /* batches prepared ahead; 0 = 2 per worker; not read without workers */
+    int extra_valid_batches;  /* older batches that stay valid in addition to the newest: for copies to a
+                                 device in flight; 0 = 1 */
+    ddp_group *group;         /* NULL = batches are in memory of alloc_fn. Otherwise they are in the kind of
+                                 host memory from which the group's device copies fastest (pinned) */
+    int timeout_ms;           /* 0 = 600000; the longest time that ddp_loader_next waits for its workers, and
+                                 ddp_loader_destroy for a fetch */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither;
                                                          called on any thread */
     void (*free_fn)(void *memory, void *user);        /* of memory from alloc_fn */
     void *user;                                       /* passed to alloc_fn and free_fn */
 } ddp_loader_desc;
 
-/* The samples that ddp_loader_next returns. The loader owns the memory. */
+/* The samples that ddp_loader_next returns, in host memory of the loader. At the end of an epoch, and after
+   a failed fetch or a timeout, count is 0 and all pointers are NULL. */
 typedef struct ddp_batch {
-    int64_t count; /* samples; fewer in the last batch of an epoch; 0 = the epoch is over */
+    int64_t count;                        /* samples; fewer in the last batch of an epoch */
     ddp_tensor fields[DDP_LOADER_FIELDS]; /* shape {count, then a sample's} */
     const int64_t *indices;               /* of the samples in the dataset */
     const uint8_t *is_padding;            /* 1 = a repetition that only gives all ranks the same length */
@@ -908,48 +957,51 @@ typedef struct ddp_batch {
 
 /* Measurements of a loader since its creation: see ddp_loader_get_stats. */
 typedef struct ddp_loader_stats {
-    uint64_t batches, samples; /* returned by ddp_loader_next */
-    double wait_seconds;       /* inside ddp_loader_next, for batches that were not ready */
-    double fetch_seconds;      /* inside fetch, summed over workers */
+    uint64_t batches, samples; /* returned by ddp_loader_next, with padding, without empty batches */
+    double wait_seconds;  /* inside ddp_loader_next, for batches that were not ready; 0 without workers */
+    double fetch_seconds; /* inside fetch, summed over threads; also for samples that were discarded */
 } ddp_loader_stats;
 
 /* Creates a loader at the start of epoch 0. Fetching begins with the first next, set_epoch, seek or load.
-   Copies the desc, including the array desc->fields. Workers make no calls on the group, which must outlive
-   the loader. Errors: DDP_ERR_INVALID names the field; DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM when a thread cannot
-   be started. */
+   Copies the desc, including the array desc->fields. Workers make no calls on the group, which must exist
+   until ddp_loader_destroy has returned. Ownership: free *out with ddp_loader_destroy. Errors:
+   DDP_ERR_INVALID names the field; DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM when a thread cannot be started. */
 DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *desc);
 
 /* Moves to the start of an epoch, as ddp_sampler_set_epoch does; the same rules hold before an epoch and
-   after a load. Allowed at any time; does not wait. Batches that were returned before stay valid as
-   ddp_loader_next states. Errors: DDP_ERR_INVALID in a forked process. */
+   after a load. Allowed at any time. */
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch);
-/* Number of batches that ddp_loader_next still returns in this epoch. */
+/* Number of batches that ddp_loader_next still returns in this epoch: each one makes it smaller by 1. 0 for
+   NULL. */
 DDPDEF int64_t ddp_loader_length(const ddp_loader *loader);
 
-/* Waits for the next batch. It stays valid until `extra_valid_batches` + 1 more have been returned. At the
-   end of the epoch count is 0, and stays 0 until a set_epoch, seek or load. Errors: the result of the first
-   fetch of the batch that failed, as "sample 123: " and its text; DDP_ERR_TIMEOUT names the sample of a fetch
-   that blocks. The next call fetches the batch again, or waits again: nothing is lost. */
+/* Waits for the next batch, at most timeout_ms. At the end of the epoch out->count is 0, and stays 0 until a
+   set_epoch, seek or load. Errors: the result of fetch for the first sample of the batch that could not be
+   fetched, with the error line "sample 123: " and the text of fetch; DDP_ERR_TIMEOUT names the sample of a
+   fetch that blocks. The position does not move: the next call fetches the batch again, or waits again. */
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
 
-/* Sets the next batch, 0 to the number of batches. Batches count from the start of the epoch; after a load,
-   until the next epoch, from the loaded position. Does not wait. */
+/* Moves to batch number `batch` of the epoch, from 0 to the number of batches; at the latter the epoch ends.
+   Number 0 is the first batch of the epoch, or after a load the one at the loaded position. Batches that
+   were fetched ahead are discarded. */
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch);
 
-/* Stores the consumer's position, independent of what was fetched ahead; like ddp_sampler_save. Ranks that
-   save after the same number of whole batches, or after ddp_loader_next has returned count 0, store the same
-   state. */
+/* Stores the consumer's position, as ddp_sampler_save does and with its errors. The batches that
+   ddp_loader_next has returned are used, those fetched ahead are not. Ranks store the same state after the
+   same number of full batches, and after ddp_loader_next has returned count 0 on all. */
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state);
-/* Continues at a saved position, on any W and rank; like ddp_sampler_load, with the same rules for set_epoch.
-   Does not wait. Errors: as ddp_sampler_load; DDP_ERR_INVALID in a forked process. */
+/* Continues at a saved position, as ddp_sampler_load does and with its errors. num_replicas, rank and
+   batch_size may differ from those of the loader that saved. The first batch begins at the position. The
+   epoch is set already: do not call ddp_loader_set_epoch for it. */
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
 /* Stores the measurements of the loader in *stats. */
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats);
 
-/* Ends the workers and frees everything. A process that was forked after ddp_loader_create must not use the
-   loader: there destroy does nothing, and calls that need the workers return DDP_ERR_INVALID. A fetch that
-   blocks for timeout_ms (one second, if ddp_loader_next has already waited that long) keeps its thread and
-   the memory that it writes to. The last such thread frees them when it returns. NULL is ignored. */
+/* Ends the workers and frees the loader with all its batches. Copies from them must have ended. Waits for
+   running fetches, at most timeout_ms, and at most one second if the last ddp_loader_next timed out. A fetch
+   that blocks longer keeps its thread, and the memory that it writes to. The last such thread frees the
+   memory when its fetch returns: until then fetch_user, and free_fn with its user, must stay usable. NULL is
+   ignored. */
 DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
 //== backends and devices ============================================================================== >>spi
