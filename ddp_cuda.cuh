@@ -2,7 +2,7 @@
    step.
 
     All calls of ddp.h work with device pointers: collectives, messages, the reducer. Events order them, and
-    the host does not block. Kernels give the same bits as the CPU.
+    the host does not block. The kernels of >>api give the same bits as the CPU.
 
 USAGE
     #define DDP_CUDA_IMPLEMENTATION    in exactly one .cu file of the program, before including this header
@@ -54,15 +54,18 @@ CONCEPTS
     Watchdog   One thread per group. It queries CUDA and NCCL for errors, and exchanges progress with the
                watchdogs of the other ranks over the control group. A failure on one rank ends the
                communication on all ranks, with one cause.
-    Stream     Every kernel below is enqueued on the stream that it is given, and the call returns at once.
-               The functions of ddp_device_cuda() take no stream: they use the one that ddp_cuda_use_stream
-               has set for the calling thread.
+    Stream     The user's stream of a group (ddp_cuda_set_stream): calls on the group are ordered with it.
+               The reducer, the accumulator, clipping and the optimizers compute on it.
+               The thread's stream (ddp_cuda_use_stream): direct calls of the functions of ddp_device_cuda()
+               and of ddp_cuda_gemm run on it. Calls on a group set it to the user's stream of that group.
+               The kernels below take their stream as an argument.
     Element    The code for one element also compiles for the CPU, where tests compare it with ddp.h. A kernel
                only distributes elements over threads, 16 bytes at a time where all its pointers allow it.
     Order      ddp_cuda_reduce_tree adds in the order of DDP_ORDER_TREE, and sums of squares in that of
                ddp_device_cpu(): the same bits for the same inputs. NaNs are NaNs on both, but their payloads
                differ.
-    Sizes      Counts have 64 bits and may be 0. Pointers may have any alignment; 16 bytes is fastest.
+    Sizes      Counts have 64 bits and may be 0. Arrays of elements may have any alignment; 16 bytes is
+               fastest. A ddp_cuda_norm and ddp_cuda_step_desc.skip need 8 bytes.
 
 ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). An error of CUDA becomes DDP_ERR_ENGINE (out of memory:
@@ -81,14 +84,14 @@ CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
     DDP_NO_NCCL              build without NCCL. Supported versions of NCCL: 2.18 to 2.30
-    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt. Otherwise
-                             they use a plain kernel, which is slow
+    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt. Also
+                             declares ddp_cuda_gemm. Without it, layers use a plain kernel, which is slow
     Compile the implementation without --use_fast_math and -ftz=true. They flush subnormal numbers to zero,
     which the CPU keeps, and nvcc defines no macro by which this header could reject them.
 
 NOT DONE HERE
     Ranks that share a device communicate through host memory, for development: slow. Do not give
-    ddp_device_cuda() to a group of the local backend, which reads memory with the CPU. On NCCL, messages of
+    ddp_device_cuda() to a group of a backend of ddp.h: these read memory with the CPU. On NCCL, messages of
     all_to_all_v with different counts are only detected by the timeout.
     Nothing in this header has run on a GPU, or with NCCL or cuBLASLt. It compiles and links for sm_80, sm_90
     and PTX. Tests on the CPU cover device selection, element code and dispatch. Groups are tested on a fake
@@ -119,23 +122,27 @@ typedef struct ddp_cuda_range {
     size_t offset; /* elements from the start of the flat buffer */
 } ddp_cuda_range;
 
-/* The result of ddp_cuda_unscale, in device memory that the caller has zeroed. All cells are int64. Those of
-   several ranks add as DDP_I64 SUM over sizeof(ddp_cuda_norm) / 8 elements, exactly and in any order. */
+/* The sums that ddp_cuda_unscale adds to, in device memory. The caller zeroes it in stream order before the
+   first call. All cells are int64. Those of several ranks add as DDP_I64 SUM over sizeof(ddp_cuda_norm) / 8
+   elements, exactly and in any order. */
 typedef struct ddp_cuda_norm {
-    ddp_exact_sum squares; /* of the values as stored; ddp_exact_sum_value of a host copy is the sum */
-    int64_t non_finite;    /* number of values that are NaN or infinite */
+    ddp_exact_sum squares; /* of the values as stored. ddp_exact_sum_value of a host copy is the sum: a NaN
+                              or an infinity if a value is one */
+    int64_t non_finite;    /* number of values that were NaN or infinite before or after the scaling */
 } ddp_cuda_norm;
 
 //== descs ======================================================================================= >>descs
 
 /* For ddp_cuda_pick. Zero means default, field by field. */
 typedef struct ddp_cuda_pick_desc {
-    const int *devices; /* local rank r uses devices[r]. NULL = device r, or the only one the rank sees */
+    const int *devices; /* local rank r uses devices[r]. NULL = ddp_launch_desc.devices. If that is NULL too:
+                           device 0 if the rank sees only one GPU, otherwise device r */
     int device_count;   /* entries of devices */
-    const char *uuid;   /* NULL = by number; "GPU-8f6d0c1e-..." or the beginning of one, as nvidia-smi -L
-                           prints it */
-    int allow_shared;   /* 1 = ranks may share a device: local ranks wrap around, and duplicates are allowed
-                           */
+    const char *uuid;   /* NULL = by number. Otherwise the UUID of this rank's device, as nvidia-smi -L prints
+                           it, such as "GPU-8f6d0c1e-...", or a beginning that only one device has. Not
+                           together with devices */
+    int allow_shared;   /* 1 = this rank may share its device with others that set it too. Without a list,
+                           local rank r then uses device r modulo the number of devices */
 } ddp_cuda_pick_desc;
 
 /* The way in which a group of GPUs communicates. */
@@ -149,16 +156,16 @@ typedef enum ddp_cuda_engine {
 
 /* For ddp_cuda_group_create. Zero means default, field by field. */
 typedef struct ddp_cuda_desc {
-    const int *devices;     /* as in ddp_cuda_pick_desc; NULL = those of ddp_launch_desc.devices, otherwise by
-                           local rank */
-    int device_count;       /* entries of devices */
-    const char *uuid;       /* as in ddp_cuda_pick_desc */
-    int allow_shared;       /* implied by DDP_CUDA_ENGINE_STAGED */
-    ddp_cuda_engine engine; /* equal on all ranks */
-    ddp_order order;        /* 0 = any with NCCL, tree when staged; equal on all ranks */
-    const char *name;       /* NULL = control's */
-    int timeout_ms;         /* 0 = control's */
-    cudaStream_t stream;    /* the user's stream: calls follow its work, and ddp_wait makes it wait; see
+    const int *devices;       /* as in ddp_cuda_pick_desc, except that NULL = the device of comm, if that is
+                               set */
+    int device_count;         /* entries of devices */
+    const char *uuid;         /* as in ddp_cuda_pick_desc */
+    int allow_shared;         /* as in ddp_cuda_pick_desc; implied by DDP_CUDA_ENGINE_STAGED */
+    ddp_cuda_engine engine;   /* equal on all ranks */
+    ddp_order order;          /* 0 = any with NCCL, tree when staged; equal on all ranks */
+    const char *name;         /* NULL = control's */
+    int timeout_ms;           /* 0 = control's */
+    cudaStream_t stream;      /* the user's stream: calls follow its work, and ddp_wait makes it wait; see
                                  ddp_cuda_set_stream. 0 = CUDA's default stream */
     cudaStream_t comm_stream; /* the stream for communication; 0 = the group creates one of high priority */
     struct ncclComm *comm;    /* NULL = created by the group. Otherwise the user's ncclComm_t with control's
@@ -178,7 +185,7 @@ typedef struct ddp_cuda_step_desc {
     void *copy;             /* NULL = none; the updated parameters in copy_dtype, written in the same pass */
     ddp_dtype copy_dtype;   /* 0 = BF16; F16, F32 */
     size_t count;           /* elements of each array */
-    int64_t step;           /* required; counts from 1 */
+    int64_t step;           /* required; counts from 1. The caller decides if a skipped step counts */
     float lr, weight_decay; /* the learning rate; weight decay, 0 = none */
     float beta1, beta2;     /* AdamW; 0 = 0.9 and 0.999 */
     float eps;              /* AdamW; 0 = 1e-8 */
@@ -186,9 +193,9 @@ typedef struct ddp_cuda_step_desc {
     int nesterov;              /* SGD; 1 = on */
     float grad_factor;         /* 0 = 1; multiplies gradients first: clipping, or 1 / loss scale */
     const int64_t *skip;       /* NULL = never; on the device: if not 0, nothing is written. Such as
-                                  &norm->non_finite */
+                                  &norm->non_finite, added over ranks first: all then skip the same steps */
     int stochastic;            /* 1 = a BF16 copy is rounded up or down at random, with the exact value as
-                                  average */
+                                  average. Another copy_dtype is then DDP_ERR_INVALID */
     uint64_t seed;        /* stochastic: random bits depend only on seed, step and first_index + i, not on the
                              sharding */
     uint64_t first_index; /* stochastic: index of element 0 among all parameters */
@@ -196,15 +203,16 @@ typedef struct ddp_cuda_step_desc {
 
 //== api =========================================================================================== >>api
 
-/* Chooses the device of this rank, makes it current for the calling thread and stores its number.
-   The default is the local rank's number, or device 0 where the rank sees only one GPU (CUDA_VISIBLE_DEVICES
-   set per rank).
+/* Chooses the device of this rank, makes it current for the calling thread and stores its number in *device.
+   ddp_cuda_group_create also chooses, in the same way. Call this one only if a rank needs its device before
+   the group, or has no such group. Other threads of the rank call cudaSetDevice themselves.
    Collective over control, any CPU group; blocks until all ranks have chosen. control NULL: one rank.
-   desc NULL: all defaults. Call it after ddp_launch has started the ranks and before any other CUDA call.
-   Errors, on every rank:
+   desc NULL: all defaults; it may differ between ranks. Call it after ddp_launch has started the ranks and
+   before any other CUDA call.
+   Errors, on every rank; *device is -1, and the current device does not change:
      DDP_ERR_INVALID  a missing device (the error lists the present ones), or one that two ranks use (the
                       error names both ranks, the host and the UUID)
-     DDP_ERR_ENGINE   CUDA does not work */
+     DDP_ERR_ENGINE   CUDA does not work. If only cudaSetDevice fails, only its rank returns an error */
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
 
 /* Makes a group over device memory of the ranks of control, any CPU group. All calls of ddp.h work on it,
@@ -250,19 +258,33 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
    DDP_ERR_SYSTEM; DDP_ERR_ENGINE with NCCL's text. */
 DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc);
 
-/* Sets the user's stream for the next calls on the group. Not collective; may change from call to call. */
+/* Sets the user's stream of the group, see ddp_cuda_group_create. Later calls on the group start after its
+   work. A ddp_wait makes the stream wait that is set at that moment, also for older calls. A split begins
+   with the stream that its parent has at the split.
+   stream is one of the group's device, and stays the caller's. It must exist until another one is set, or the
+   group is destroyed. Not collective, does not block; may change from call to call. Errors: DDP_ERR_INVALID
+   for a group without GPUs. */
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream);
 
-/* The stream of the group's communication: a bucket hook enqueues its kernels there. 0 for a group without
-   GPUs. */
+/* The stream of the group's communication, for a ddp_bucket_hook: it enqueues its kernels there, and may
+   return before they have run. Calls on the group inside the hook run in order with them. The stream stays
+   the same, and must not be destroyed, until ddp_group_destroy. Each split has its own. A staged group has
+   one, too. 0 for a group without GPUs, and for NULL. */
 DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group);
 
-/* The current CUDA device as a ddp_device. The section "device functions" lists what its functions promise in
-   addition to struct ddp_device. */
+/* The function table of CUDA devices: memory, copies and arithmetic. Static, never NULL. Its functions act on
+   the device that is current when they are called, and on the thread's stream (ddp_cuda_use_stream). Those
+   that return nothing store their failures for ddp_cuda_check. >>spi lists what they promise in addition to
+   struct ddp_device. ddp_cuda_group_create gives the table to its groups. Use it in ddp_group_desc.device
+   only with a backend of your own that accepts device memory. */
 DDPDEF const ddp_device *ddp_device_cuda(void);
 
-/* Sets the stream for this thread's calls of ddp_device_cuda(), and returns the previous one. Initially 0:
-   CUDA's default stream, which other streams wait for unless they are non-blocking. */
+/* Sets the stream of the calling thread, for its direct calls of functions of ddp_device_cuda() and of
+   ddp_cuda_gemm. Returns the previous one. stream is one of the device that is current in those calls, and
+   stays the caller's. It does not change the stream of any group: see ddp_cuda_set_stream. A call on a group
+   of GPUs sets the thread's stream to the user's stream of that group: call this function again after it.
+   Does not block. Initially 0: CUDA's default stream. It and all other streams wait for each other, except
+   non-blocking ones. */
 DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 
 /* Returns the first failure, since the last ddp_cuda_check of this thread, of its calls of functions of
@@ -272,64 +294,89 @@ DDPDEF ddp_result ddp_cuda_check(void);
 
 #if defined(DDP_USE_CUBLASLT)
 struct ddp_gemm;
-/* A product of device memory by cuBLASLt, on this thread's stream (ddp_cuda_use_stream); only with
-   DDP_USE_CUBLASLT. user is the group, which keeps a handle and 32 MiB from the first call on. The layers of
-   ddp_tensor.h use this function on a group of GPUs when ddp_tp_desc.gemm is NULL. The same call gives the
-   same bits. Errors: DDP_ERR_ENGINE names cuBLASLt's status. */
+/* Multiplies f32 or f64 matrices in device memory by cuBLASLt. Shapes and strides are in struct ddp_gemm of
+   ddp_tensor.h. Declared only with DDP_USE_CUBLASLT. The layers of ddp_tensor.h use this function on a group
+   of GPUs when ddp_tp_desc.gemm is NULL.
+   Enqueued on the thread's stream (ddp_cuda_use_stream). The group's device must be current. *gemm is read
+   before the call returns. Not collective.
+   user is a group of GPUs. It keeps a cuBLASLt handle and a workspace of 32 MiB, from the first call until it
+   is destroyed. This first call blocks, and cannot be captured into a graph. Products with one group share
+   the workspace: they must not run at the same time on two streams.
+   Bits: the same for the same sizes, flags and alignment of pointers, on the same GPU model and version of
+   cuBLASLt. They are not those of the CPU.
+   Errors: DDP_ERR_INVALID for another dtype or a group without GPUs; DDP_ERR_NO_MEMORY; DDP_ERR_ENGINE names
+   cuBLASLt's status. */
 DDPDEF ddp_result ddp_cuda_gemm(const struct ddp_gemm *gemm, void *user);
-/* Like ddp_cuda_gemm, but factors may be rounded to TF32. To use it for layers, set ddp_tp_desc.gemm to it
-   and gemm_user to the group. */
+/* Like ddp_cuda_gemm, but cuBLASLt may round f32 factors to TF32 (10 bits of mantissa). f64 is computed as
+   there. To use it for layers, set ddp_tp_desc.gemm to it and gemm_user to the group. */
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
 #endif
 
 /* --- kernels ---
-   All pointers to data are device memory. Lists of pointers and ranges are host memory, read before the call
-   returns. No call blocks. Data is in use until the stream has executed the call. A count of 0 does nothing.
-   Errors: DDP_ERR_INVALID, before a launch, names the argument. */
+   All pointers to data are device memory. The device of the stream must be current. Lists of pointers and
+   ranges are host memory, read before the call returns. No call is collective, and none blocks. Data is in
+   use until the stream has executed the call. A count of 0 does nothing, and its data may be NULL.
+   Errors: DDP_ERR_INVALID, before a launch, names the argument; DDP_ERR_ENGINE when a launch fails. */
 
-/* Reduces src_count (1 to 64) arrays of count elements in tree order and writes the result to dst_count (1 to
-   64) arrays. A destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by
-   divisor (0 counts as 1). 16-bit floats add in f32 and round once, integers wrap. The bits are those of the
-   CPU backends. */
+/* Reduces src_count (1 to 64) arrays of count elements, in tree order over the index of the array. Writes the
+   result to each of dst_count (1 to 64) arrays. A destination may be one of the sources. Otherwise,
+   destinations overlap neither sources nor each other. AVG divides the sum by divisor: pass src_count for the
+   average of the sources. A divisor of 0 counts as 1. Other ops do not read it. 16-bit floats add in f32 and
+   round once, integers wrap. The bits are those of the CPU backends. */
 DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count,
                                        size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
                                        cudaStream_t stream);
 
-/* Copies many tensors into one flat buffer, with one launch per 64 tensors. Every element is
-   multiplied by factor and rounded once to nearest even. Float dtypes. Computes in f64 when either dtype is
-   F64, otherwise in f32. Tensors and buffer do not overlap. */
+/* Copies many tensors of `dtype` into one flat buffer of flat_dtype, with one launch per 64 tensors:
+   flat[offset + i] = factor * data[i], rounded once to nearest even. factor 1 copies; 0 is no default. Both
+   dtypes are floats. Computes in f64 when either is F64, otherwise in f32. Elements of flat outside of all
+   ranges are not written. No range overlaps another one in flat, and no tensor overlaps flat. */
 DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                    int range_count, ddp_dtype dtype, float factor, cudaStream_t stream);
-/* Copies one flat buffer into many tensors. Otherwise like ddp_cuda_flatten. */
+/* The reverse: data[i] = factor * flat[offset + i]. Tensors do not overlap each other; ranges in flat may.
+   Otherwise like ddp_cuda_flatten. */
 DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                      int range_count, ddp_dtype dtype, float factor, cudaStream_t stream);
 
-/* In one pass over `rows` rows of row_count elements: multiplies by factor in place, counts elements that are
-   not finite before or after, and adds the sums of squares of the rows exactly to *norm (device memory;
-   several calls add up). If rows are not split, the sum does not depend on the sharding: its bits are those
-   of ddp_device_cpu()'s scale followed by sum_squares. Float dtypes. */
+/* Multiplies `rows` contiguous rows of row_count elements by factor, in place. To remove a loss scale, pass
+   1 / scale. The dtype is a float; products are rounded to it. The same pass adds to *norm:
+     squares       the squares of the products, in f64, in a fixed order in each row; sums of rows add exactly
+     non_finite    1 for each element that is not finite before or after the product
+   Several calls add to one *norm. A sharding that does not split rows does not change the sum. Its bits are
+   those of ddp_device_cpu()'s scale followed by sum_squares. */
 DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor,
                                    ddp_cuda_norm *norm, cudaStream_t stream);
 
-/* AdamW (Loshchilov and Hutter 2019), every operation rounded in f32:
-     g = factor grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;
-     w = w (1 - lr wd) - lr/(1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps) */
+/* One step of AdamW (Loshchilov and Hutter 2019). w = master, m = first, v = second, t = step, b1 = beta1,
+   b2 = beta2, wd = weight_decay. r and c are computed in f64 and rounded once. All other operations are
+   rounded in f32:
+     r = lr / (1 - b1^t)
+     c = 1 / sqrt(1 - b2^t)
+     g = grad_factor * grad
+     m = b1 * m + (1 - b1) * g
+     v = b2 * v + (1 - b2) * (g * g)
+     w = (1 - lr * wd) * w - (r * m) / (c * sqrt(v) + eps)
+   Fields of SGD are not read. */
 DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream);
 
-/* SGD as in PyTorch, every operation rounded in f32:
-     g = factor grad + wd w;  b = g in step 1, then momentum b + (1 - dampening) g;
-     w = w - lr (nesterov ? g + momentum b : b) */
+/* One step of SGD as in PyTorch, every operation rounded in f32. w = master, b = first, wd = weight_decay:
+     g = grad_factor * grad + wd * w
+     b = g in step 1, then momentum * b + (1 - dampening) * g
+     w = w - lr * b, or with nesterov w - lr * (g + momentum * b)
+   Without momentum, b is g and is not stored. Fields of AdamW are not read. */
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream);
 
-/* Converts to signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)].
-   scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest even.
-   F32, F16, BF16. A block with A below 2^-100 gets the scale 0 and zeros. A block with a NaN or an infinity
-   gets the scale NaN and zeros. Equal data gives equal bits. src, q and scales do not overlap. */
+/* Converts count elements of src (F32, F16 or BF16) to signed bytes, q[count]. Each block of
+   DDP_CUDA_QUANT_BLOCK (256) elements, counted from src[0], has one f32 scale: scales[ceil(count / 256)].
+   scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest even. A
+   block with A below 2^-100 gets the scale 0 and zeros. A block with a NaN or an infinity gets the scale NaN
+   and zeros. Equal blocks give equal bits. src, q and scales do not overlap. */
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,
                                      size_t count, cudaStream_t stream);
-/* Converts back: dst = q scale, F32, F16 or BF16. After both conversions, before rounding to dst_dtype, an
-   element is off by at most A / 253.9. A block with the scale NaN becomes NaNs. q, scales and dst do not
-   overlap. */
+/* Converts back: dst[i] = q[i] * scales[i / 256], rounded to dst_dtype (F32, F16 or BF16). Before that
+   rounding, it differs from the element that ddp_cuda_quantise8 has converted by at most A / 253.9, or by A
+   if A is below 2^-100. A block with the scale NaN becomes NaNs, also where src was finite or infinite. q,
+   scales and dst do not overlap. */
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales,
                                        size_t count, cudaStream_t stream);
 
