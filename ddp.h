@@ -48,19 +48,23 @@ CONTENTS      (search for the tags)
 CONCEPTS
     Rank       One worker of a group: a process, a thread or an MPI rank. Ranks of a group are numbered from 0
                to world_size - 1.
-    Group      Holds all state of its ranks' communication; the library has no globals. A process may have
-               many groups. Only one thread at a time may issue calls on a group.
-    Collective A call that every rank of the group makes, in the same order and with the arguments that its
-               comment requires to be equal. The library compares a hash of the arguments on arrival. A call
-               is collective only if its comment, or that of its section, states it.
-    Handle     A create call stores a new object in *out. The caller frees it with the destroy call of the
-               same name. After a failure *out is NULL.
+    Group      Holds all state of its ranks' communication. The library has no globals. A process may have
+               many groups.
+    Threads    One thread at a time may make calls on a group, or on other objects that communicate over it.
+               Exceptions: any thread may call ddp_group_status, ddp_group_abort, ddp_rank and similar queries
+               until the group is destroyed.
+    Collective A call that every rank of the group makes, in the same order. Its comment, or that of its
+               section, states that it is collective, and which arguments must be equal on all ranks. The
+               library compares those on arrival.
+    Handle     A create call stores a new object in *out. After a failure *out is NULL. The caller frees the
+               object with the destroy call of the same name, before the group or object that it was created
+               on. Destroy calls ignore NULL.
     Work       A call with work == NULL, or without a work argument, blocks unless its comment states
-               otherwise. With a ddp_work it returns at once: a communication thread of this rank executes
-               such calls in the order issued, and ddp_wait waits for one. The caller must not use the call's
-               buffers until that ddp_wait has returned. If the call itself returns an error, there is nothing
-               to wait for: *work is empty, or unchanged. On a group of GPUs over NCCL the host does not wait
-               for results: see ddp_cuda_group_create.
+               otherwise. With a ddp_work it returns at once, and ddp_wait waits for it. The caller must not
+               use the call's buffers until that ddp_wait has returned. A rank executes its collectives in the
+               order issued, whether they block or not. A communication thread executes those with a ddp_work.
+               If the call itself returns an error, there is nothing to wait for. On a group of GPUs over
+               NCCL the host does not wait for results: see ddp_cuda_group_create.
     Tree order SUM and AVG add in a fixed binary tree over rank index. A range of n ranks splits at the
                largest power of two below n: with 4 ranks, (r0+r1)+(r2+r3). The bits of the result depend only
                on this tree, never on timing, sizes, buckets or the backend. PROD multiplies in the same tree.
@@ -73,29 +77,34 @@ CONCEPTS
                encrypted nor signed: use a network that others can neither read nor change.
 
 ERRORS
-    Every call that can fail returns ddp_result: DDP_OK is 0, errors are negative. ddp_last_error() returns
-    the last failure of the calling thread as one line, such as
+    A call that can fail returns ddp_result, unless its comment states another result. DDP_OK is 0, errors are
+    negative. ddp_last_error() returns the last failure of the calling thread as one line, such as
       rank 3/8 ddp_all_reduce group=world seq=412 f32 count=1048576: rank 5 (pid 4242) was killed by signal 9
     The line names the public call that the user made, also when the library made other calls inside it. A
     failure that began in another call or on another rank is reported with its origin:
       rank 2/4 ddp_barrier group=world seq=7: cause: rank 1 in ddp_recv tag=4: timed out after 500 ms: ...
     Comments do not repeat what holds everywhere:
-      Arguments     A wrong argument is DDP_ERR_INVALID. The call then changes nothing except *out, unless
-                    its comment states otherwise.
+      Arguments     A wrong argument, also a NULL handle, is DDP_ERR_INVALID. The call then changes nothing
+                    except *out, unless its comment states otherwise.
       Agreement     Some collective calls first exchange the errors of all ranks: create calls on an existing
                     group, ddp_group_split, ddp_group_alloc, and calls with errors "on every rank" in their
-                    comment. All ranks then return the error of one rank, also DDP_ERR_NO_MEMORY. Different
-                    arguments are DDP_ERR_MISMATCH. The group stays usable, unless the comment states
-                    otherwise.
+                    comment. All ranks then return the error of one rank, also DDP_ERR_NO_MEMORY. Arguments
+                    that must be equal, but differ, are DDP_ERR_MISMATCH. The group stays usable, unless the
+                    comment states otherwise. A NULL group or out may be found before this exchange: see One
+                    rank.
       One rank      In other collective calls, only the rank with the wrong argument returns. The group
                     stays usable. The other ranks wait until this rank makes the call correctly, or until the
                     timeout.
       Communication Calls that communicate also return the errors of collectives. Such a failure poisons the
-                    group. The first cause is kept: the pending or next call of each rank returns its code,
-                    and later calls return DDP_ERR_POISONED with the same cause.
+                    group.
+      Poisoned      A poisoned group can only be destroyed. Its first cause is kept: the pending or next call
+                    of each rank returns its code, and later calls return DDP_ERR_POISONED with the same
+                    cause. Other groups continue, unless they contain a rank that was lost or exceeded the
+                    timeout: see ddp_group_desc.timeout_ms.
       Outputs       After a failure the contents of output buffers are undefined, unless the comment states
                     otherwise.
-      Waiting       No call waits longer than timeout_ms for a peer.
+      Waiting       No call waits longer than timeout_ms for a peer. A call that waits several times may take
+                    longer.
 
 CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the function bodies, in this file
@@ -182,7 +191,7 @@ typedef enum ddp_dtype {
 } ddp_dtype;
 
 /* The operation of a reduction: see CONCEPTS, Tree order. Integer sums wrap around; AVG divides the wrapped
-   sum and truncates. MIN and MAX of floats return NaN when an input is NaN. */
+   sum and truncates towards zero. MIN and MAX of floats return NaN when an input is NaN. */
 typedef enum ddp_op { DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD } ddp_op;
 
 /* The order in which SUM and AVG add. TREE gives the same bits on every backend; see CONCEPTS. */
@@ -218,7 +227,7 @@ typedef struct ddp_grad_sum {
 /* A trained parameter and its gradient. Entries with the same value.data are uses of one tied parameter. Each
    use has its own gradient. */
 typedef struct ddp_param {
-    const char *name;       /* appears in errors; the name in checkpoints */
+    const char *name;       /* the name in errors and in checkpoints; a reducer accepts NULL */
     ddp_tensor value, grad; /* grad: dtype and shape 0 = those of value; data NULL = the reducer allocates */
     ddp_grad_sum sum;       /* only for the library */
 } ddp_param;
@@ -246,8 +255,8 @@ typedef struct ddp_accumulator ddp_accumulator; /* adds micro-batches; see ddp_a
 typedef struct ddp_join ddp_join;               /* for uneven inputs; see ddp_join_create */
 typedef struct ddp_mesh ddp_mesh;               /* a grid of ranks; see ddp_mesh_create */
 
-/* Handle of an asynchronous call. It is empty when zero-initialized and after its wait. It may be copied, but
-   only one copy may be waited for, once. */
+/* Handle of an asynchronous call. It is empty when zero-initialized and after its wait. Only an empty one may
+   be passed to a new call. It may be copied, but only one copy may be waited for, once. */
 typedef struct ddp_work {
     void *op;        /* private */
     uint64_t ticket; /* private */
@@ -266,9 +275,11 @@ typedef struct ddp_group_desc {
     int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and the
                                 number of ranks. With "env://" it must equal that of the rank variables, if
                                 these are set */
-    int timeout_ms;          /* 0 = 600000; the longest time that a call waits for a peer. A rank that exceeds
-                                it, or is lost, fails every group that contains it, also on other backends */
-    ddp_order order;         /* 0 = tree on CPU backends */
+    int timeout_ms;          /* 0 = 600000; the longest time that a call waits for a peer. It must exceed the
+                                longest computation of a rank between two calls. A rank that exceeds it, or is
+                                lost (its process or fn has ended), fails every group that contains it, also
+                                on other backends */
+    ddp_order order;         /* 0 = DDP_ORDER_TREE on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; the first 31 bytes are kept */
     const ddp_backend *backend; /* NULL = chosen by the library: self for one rank, local for one machine, mpi
                                    or tcp for several machines */
@@ -293,13 +304,14 @@ typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } dd
 
 /* For ddp_launch. Zero means default, field by field. */
 typedef struct ddp_launch_desc {
-    int world_size;       /* 0 = one rank per core that this process may use, or the ranks of a launcher.
-                             Another number than the launcher's is an error */
+    int world_size;       /* 0 = one rank per core that this process may use, at most DDP_MAX_LOCAL_RANKS, or
+                             the ranks of a launcher. Another number than the launcher's is an error */
     ddp_launch_mode mode; /* 0 = processes */
-    int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times
-                             (processes) */
-    const int *devices;   /* device index of each rank, for GPU backends; NULL = by local rank */
-    int device_count;     /* entries of devices, at least one for each rank */
+    int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times. No
+                             effect with threads, with one rank or under a launcher */
+    const int *devices;   /* device index of each rank, by local rank, for GPU backends; NULL = the local
+                             rank */
+    int device_count;     /* entries of devices; required with devices, at least one for each rank */
     int no_affinity;      /* 1 = do not change CPU affinity, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS or the
                              thread pools of libraries */
     ddp_group_desc group; /* of the world: timeout_ms, order, name, backend, allocators ...; init_method, rank
@@ -315,7 +327,7 @@ typedef struct ddp_mesh_desc {
     int ndim;                        /* required; 1 to DDP_MAX_NDIM */
     int shape[DDP_MAX_NDIM];         /* ranks along each dimension; one entry may be 0 = inferred from the
                                         rest */
-    const char *names[DDP_MAX_NDIM]; /* required, all different; at most 15 bytes */
+    const char *names[DDP_MAX_NDIM]; /* required, all different; 1 to 15 characters, no blanks and no = */
 } ddp_mesh_desc;
 
 /* The argument of a bucket hook: count contiguous elements with this rank's gradients, summed over its
@@ -333,7 +345,8 @@ typedef struct ddp_bucket {
 } ddp_bucket;
 
 /* Replaces the reducer's all-reduce. Runs in issue order on the thread that executes the group's calls. It
-   may make blocking calls on the group; it must not wait for anything else. */
+   may make blocking calls on the group; it must not wait for anything else. An error that it returns poisons
+   the group. */
 typedef ddp_result (*ddp_bucket_hook)(ddp_group *group, ddp_bucket *bucket, void *user);
 
 /* For ddp_reducer_create. Zero means default, except for params and param_count. */
@@ -344,10 +357,12 @@ typedef struct ddp_reducer_desc {
     size_t first_bucket_bytes; /* 0 = 1 MiB; size of the bucket that is ready first */
     int micro_batch_count;     /* 0 = 1; micro-batches that each rank accumulates before a step. The average
                                   divides once, by world_size * micro_batch_count */
-    int find_unused;           /* 1 = parameters that no rank used are found and reported; a parameter that
-                                  this rank did not use counts as zeros */
-    int static_graph;          /* 1 = every step uses the same parameters: the reducer does not wait for those
-                                  that the first step did not use */
+    int find_unused;           /* 1 = a rank may leave out ddp_reducer_ready for parameters that it did not
+                                  use. Their gradients count as zeros on this rank. ddp_reducer_is_unused
+                                  reports those that no rank used */
+    int static_graph;          /* 1 = like find_unused in the first step. Each rank must use the parameters of
+                                  its first step in every later step, and no others. A gradient that no rank
+                                  uses is set to zeros in the first step only */
     /* 0 = the gradient's: 16-bit gradients are added in f32 and rounded once. Their sums over micro-batches,
        from a ddp_accumulator or ddp_pipeline, are sent as f32. DDP_F16 or DDP_BF16: every gradient and every
        such sum is rounded to 16 bits before it is sent. This halves the bytes, and is outside the promise of
@@ -366,9 +381,10 @@ typedef struct ddp_reducer_desc {
 /* Measurements of a reducer: see ddp_reducer_get_stats. */
 typedef struct ddp_reducer_stats {
     int bucket_count;      /* in a step */
-    int rebuilt;           /* 1 once buckets follow the ready order of rank 0 */
-    int unused_count;      /* find_unused: parameters that no rank used in the last step */
-    uint64_t steps;        /* since create */
+    int rebuilt;           /* 1 = buckets follow the ready order of rank 0; 0 in the first step, and with
+                              find_unused */
+    int unused_count;      /* parameters for which ddp_reducer_is_unused returns 1 */
+    uint64_t steps;        /* that ended without an error, since create */
     size_t gradient_bytes; /* of all parameters */
     size_t bytes_reduced;  /* in the last step, as sent: in comm_dtype; f32 for sums of 16-bit gradients */
     size_t bytes_copied;   /* in the last step, packed into flat buckets and back */
@@ -417,38 +433,48 @@ typedef struct ddp_join_desc {
 
 /* The name of a result, such as "DDP_ERR_TIMEOUT"; "unknown ddp_result" for any other value. Static text. */
 DDPDEF const char *ddp_result_name(ddp_result result);
-/* The last failure of this thread as one line, or "". Valid until the thread's next failure. */
+/* The last failure of this thread as one line, or "" if it had none. ddp_wait also sets it for a call that
+   failed on the communication thread. A call without a ddp_result sets it only if its comment states that.
+   Read it, or copy it, before the next call. */
 DDPDEF const char *ddp_last_error(void);
 
 /* Bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values. */
 DDPDEF size_t ddp_dtype_size(ddp_dtype dtype);
-DDPDEF const char *ddp_dtype_name(ddp_dtype dtype); /* such as "f32"; static text */
+/* The enum's suffix in lower case, such as "bf16"; "default" for DDP_DTYPE_DEFAULT, "unknown dtype" for
+   unknown values. Static text. */
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype);
 /* Number of elements; 1 when ndim is 0. -1 when tensor is NULL, ndim is negative or above DDP_MAX_NDIM, an
-   entry of shape is negative, or the product overflows. */
+   entry of shape is negative, or a product of the first entries overflows. */
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
 /* --- ranks --- */
 
-/* The program of one rank: see ddp_launch. */
+/* The program of one rank: see ddp_launch. Every result except DDP_OK is a failure. */
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
-/* Runs fn on desc->world_size ranks. Returns when all have ended: DDP_OK, or the first failure with its
-   ddp_last_error. Inside torchrun, mpirun, srun or another ddp_launch, it joins that world and starts no
-   rank. A desc->world_size other than 0 must then equal the number in the launcher's variables.
+/* Starts desc->world_size ranks on this machine and runs fn(world, user) on each. Blocks until all have
+   ended. Returns DDP_OK, or the failure that occurred first, with its ddp_last_error. desc may be NULL.
    Call it before starting threads, CUDA or MPI.
+   Joining: inside torchrun, mpirun, srun or another ddp_launch, it starts no rank. It creates a group of
+   all ranks there, as ddp_group_create does, and runs fn on the calling thread. It returns when this fn has
+   returned, with its result. desc->world_size must be 0 or the number in the launcher's variables.
+   One rank: fn runs on the calling thread, with processes as well.
    Ownership: ddp_launch creates and destroys the world; fn must not destroy it. No exception may leave fn.
-   Cores: each rank gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and OPENBLAS_NUM_THREADS
-   unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such variables before the fork.
-   ddp_launch therefore also lowers their number of threads to the share at run time, unless the user has set
-   one of their variables. With a statically linked OpenMP this works only if the program refers to
-   omp_set_num_threads and omp_get_max_threads.
-   Processes: stdio is flushed, then ranks are forked; each rank flushes and ends with _exit. SIGINT and
-   SIGTERM sent to the caller reach all ranks, and ranks end when the caller dies. After a failure the other
-   ranks get timeout_ms to return, then they are killed. No child, zombie or file remains.
-   Threads: one per rank. A rank that returns while others still need it counts as lost.
-   One rank: fn runs on the calling thread.
+   Cores: each rank that it starts gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and
+   OPENBLAS_NUM_THREADS unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such
+   variables before the fork. ddp_launch therefore also lowers their number of threads to the share at run
+   time, unless the user has set one of their variables. With a statically linked OpenMP this works only if
+   the program refers to omp_set_num_threads and omp_get_max_threads. On return the caller's settings are
+   restored.
+   Lost ranks: a rank that returns while others still need it counts as lost.
+   Processes: stdio is flushed, then ranks are forked; each rank flushes and ends with _exit. The caller
+   does not see what a rank writes to *user. SIGINT and SIGTERM sent to the caller reach all ranks, and
+   ranks end when the caller dies. After a failure the other ranks have timeout_ms to return, then they are
+   killed. No child, zombie or file remains.
+   Threads: one per rank. ddp_launch waits for each of them, also after a failure.
    Errors: the result of fn; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status);
-   DDP_ERR_INVALID (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM. */
+   DDP_ERR_INVALID (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM; DDP_ERR_NO_MEMORY; when
+   joining, those of ddp_group_create. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins the world that a launcher has started, or creates a world of one rank. desc may be NULL. Collective
@@ -458,142 +484,173 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    Inside a ddp_launch: creates one more group of all its ranks, with the fields of this desc. Only the wait
    for the other ranks uses the timeout of the launched world.
    One machine: ranks find each other through an abstract socket, keyed by user and job, and share one
-   anonymous memory file. The job's text comes from the launcher's variables, or from MASTER_ADDR, MASTER_PORT
-   and desc->name.
-   Several machines: ranks connect to rank 0 over TCP. Its address comes from MASTER_ADDR and MASTER_PORT (or
-   DDP_MASTER_PORT, if set), from the first node of a SLURM step, or from init_method. If the rendezvous shows
-   that all ranks are on one machine, the group uses shared memory. Otherwise the group is for rendezvous and
-   control. Its collectives send up to 64 KiB per rank, through rank 0. Larger ones, collectives with counts,
-   and messages are DDP_ERR_UNSUPPORTED. Group memory is private to each rank. A split with all ranks on one
-   machine uses shared memory. Use it on private networks, or set desc->secret: without it, any process that
-   reaches the port and has the job's text can join.
+   anonymous memory file. The job's text comes from the launcher's variables, or from MASTER_ADDR,
+   MASTER_PORT and desc->name.
+   Several machines: ranks connect to rank 0 over TCP. Its address comes from MASTER_ADDR and MASTER_PORT
+   (or DDP_MASTER_PORT, if set), from the first node of a SLURM step, or from init_method. If the rendezvous
+   shows that all ranks are on one machine, the group uses shared memory. Otherwise the group is for
+   rendezvous and control. Its collectives go through rank 0, and the send buffer of a rank has at most 64
+   KiB. Larger ones, ddp_all_gather_v, ddp_all_to_all_v and messages are DDP_ERR_UNSUPPORTED. Group memory
+   is private to each rank. A split with all ranks on one machine uses shared memory. Use it on private
+   networks, or set desc->secret: without it, any process that reaches the port and has the job's text can
+   join.
    MPI: with DDP_USE_MPI, and started by mpirun or requested by "mpi://", ranks of several machines can use
-   all calls. Ranks of one machine use shared memory. If the program has not initialized MPI, the library does
-   so, and finalizes it at exit; it does not finalize it while a group is open or has failed. In tree order
-   the bits equal those of one machine. With DDP_ORDER_ANY, MPI executes all_reduce and reduce. If one of
-   these or a broadcast fails, MPI may still write to the buffers of that call: do not free or reuse them.
+   all calls. Ranks of one machine use shared memory. If the program has not initialized MPI, the library
+   does so, and finalizes it at exit; it does not finalize it while a group is open or has failed. In tree
+   order the bits equal those of one machine. MPI executes broadcasts and, with DDP_ORDER_ANY, all_reduce
+   and reduce. If one of these fails, MPI may still write to its buffers: do not free or reuse them before
+   MPI is finalized.
    Errors: if a rank fails before it has joined, only this rank returns at once. The others wait for it, at
    most until the timeout. DDP_ERR_INVALID (variables or desc contradict each other); DDP_ERR_TIMEOUT (names
    the missing ranks, or the address where no process answers); DDP_ERR_MISMATCH (two ranks with one number,
    another world size or version, rank 0 of another job); DDP_ERR_SYSTEM (the port is in use: names the
-   process that holds it); DDP_ERR_PEER_LOST; DDP_ERR_NO_MEMORY; DDP_ERR_UNSUPPORTED (the address of rank 0 is
-   unknown; more than DDP_MAX_LOCAL_RANKS ranks on one machine; "mpi://" without DDP_USE_MPI);
+   process that holds it); DDP_ERR_PEER_LOST; DDP_ERR_NO_MEMORY; DDP_ERR_UNSUPPORTED (the address of rank 0
+   is unknown; more than DDP_MAX_LOCAL_RANKS ranks on one machine; "mpi://" without DDP_USE_MPI);
    DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
-/* Creates a group of the ranks of the program's own communicator. desc may be NULL; its init_method, rank and
-   world_size are not read. Collective over comm, blocks. Ownership: free *out with ddp_group_destroy; comm is
-   duplicated and stays the caller's. MPI must be initialized, at any thread level, and may be finalized only
-   after the group has been destroyed. Below MPI_THREAD_MULTIPLE, a group that runs over MPI has no
-   communication thread: asynchronous calls make progress only inside ddp_wait and ddp_test, and ddp_test then
-   blocks. Errors: as ddp_group_create. */
+/* Creates a group of the ranks of the program's own communicator, with the same rank numbers. Ranks of one
+   machine use shared memory. A group on several machines runs over MPI: see ddp_group_create. desc may be
+   NULL; its init_method, rank, world_size, backend and secret are not read. Collective over comm, blocks.
+   Ownership: free *out with ddp_group_destroy. comm is duplicated and stays the caller's.
+   MPI must be initialized, at any thread level, and may be finalized only after the group has been
+   destroyed. Below MPI_THREAD_MULTIPLE, calls on the group must come from the threads that the level
+   allows. A group over MPI then has no communication thread: asynchronous calls make progress only inside
+   the caller's other calls, such as ddp_wait, and ddp_test blocks.
+   Errors: if a rank fails before it communicates, the others wait for it until the timeout. DDP_ERR_INVALID
+   (also MPI_COMM_NULL, an intercommunicator, MPI not initialized); DDP_ERR_MISMATCH (order);
+   DDP_ERR_TIMEOUT; DDP_ERR_PEER_LOST; DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM; DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
 #endif
 
-/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Free it with
-   ddp_group_destroy. Collective, blocks. A rank that is lost or exceeds the timeout in the new group also
-   fails the parent (see timeout_ms). Other failures, such as DDP_ERR_MISMATCH or ddp_group_abort, do not. A
-   negative color gives *out == NULL and DDP_OK. The new group inherits timeout, order and allocators, and
-   accepts group memory of its ancestors. Error lines name it after its parent: "world.2". */
+/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. A rank with
+   a negative color makes the call too, and gets *out == NULL and DDP_OK. Collective, blocks; color and key
+   may differ. The new group inherits the desc of its parent, and accepts group memory of its ancestors.
+   Error lines name it after its parent and its color: "world.2".
+   Ownership: free *out with ddp_group_destroy, before the parent.
+   Failures: see timeout_ms for a lost or late rank. All other failures of a later call, such as
+   DDP_ERR_MISMATCH or ddp_group_abort, poison only the group of that call, not its parent or its splits. */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
-/* Arranges the ranks of world as a grid, and creates this rank's group along each dimension: the ranks that
-   differ from it only in that position, in that order. Collective, with the same desc on every rank; blocks.
+/* Arranges the ranks of world, which may be any group, as a grid. Creates this rank's group along each
+   dimension: the ranks that differ from it only in that position, in that order. These groups are splits of
+   world: see ddp_group_split. Collective, with the same desc on every rank; blocks. Copies the desc.
    Ownership: free *out with ddp_mesh_destroy, before world. Errors, on every rank: DDP_ERR_INVALID (names;
    shape does not multiply to world_size); DDP_ERR_MISMATCH; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
 
-/* The group along a dimension; its ddp_rank is this rank's position there. The mesh owns it. NULL, with
-   ddp_last_error set, for an unknown name. */
+/* The group along a dimension; its ddp_rank is this rank's position there. The mesh owns it: do not destroy
+   it. NULL, with ddp_last_error set, if mesh or name is NULL or the name is unknown. Not collective. */
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name);
-/* Frees the mesh and destroys its groups, each as ddp_group_destroy does. Call it before world is destroyed.
-   Not collective. NULL is ignored. */
+/* Frees the mesh and destroys its groups, each as ddp_group_destroy does. Not collective. */
 DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh);
 /* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error.
-   Not collective, never blocks. */
+   It reports a failure of another rank once this rank has received it. A process that has died may go
+   unreported until a call needs that rank. The next call still returns the code. Any thread; not
+   collective; never blocks. */
 DDPDEF ddp_result ddp_group_status(const ddp_group *group);
-/* Poisons the group: every pending and later call on every rank fails, and the error names this rank. Not
-   collective, never blocks. */
+/* Poisons the group: pending and later calls on every rank return DDP_ERR_POISONED, and the error names
+   this rank. A rank that cannot continue calls it, so that its peers do not wait for the timeout; so may a
+   thread that monitors a blocked call. A group that has failed before keeps its first cause. The group's
+   parent and splits continue. It must still be destroyed. Any thread; not collective; never blocks. */
 DDPDEF ddp_result ddp_group_abort(ddp_group *group);
 
 /* Leaves the group, and frees this rank's part of it, including its group memory. First wait for every
    ddp_work, and destroy all that was created on the group: splits, meshes, reducers and so on. Not
-   collective. A call that has returned on this rank no longer needs it, so no barrier is needed first. A peer
-   gets DDP_ERR_PEER_LOST if its call still needs this rank. If a call of this rank is still pending, the
-   group fails on every rank with DDP_ERR_PEER_LOST. Waits for a ddp_bucket_hook that still runs, but not for
-   the calls of other ranks; on a group of GPUs see ddp_cuda_group_create. NULL is ignored. */
+   collective. A call that has returned on this rank no longer needs it, so no barrier is needed first. A
+   peer gets DDP_ERR_PEER_LOST if its call still needs this rank. If a call of this rank is still pending,
+   the group fails on every rank with DDP_ERR_PEER_LOST. Waits for a ddp_bucket_hook that still runs, but
+   not for the calls of other ranks; on a group of GPUs see ddp_cuda_group_create. */
 DDPDEF void ddp_group_destroy(ddp_group *group);
 
-/* For a NULL group, the next four calls return -1, 0, -1 and 0. After a split, "this machine" counts only
-   ranks of the new group. */
+/* For a NULL group, the next four calls return -1, 0, -1 and 0. The last two count only ranks of this
+   group: to choose a GPU, use the ddp_local_rank of the world, not that of a split. */
 DDPDEF int ddp_rank(const ddp_group *group);             /* this rank in the group, from 0 */
 DDPDEF int ddp_world_size(const ddp_group *group);       /* ranks of the group */
-DDPDEF int ddp_local_rank(const ddp_group *group);       /* this rank among the group's of this machine */
+DDPDEF int ddp_local_rank(const ddp_group *group);       /* this rank among those on its machine, from 0 */
 DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of the group on this machine */
 
 /* --- collectives ---
-   All are collective over the group. work == NULL blocks; otherwise ddp_wait completes the call (see
-   CONCEPTS, Work). count is the number of elements and may be 0. A buffer without elements may be NULL.
-   Buffers need only the alignment of their dtype. The call reads and writes them until it, or its wait,
-   returns. send and recv are equal (in place) or do not overlap. W is the world size.
-   Errors: DDP_ERR_INVALID, only on this rank, before data is sent. The group stays usable. The other ranks
-   wait until this rank makes the call correctly, or until the timeout. DDP_ERR_UNSUPPORTED, on every rank,
-   for a call that the tcp backend does not have; the group stays usable. DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT,
-   DDP_ERR_PEER_LOST, DDP_ERR_POISONED, DDP_ERR_NO_MEMORY and DDP_ERR_ENGINE are returned on every rank, and
-   the group is poisoned. */
+   All are collective over the group. The call, its count, dtype, op and root must be equal on all ranks;
+   for arrays of counts see the calls. Buffers may differ, and so may work: one rank may block while another
+   does not. work == NULL blocks; otherwise ddp_wait completes the call (see CONCEPTS, Work). W is the world
+   size, `rank` is this rank.
+   Counts and offsets are in elements. `send + n` is the address of element n. A count may be 0. Buffers
+   need only the alignment of their dtype. The call uses them until it, or its wait, returns. A buffer that
+   this rank does not need, or one without elements, may be NULL.
+   In place: send and recv may overlap only as the comment of the call states. Each rank decides this by
+   itself. The call writes only recv: other blocks of send stay as they are. Any other overlap is
+   DDP_ERR_INVALID.
+   Errors:
+     DDP_ERR_INVALID      only on this rank, before data is sent: see ERRORS, One rank
+     DDP_ERR_UNSUPPORTED  on every rank, for a call that the tcp backend does not have; the group stays usable
+     other errors         poison the group: DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST,
+                          DDP_ERR_POISONED, DDP_ERR_NO_MEMORY, DDP_ERR_SYSTEM, DDP_ERR_ENGINE
+   After a failure the caller may reuse or free the buffers. Exceptions: MPI, see ddp_group_create; GPUs,
+   see ddp_cuda_group_create. */
 
 /* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
                                  ddp_dtype dtype, ddp_op op, ddp_work *work);
-/* Like all_reduce, but only root receives (others may pass recv NULL). In place on root: send == recv. */
+/* recv[i] on root = op over ranks of send[i]; count elements each. Only root uses recv.
+   In place on root: send == recv. */
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype,
                              ddp_op op, int root, ddp_work *work);
-/* buf on every rank = buf of root. */
+/* buf on every rank = buf of root; count elements. */
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root,
                                 ddp_work *work);
-/* recv (W * send_count) = send (send_count) of every rank, in rank order.
+/* recv (W * send_count) on every rank = send (send_count) of every rank, in rank order.
    In place: send == recv + rank * send_count. */
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count,
                                  ddp_dtype dtype, ddp_work *work);
-/* recv (recv_count) = op over ranks of block `rank` of send (W * recv_count).
+/* recv (recv_count) on rank r = op over ranks of block r of send (W * recv_count).
    In place: recv == send + rank * recv_count. */
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count,
                                      ddp_dtype dtype, ddp_op op, ddp_work *work);
-/* Block j of send goes to block `rank` of rank j's recv; both hold W * count_per_peer. Not in place. */
+/* Block i of recv on rank j = block j of send on rank i. Both buffers have W blocks of count_per_peer. Not
+   in place. */
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer,
                                  ddp_dtype dtype, ddp_work *work);
-/* recv (W * send_count, root only) = send of every rank, in rank order.
+/* recv (W * send_count) on root = send (send_count) of every rank, in rank order. Only root uses recv.
    In place on root: send == recv + root * send_count. */
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count,
                              ddp_dtype dtype, int root, ddp_work *work);
-/* recv (recv_count) = block `rank` of root's send (W * recv_count, root only).
+/* recv (recv_count) on rank r = block r of root's send (W * recv_count). Only root uses send.
    In place on root: recv == send + root * recv_count. */
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count,
                               ddp_dtype dtype, int root, ddp_work *work);
 
-/* Rank r sends recv_counts[r] elements, and they are stored at recv + recv_offsets[r] on every rank.
-   send_count is this rank's entry of recv_counts. The W counts are equal on all ranks; offsets NULL = packed.
-   The arrays are copied. In place: send == recv + recv_offsets[rank]. */
+/* Every rank receives recv_counts[r] elements from rank r, at recv + recv_offsets[r]. Both arrays have W
+   entries and are copied. All ranks pass the same counts; offsets may differ. recv_offsets NULL = packed in
+   rank order. Blocks must not overlap. Elements outside the blocks are not written. In place: send is this
+   rank's block of recv. Errors: DDP_ERR_INVALID if send_count is not recv_counts[rank]. */
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype,
                                    ddp_work *work);
 
-/* This rank sends send_counts[j] elements at send + send_offsets[j] to rank j, and receives recv_counts[j]
-   elements from it. The two ranks must pass the same number for a message. Offsets NULL = packed. The arrays
-   are copied. Not in place. Errors: DDP_ERR_MISMATCH names a pair of ranks with different counts. */
+/* Sends send_counts[j] elements at send + send_offsets[j] to rank j, and receives recv_counts[j] elements
+   from rank j at recv + recv_offsets[j]. The arrays have W entries and are copied. Offsets NULL = packed in
+   rank order. send_counts[j] on rank i must equal recv_counts[i] on rank j, also for i == j. Blocks of recv
+   must not overlap. Not in place. Errors: DDP_ERR_MISMATCH names a pair of ranks with different counts. */
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts,
                                    const size_t *send_offsets, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
 
-DDPDEF ddp_result ddp_barrier(ddp_group *group); /* returns when every rank has entered */
+/* Returns when every rank has entered. Runs after this rank's earlier collectives, but does not wait for
+   messages. On GPUs it also blocks the host. */
+DDPDEF ddp_result ddp_barrier(ddp_group *group);
 
 /* --- point to point ---
-   Matched by (peer, tag) in the order issued, independent of collectives. peer is another rank; tag >= 0.
-   Blocking, buffers and errors: as for collectives. A small blocking send may return before the receive is
-   posted; do not rely on it. A receive with another count or dtype is DDP_ERR_MISMATCH on both sides. Up to
-   16 messages from one rank to another are in flight at once; later ones wait for these, whatever their tags.
-   */
+   Messages between two ranks; not collective. peer is another rank; tag >= 0. A receive takes the oldest
+   message from peer with this tag. Count and dtype must be those of the send. Blocking and buffers: as for
+   collectives.
+   A message starts when it is issued, and does not wait for collectives before it. At most 16 messages from
+   one rank to another are in flight at once; later ones wait for these, whatever their tags. Over NCCL the
+   order is different: see ddp_cuda_group_create. A small blocking send may return before the receive is
+   posted; do not rely on it.
+   Errors: as for collectives. DDP_ERR_UNSUPPORTED over tcp, on this rank only. Another count or dtype is
+   DDP_ERR_MISMATCH, and poisons the group. */
 
 /* Sends count elements to peer. */
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer,
@@ -602,18 +659,24 @@ DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag,
                            ddp_work *work);
 
-/* Begins a batch of messages: until ddp_p2p_end, sends and receives with work == NULL do not block. Not
-   collective. Batches do not nest. */
+/* Begins a batch. Until ddp_p2p_end, sends and receives with work == NULL return at once, and their buffers
+   stay in use. Other calls, also messages with a ddp_work, are not part of the batch. Not collective; does
+   not block.
+   Errors: DDP_ERR_INVALID if a batch is open: batches do not nest. */
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group);
-/* Blocks until all messages of the batch are done. The order in which they were issued does not matter. Not
-   collective. Errors: the first failure of a message. */
+/* Ends the batch: blocks until all its messages are done. Its sends and receives may be issued in any order
+   without a deadlock. Messages with the same peer and tag still match in the order issued. Not collective.
+   Errors: the first failure of a message, in the order issued; the batch has ended in this case too.
+   DDP_ERR_INVALID if no batch is open. */
 DDPDEF ddp_result ddp_p2p_end(ddp_group *group);
 
 /* --- asynchronous calls --- */
 
-/* Blocks until the call is done, returns its result and empties *work. An empty handle returns DDP_OK. On a
-   group of GPUs over NCCL it makes the group's stream wait instead of the host. Errors: DDP_ERR_INVALID for
-   another copy of a handle that was already waited for. */
+/* Blocks until the call is done, returns its result and empties *work, also after a failure. group is that
+   of the call. Calls may be waited for in any order. An empty handle returns DDP_OK. On a group of GPUs
+   over NCCL it makes the user's stream wait instead of the host: synchronize that stream before the host
+   uses the buffers. Not collective. Errors: DDP_ERR_INVALID for another copy of a handle that was already
+   waited for. */
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
 /* *done = 1 when the call is done or has failed, otherwise 0. An empty handle is done. On a group of GPUs
    over NCCL it queries the device: done means that the result is complete there. The handle still needs its
@@ -631,71 +694,104 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done);
    DDP_ERR_INVALID, DDP_ERR_MISMATCH, DDP_ERR_NO_MEMORY. After these the group stays usable. */
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out);
 
-/* Frees memory from ddp_group_alloc. Collective, in the same order on every rank; blocks. NULL on all ranks
-   is ignored. Errors: DDP_ERR_MISMATCH, on every rank, for different blocks: none is freed. */
+/* Frees one block of ddp_group_alloc, not the group. Collective, in the same order on every rank; blocks.
+   NULL on all ranks is ignored. Errors: DDP_ERR_MISMATCH, on every rank, for different blocks (by order of
+   allocation): none is freed. DDP_ERR_INVALID, on this rank only, if memory is not a block of this group.
+   After any other error the block is freed. */
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
 
 /* --- gradients --- */
 
-/* Creates a reducer. It averages every rank's gradients, bucket by bucket while backward runs. A bucket holds
-   gradients of one dtype in reverse definition order. After the first step, buckets follow the order in which
-   gradients became ready on rank 0. Adjacent gradients are reduced in place. A NULL grad.data in desc->params
-   is replaced by group memory, with gradients side by side. Collective, blocks; broadcasts values and buffers
-   from rank 0. Ownership: the params array stays with the caller and must outlive the reducer. Errors:
-   DDP_ERR_MISMATCH on every rank names the first parameter that differs in count, shape, dtype or order.
+/* Creates a reducer. It averages gradients over ranks and micro-batches, bucket by bucket while backward
+   runs. A bucket holds gradients of one dtype in reverse definition order. After the first step, buckets
+   follow the order in which gradients became ready on rank 0, except with find_unused. Ranges of adjacent
+   gradients are reduced in place if they are large or fill a bucket; others are copied. A NULL grad.data in
+   desc->params is replaced by group memory, with gradients side by side; grad.dtype and grad.shape are
+   filled in as well.
+   Collective, blocks. Broadcasts values and buffers from rank 0. All fields of the desc must be equal,
+   except addresses; a hook or a grad.data is NULL on all ranks or on none. Parameters agree in count, name,
+   shape, dtype and order.
+   Ownership: the params array and its names stay with the caller and must outlive the reducer.
+   desc->buffers is read only during the call.
+   Other calls: ddp_reducer_ready issues the buckets that it completes, so ranks may issue them at different
+   points. Make other collective calls on the group, also those of another reducer, before the first
+   ddp_reducer_ready of a step or after its ddp_reducer_wait.
+   Errors: DDP_ERR_MISMATCH on every rank names the first field, parameter or buffer that differs. After an
+   error desc->params is unchanged; values may have been broadcast.
    Source: PyTorch DDP, Li et al. 2020. */
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc);
 
-/* Marks this parameter's gradient as final; its bucket may start. Does not block. Calling it twice in a step
-   returns DDP_ERR_INVALID. The error names the parameter. */
+/* Marks the gradient of params[param_index] as final for this step. Until ddp_reducer_wait returns, the
+   caller must not read or write it.
+   A bucket starts when its gradients, and those of earlier buckets, are ready. Ranks may call it in
+   different orders. With several micro-batches, call it only in the last one: see ddp_reducer_no_sync and
+   ddp_accumulator_ready. Each use of a tied parameter needs its own call. Not collective; does not block.
+   Errors: DDP_ERR_INVALID names a parameter that is ready twice in a step, or that static_graph excludes;
+   those of collectives. */
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index);
 
-/* Ends a step. Blocks until every gradient is the average over ranks, divided once; with per_token, until it
-   is the sum. Then adds the gradients of a tied parameter into that of its first use. With no_sync it does
-   nothing. Collective. Errors: DDP_ERR_INVALID, on every rank, names a parameter that never became ready on
-   some rank, unless find_unused is set: then its gradient on that rank counts as zeros. After this error the
-   step has ended. */
+/* Ends a step. Blocks until every gradient is the average over ranks and micro-batches: their sum, divided
+   once by world_size * micro_batch_count. With a ddp_join, active ranks replace world_size. With per_token it
+   is the sum. Then adds the gradients of later uses of a tied parameter to that of its first use; the other
+   uses keep their own averages.
+   Collective, except with no_sync: then it does nothing.
+   Unused parameters: with find_unused or static_graph, a gradient without ddp_reducer_ready counts as zeros
+   on this rank, and the average overwrites it.
+   Errors: DDP_ERR_INVALID, on every rank, names a parameter that never became ready on some rank, unless
+   find_unused or static_graph allows it; the group stays usable. Every error ends the step, and leaves the
+   contents of gradients undefined. */
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer);
 
 /* Adds sum to mean->sum, exactly, and count to mean->count. For a micro-batch, sum is the sum of its losses,
    and count the number of its tokens (or samples). A NaN or an infinity stays in the sum. Not collective. */
 DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count);
-/* Replaces *mean by the exact total over ranks: sum and count; ddp_mean_value gives the mean. Collective,
-   blocks. Errors: a negative count on any rank is DDP_ERR_INVALID on all ranks, and *mean is unchanged. To
-   reduce over a mesh, call it once per axis. After an error, call ddp_group_abort on the groups of the
-   remaining axes: their ranks are still waiting. */
+/* Replaces *mean by the exact total over ranks: sum and count; ddp_mean_value gives the mean. mean is host
+   memory, on a group of GPUs too. Collective, blocks. Errors: a negative count on any rank is
+   DDP_ERR_INVALID on all ranks. After any error *mean is unchanged.
+   To reduce over a mesh, call it once per axis. If a call fails, call ddp_group_abort on the groups of the
+   remaining axes: ranks that had no failure already wait there. */
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean);
-DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the rounded sum divided by count; 0 when count is 0 */
+/* The sum, rounded to nearest, divided by count; 0 when count is 0. mean must not be NULL. */
+DDPDEF double ddp_mean_value(const ddp_mean *mean);
 
 /* Ends a step like ddp_reducer_wait, but with the mean over all tokens (or samples) of all ranks and
-   micro-batches. Requires per_token. In: loss->sum is this rank's sum of losses in this step, and loss->count
-   is the number of its tokens. Out: *loss is the exact total over ranks, sum and count; ddp_mean_value gives
-   the mean. Every gradient becomes its sum over ranks, divided once by the total count. The gradient of a
-   tied parameter's first use includes all its uses. With a total count of 0, gradients stay sums. The bits do
-   not depend on how tokens are distributed. With no_sync it does nothing. Collective, blocks. Errors that
-   leave *loss unchanged: those of ddp_reducer_wait; DDP_ERR_INVALID without per_token, and on every rank for
-   a negative count. */
+   micro-batches. Requires per_token. In: loss->sum is this rank's sum of losses in this step, and
+   loss->count is the number of its tokens. Out: *loss is the exact total over ranks, sum and count;
+   ddp_mean_value gives the mean. Every gradient becomes its sum over ranks, divided once by the total
+   count. The gradient of a tied parameter's first use includes all its uses. With a total count of 0,
+   gradients stay sums. The bits do not depend on how tokens are distributed. With no_sync it does nothing.
+   Collective, blocks. Errors that leave *loss unchanged: those of ddp_reducer_wait; DDP_ERR_INVALID without
+   per_token, on this rank only, and on every rank for a negative count: the step has ended, and gradients
+   stay sums. */
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
-/* Turns the reducer off (on = 1) and on again (0). While it is off, ready and wait do nothing, so that the
-   caller can accumulate gradients on this rank. The divisor does not change: it counts micro_batch_count
-   micro-batches. Not collective, but the same on every rank; only between ddp_reducer_wait and the next
-   ready. */
+/* Sets no_sync to on. While it is 1, ddp_reducer_ready, ddp_reducer_wait and ddp_reducer_wait_mean do
+   nothing and return DDP_OK: the caller accumulates micro-batches in params[i].grad on this rank. Set it to
+   0 before the backward of the last micro-batch. desc.micro_batch_count must be the number of all these
+   micro-batches, since the divisor does not change. Not collective, but the same on every rank. Errors:
+   DDP_ERR_INVALID between the first ready of a step and its ddp_reducer_wait. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
-/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the
-   norm before scaling. Call it after ddp_reducer_wait. Not collective: every rank computes the same from
-   equal gradients. Blocks until the device has computed the norm. Squares add per row (dim 0) in a fixed
-   order and rows add exactly, so sharding cannot change the result. A tied parameter counts once, as the sum.
-   A norm that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is not positive, when
-   ddp_reducer_wait has not followed the last ready, or when no_sync is on. */
+/* Scales all gradients by max_norm / norm when their global L2 norm exceeds max_norm. *norm (may be NULL)
+   is the norm before scaling. Call it after ddp_reducer_wait, or with per_token after
+   ddp_reducer_wait_mean. Not collective: every rank computes the same from equal gradients. Blocks until
+   the device has computed the norm. Squares add per row (dim 0) in a fixed order and rows add exactly, so
+   ddp_fsdp.h gets the same norm from its shards. A tied parameter counts once, as the sum in its first use;
+   every use is scaled. A norm that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is
+   not positive, with no_sync, when no such wait has followed the last ddp_reducer_ready, or when it has
+   failed. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
-/* find_unused: 1 when no rank used the parameter in the last step, else 0. */
+/* Returns 1 when no rank used params[param_index]: with find_unused in the last step, with static_graph
+   only in the first step. Otherwise 0, also for an invalid index. Each use of a tied parameter counts
+   separately. */
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index);
-/* Stores the measurements of the reducer in *stats. Not collective. */
+/* Stores the measurements of the reducer in *stats. Not collective; does not block. "The last step" is the
+   last one that ended. */
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats);
-/* Frees the reducer and the gradient memory that it allocated. Collective. NULL is ignored. */
+/* Frees the reducer and the gradient memory that it allocated; those grad.data become NULL again. The
+   params array must still exist. Collective, between steps: waits for buckets in flight and for the other
+   ranks, at most timeout_ms. On a poisoned group it does not wait. */
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer);
 
 /* Creates an accumulator. It adds the gradients of the m = micro_batch_count micro-batches of a step. Each
