@@ -58,7 +58,7 @@ CONCEPTS
                library compares those on arrival.
     Handle     A create call stores a new object in *out. After a failure *out is NULL. The caller frees the
                object with the destroy call of the same name, before the group or object that it was created
-               on. Destroy calls ignore NULL.
+               on, unless its comment states otherwise. Destroy calls ignore NULL.
     Work       A call with work == NULL, or without a work argument, blocks unless its comment states
                otherwise. With a ddp_work it returns at once, and ddp_wait waits for it. The caller must not
                use the call's buffers until that ddp_wait has returned. A rank executes its collectives in the
@@ -309,9 +309,9 @@ typedef struct ddp_launch_desc {
     ddp_launch_mode mode; /* 0 = processes */
     int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times. No
                              effect with threads, with one rank or under a launcher */
-    const int *devices;   /* device index of each rank, by local rank, for GPU backends; NULL = the local
-                             rank */
-    int device_count;     /* entries of devices; required with devices, at least one for each rank */
+    const int *devices;   /* device index by local rank, for GPU backends; NULL = the backend chooses */
+    int device_count;     /* entries of devices; at least one for each rank. Under a launcher, a rank without
+                             an entry gets what NULL gives */
     int no_affinity;      /* 1 = do not change CPU affinity, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS or the
                              thread pools of libraries */
     ddp_group_desc group; /* of the world: timeout_ms, order, name, backend, allocators ...; init_method, rank
@@ -457,7 +457,8 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    Call it before starting threads, CUDA or MPI.
    Joining: inside torchrun, mpirun, srun or another ddp_launch, it starts no rank. It creates a group of
    all ranks there, as ddp_group_create does, and runs fn on the calling thread. It returns when this fn has
-   returned, with its result. desc->world_size must be 0 or the number in the launcher's variables.
+   returned, with its result. desc->world_size must be 0 or the number in the launcher's variables; inside
+   another ddp_launch it has no effect.
    One rank: fn runs on the calling thread, with processes as well.
    Ownership: ddp_launch creates and destroys the world; fn must not destroy it. No exception may leave fn.
    Cores: each rank that it starts gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and
