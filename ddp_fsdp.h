@@ -51,8 +51,8 @@ CONCEPTS
     Unit       Parameters that are unsharded, resharded and reduced together, such as a transformer block.
                Parameters outside all blocks form a root unit, which stays unsharded longer. A unit inside
                another one is a separate unit.
-    Unshard    Brings the full parameters of a unit to every rank. Until reshard, param.value.data points to
-               them.
+    Unshard    Brings the full parameters of a unit to every rank. param.value.data points to them until the
+               unit is resharded, at the latest by ddp_fsdp_step.
     Reduce     Adds the full gradients of a unit over ranks. Each rank keeps its rows of the sum.
 
                rank 0   rank 1   unshard   ranks 0, 1    backward  rank 0    rank 1   reduce  rank 0   rank 1
@@ -87,12 +87,13 @@ CONCEPTS
     Master     The f32 values that the optimizer updates. With param_dtype = DDP_BF16, an unshard sends a
                16-bit copy of them.
     Micro-batches   SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches,
-               pairwise like a binary counter. The others add over micro-batches first. Both sums are the tree
-               over the micro-batches of the step. In the first way, micro-batch i of rank r is number iW + r
-               of the step (W a power of two). In the second, each rank has a block of consecutive
-               micro-batches; their number is a power of two. So W ranks under any strategy end with the bits
-               of one rank. 16-bit gradients are added in f32 everywhere, also over the replicas of a
-               ddp_pipeline. Outside this promise: reduce_dtype, sequential_accumulation, quantize_gather.
+               pairwise like a binary counter. SHARD_OPTIM and NO_SHARD add over micro-batches first, and over
+               ranks only after the last one. Both sums are the tree over the micro-batches of the step. In
+               the first way, micro-batch i of rank r is number iW + r of the step (W a power of two). In the
+               second, each rank has a block of consecutive micro-batches; their number is a power of two. So
+               W ranks under any strategy end with the bits of one rank. 16-bit gradients are added in f32
+               everywhere, also over the replicas of a ddp_pipeline. Outside this promise: reduce_dtype,
+               sequential_accumulation, quantize_gather.
 
 ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). An error in a desc names the unit and the parameter. A
@@ -215,23 +216,25 @@ typedef enum ddp_optimizer_kind {
     DDP_OPTIMIZER_LARS
 } ddp_optimizer_kind;
 
-/* Learning rates after the warm-up. */
+/* Learning rates after the warm-up. Each falls from max_lr at step warmup_steps to min_lr at step
+   total_steps, except CONSTANT. t grows from 0 to 1 between these two steps. */
 typedef enum ddp_lr_kind {
-    DDP_LR_CONSTANT = 0,
-    DDP_LR_COSINE,
-    DDP_LR_LINEAR,
-    DDP_LR_POLYNOMIAL,
-    /* Warm-up, stable, decay: constant until the last decay_steps, then linear (Hu et al. 2024) */
-    DDP_LR_WSD
+    DDP_LR_CONSTANT = 0, /* max_lr */
+    DDP_LR_COSINE,       /* min_lr + (max_lr - min_lr) (1 + cos(pi t)) / 2 */
+    DDP_LR_LINEAR,       /* min_lr + (max_lr - min_lr) (1 - t) */
+    DDP_LR_POLYNOMIAL,   /* min_lr + (max_lr - min_lr) (1 - t)^power */
+    DDP_LR_WSD           /* warm-up, stable, decay: max_lr until the last decay_steps, then linear (Hu et al.
+                            2024) */
 } ddp_lr_kind;
 
 //== descs ===================================================================================== >>descs
 
-/* A parameter of a unit. Required: dtype (a float) and shape of param.value. param.value.data holds the first
-   values: the full tensor on every rank, in the caller's memory. NULL: init_fn provides them. Only
-   ddp_fsdp_create uses that memory. Unless skip_initial_broadcast is set, it overwrites this memory with the
-   values that it broadcasts. From then on the ddp_fsdp sets value.data and grad.data. ndim 0 counts as one
-   row. */
+/* A parameter of a unit. Required: param.name, and dtype (a float) and shape of param.value. param.grad.dtype
+   is the dtype in which backward writes gradients; 0 = param_dtype. ndim 0 counts as one row.
+   param.value.data: the first values, the full tensor on every rank, in the caller's memory (of the device,
+   if the group has one). NULL = init_fn provides them. Only ddp_fsdp_create uses that memory. Unless
+   skip_initial_broadcast is set, it overwrites this memory with the values that it broadcasts. From then on
+   the ddp_fsdp sets value.data and grad.data. */
 typedef struct ddp_fsdp_param {
     ddp_param param; /* name, value and gradient */
     /* All zero = param.value's shape. Otherwise this parameter is a slice of a tensor of this shape, starting
@@ -239,11 +242,12 @@ typedef struct ddp_fsdp_param {
        it is not split); the lowest rank saves it. */
     int64_t global_shape[DDP_MAX_NDIM];
     int64_t global_offset[DDP_MAX_NDIM]; /* see global_shape */
-    const char *tied_to; /* name of the earlier parameter that this one shares its value with; required when
-                            they are in different units, or without data */
-    int frozen;          /* 1 = not trained: no gradient, no optimizer state */
-    int index;           /* set by ddp_fsdp_wrap: the parameter's index in its list */
-    char unit[48];       /* set by ddp_fsdp_wrap: in the first parameter of a unit, the unit's name */
+    /* NULL, or the name of the earlier parameter that this one shares its value with. Two parameters of one
+       unit with the same value.data are tied without it. Required for ties between units or without data */
+    const char *tied_to;
+    int frozen;    /* 1 = not trained: no gradient, no optimizer state */
+    int index;     /* set by ddp_fsdp_wrap: the parameter's index in its params argument */
+    char unit[48]; /* set by ddp_fsdp_wrap: in the first parameter of a unit, the unit's name */
 } ddp_fsdp_param;
 
 /* A unit: parameters that are unsharded and reduced together. */
@@ -255,17 +259,19 @@ typedef struct ddp_fsdp_unit_desc {
 
 /* For ddp_fsdp_wrap. */
 typedef struct ddp_fsdp_wrap_desc {
-    /* One unit for each different match. "*" matches one part of a name: "h.*" makes units "h.0", "h.1",
-       ... from "h.0.fc.weight" and so on. The longest match wins, so units can be nested. A parameter without
-       a match is in the unit "root" */
+    /* One unit for each different match. The parts of a name are separated by dots. A match ends at the end
+       of a part: "h.1" does not match "h.10.w". "*" matches one part: "h.*" makes units "h.0", "h.1", ...
+       from "h.0.fc.weight" and so on. The longest match wins, so units can be nested. Parameters without a
+       match form the unit "root" */
     const char *const *prefixes;
     int prefix_count;        /* entries of prefixes; 0 = units by size */
-    size_t min_unit_bytes;   /* without prefixes: takes parameters in order and ends a unit at this size; 0 =
+    size_t min_unit_bytes;   /* without prefixes: a unit takes parameters in order until it has this size; 0 =
                                 25 MiB */
-    ddp_fsdp_param *storage; /* required; param_count entries, which the units' params will point to */
+    ddp_fsdp_param *storage; /* required: one entry per parameter, overwritten; see ddp_fsdp_wrap */
 } ddp_fsdp_wrap_desc;
 
-/* For ddp_optimizer_create, and ddp_fsdp_desc.optimizer. Zero means default, except for params. */
+/* For ddp_optimizer_create, and ddp_fsdp_desc.optimizer. Zero means default, except for params and
+   param_count. */
 typedef struct ddp_optimizer_desc {
     ddp_optimizer_kind kind;   /* 0 = ADAMW */
     float beta1, beta2, eps;   /* ADAMW, LAMB: 0 = 0.9, 0.999, 1e-8 (LAMB 1e-6); a beta of -1 is 0 */
@@ -275,13 +281,15 @@ typedef struct ddp_optimizer_desc {
     float weight_decay;        /* 0 = none. ADAMW, LAMB decoupled; SGD, LARS added to the gradient */
     int decay_matrices_only;   /* 1 = tensors of fewer than two dimensions (biases, norms) get neither weight
                                   decay nor a trust ratio */
-    /* From here on only for ddp_optimizer_create. Values and gradients are f32 or f64. Entries with the same
-       value.data are uses of one parameter: their gradients are added into the first before the step */
+    /* From here on only for ddp_optimizer_create. Required. Values are f32 or f64; a gradient has the dtype
+       and shape of its value. Entries with the same value.data are uses of one tied parameter. A tensor
+       without elements may have data NULL */
     ddp_param *params;
     int param_count;        /* entries of params */
     ddp_group *shard_group; /* NULL = tensors are complete. Otherwise each is this rank's rows, and LAMB and
-                               LARS compute norms over this group */
-    /* NULL = the device's memory of the group. Called once; returns zeroed memory; set both or neither */
+                               LARS compute norms over this group: params have the same order on its ranks */
+    /* Allocator of the optimizer state. Returns zeroed memory of the group's device; called at most once.
+       NULL = the group's device allocates; set both or neither */
     void *(*state_alloc_fn)(size_t size_bytes, void *user);
     void (*state_free_fn)(void *memory, void *user); /* of memory from state_alloc_fn */
     void *state_user;                                /* passed to state_alloc_fn and state_free_fn */
@@ -290,26 +298,28 @@ typedef struct ddp_optimizer_desc {
 /* For ddp_lr_at. */
 typedef struct ddp_lr_desc {
     ddp_lr_kind kind;          /* 0 = CONSTANT */
-    double max_lr;             /* required; the highest rate */
-    double min_lr;             /* the rate at the end; 0 = 0 */
-    int64_t batch, base_batch; /* 0 = none. Otherwise max_lr and min_lr are meant for base_batch samples per
-                                  step, and are multiplied by batch / base_batch: linear scaling (Goyal et al.
-                                  2017) */
-    int64_t warmup_steps;      /* linear from 0: warm-up step s has max_lr * s / warmup_steps */
-    int64_t total_steps;       /* required except for DDP_LR_CONSTANT */
-    int64_t decay_steps;       /* WSD: 0 = a tenth of total_steps */
+    double max_lr;             /* required, positive; the highest rate */
+    double min_lr;             /* 0 to max_lr; the rate at the end */
+    int64_t batch, base_batch; /* both 0 = none. Otherwise max_lr and min_lr are meant for base_batch samples
+                                  per step, and are multiplied by batch / base_batch: linear scaling (Goyal et
+                                  al. 2017) */
+    int64_t warmup_steps;      /* 0 = no warm-up; also for CONSTANT. Linear from 0: warm-up step s has
+                                  max_lr * s / warmup_steps */
+    int64_t total_steps;       /* warm-up included; required except for DDP_LR_CONSTANT */
+    int64_t decay_steps;       /* WSD: at most total_steps - warmup_steps; 0 = a tenth of total_steps */
     float power;               /* POLYNOMIAL: 0 = 1 */
 } ddp_lr_desc;
 
 /* For ddp_scaler_init. Zero means default, field by field. */
 typedef struct ddp_scaler_desc {
     float init_scale;     /* 0 = 65536 */
-    float growth_factor;  /* 0 = 2 */
-    float backoff_factor; /* 0 = 0.5 */
-    int growth_interval;  /* 0 = 2000 */
-    ddp_group *groups[4]; /* every group that splits or replicates the gradients; ddp_fsdp adds its own groups
-                             */
-    int group_count;      /* entries of groups */
+    float growth_factor;  /* above 1; 0 = 2 */
+    float backoff_factor; /* between 0 and 1; 0 = 0.5 */
+    int growth_interval;  /* steps; 0 = 2000 */
+    ddp_group *groups[4]; /* every group that splits or replicates the gradients. With a ddp_fsdp: only
+                             further groups, such as that of tensor parallelism. The group and replicas of the
+                             ddp_fsdp take part without being listed */
+    int group_count;      /* entries of groups; 0 = only this rank */
 } ddp_scaler_desc;
 
 /* The state of a scaler. Plain numbers without padding bytes: may be written to a file as it is. */
@@ -324,19 +334,19 @@ typedef struct ddp_scaler {
     ddp_scaler_desc desc; /* defaults resolved */
     float scale;          /* the factor for the loss */
     int growth_tracker;   /* steps since the scale has changed */
-    int unscaled;         /* since the last update */
-    int found_inf;        /* on some rank of some group */
+    int unscaled;         /* 1 = gradients were unscaled since the last update */
+    int found_inf;        /* 1 = on some rank of some group, a gradient was not finite */
 } ddp_scaler;
 
-/* Numbers that a checkpoint stores in addition to tensors. The caller owns it. Those of rank 0 are saved; a
-   load gives them to all ranks. Without padding bytes. */
+/* Numbers that a checkpoint stores in addition to tensors. The caller owns it. ddp_fsdp_save stores those of
+   rank 0. ddp_fsdp_load sets them on every rank. Without padding bytes. */
 typedef struct ddp_fsdp_state {
-    int64_t step;              /* set by ddp_fsdp_step: optimizer steps taken */
-    ddp_sampler_state sampler; /* of ddp_sampler_save or ddp_loader_save */
-    ddp_scaler_state scaler; /* in the checkpoint, ddp_fsdp_save replaces it by that of desc.scaler, if one is
-                                set; this struct is not changed */
-    uint64_t rng[4];         /* for the caller */
-    double user[8];          /* for the caller */
+    int64_t step;              /* optimizer steps taken; set by ddp_fsdp_step, ddp_fsdp_set_step and load */
+    ddp_sampler_state sampler; /* of ddp_sampler_save or ddp_loader_save; set by the caller */
+    ddp_scaler_state scaler;   /* with ddp_fsdp_desc.scaler: ddp_fsdp_save stores that scaler's state instead
+                                  of this field, and ddp_fsdp_load also restores the scaler */
+    uint64_t rng[4];           /* for the caller */
+    double user[8];            /* for the caller */
 } ddp_fsdp_state;
 
 /* For ddp_fsdp_create. Zero means default, except for units and unit_count. */
@@ -346,29 +356,30 @@ typedef struct ddp_fsdp_desc {
     ddp_fsdp_strategy strategy; /* 0 = FULL_SHARD */
     /* Hybrid: the group of ranks that hold the same shard; NULL = none. Between the first
        ddp_fsdp_reduce_grads of a step and the end of ddp_fsdp_step, only the ddp_fsdp may issue calls on
-       it */
+       this group */
     ddp_group *replicas;
     ddp_dtype param_dtype; /* dtype of full parameters: 0 = the parameter's. DDP_BF16, DDP_F16: master values
                               are f32 */
-    /* The dtype in which gradients are added over ranks. 0 = f32, f64 for f64 parameters. Backward writes
-       gradients in param.grad.dtype (0 = param_dtype); they are cast on the way. DDP_BF16 or DDP_F16 halves
-       the bytes of each reduce-scatter: every gradient is rounded before it is sent, and every sum over ranks
-       once more. Any value except 0 is outside the promise of equal bits, unless it is the default's dtype */
+    /* The dtype in which gradients are added over ranks; they are cast from param.grad.dtype. 0 = f32, f64
+       for f64 parameters. DDP_BF16 or DDP_F16 halves the bytes of each reduce-scatter: every gradient is
+       rounded before it is sent, and every sum over ranks once more. Any value except 0 is outside the
+       promise of equal bits, unless it is the default's dtype */
     ddp_dtype reduce_dtype;
     int micro_batch_count;       /* 0 = 1; per rank and step: the number of ddp_fsdp_reduce_grads calls for
                                     each unit */
     int per_token;               /* 1 = gradients are those of a loss summed over tokens; see ddp_fsdp_mean */
-    int sequential_accumulation; /* 1 = micro-batches are added one after the other, in one buffer: outside
-                                    the promise of equal bits */
-    /* 0 = 1; units unsharded ahead, in the order of the previous step; -1 = none. FULL_SHARD: each takes as
-       much memory as the largest unit, so units of similar size waste least. An embedding of 8 blocks' size
-       costs 8 blocks for each unit ahead */
+    int sequential_accumulation; /* 1 = micro-batches are added one after the other, in one internal sum
+                                    instead of log2 many: outside the promise of equal bits */
+    /* 0 = 1; units unsharded ahead, in the order of the last complete step; -1 = none. The first step has no
+       such order. FULL_SHARD: each takes as much memory as the largest unit, so units of similar size waste
+       least. An embedding of 8 blocks' size costs 8 blocks for each unit ahead */
     int prefetch;
     size_t max_gathered_bytes;    /* 0 = no limit; no unit is unsharded ahead beyond it */
-    int no_reshard_after_forward; /* FULL_SHARD: 1 = reshard keeps a unit until its last reduce_grads of the
-                                     step */
-    int overwrite_gradients;      /* 1 = every backward writes all gradients of a unit. Otherwise every
-                                     unshard, also that of a forward, clears their memory */
+    int no_reshard_after_forward; /* FULL_SHARD: 1 = a reshard before the unit's last reduce_grads of the step
+                                     keeps the values in memory. value.data is NULL all the same, until an
+                                     unshard, which sends nothing */
+    int overwrite_gradients;      /* 1 = every backward writes all gradients of a unit. Otherwise
+                                     ddp_fsdp_unshard sets new gradients to zero, also before a forward */
     /* FULL_SHARD: 1 = parameters are sent in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al.
        2023). A value is off by at most 1/254 of the largest magnitude in its block, by the same amount on
        every rank; master values stay exact. CPU memory only. Outside the promise of equal bits: blocks begin
@@ -378,11 +389,12 @@ typedef struct ddp_fsdp_desc {
     const char *offload_dir;      /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of it
                                      */
     ddp_optimizer_desc optimizer; /* zero = AdamW; its params, shard_group and allocators are not read */
-    /* NULL = none; outlives the ddp_fsdp. clip_grad_norm and step then unscale. A step with an infinity
-       changes no value; the host waits for this decision in every step. BF16 needs no scaler */
+    /* NULL = none; outlives the ddp_fsdp. ddp_fsdp_clip_grad_norm or ddp_fsdp_step then unscales: do not call
+       ddp_scaler_unscale. Call ddp_scaler_update after every ddp_fsdp_step, and not before it. A step with an
+       infinity changes no value; the host waits for this decision in every step. BF16 needs no scaler */
     ddp_scaler *scaler;
-    /* Fills rows [first_row, first_row + row_count) of a parameter, only this rank's rows. dtype:
-       param.value.dtype, or f32 if that has 16 bits */
+    /* Fills out, host memory, with rows [first_row, first_row + row_count) of a parameter: this rank's rows.
+       dtype: param.value.dtype, or f32 if that has 16 bits */
     ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
                           void *user);
     void *init_user;            /* passed to init_fn */
@@ -392,10 +404,11 @@ typedef struct ddp_fsdp_desc {
     ddp_fsdp_state *state;      /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
                                    that ddp_fsdp_load has read is saved again */
     size_t max_file_bytes;      /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
-    int keep_checkpoints;       /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those beyond this
-                                   number */
-    /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them. Create,
-       save and load are then collective over it, and an error in one group is returned in all */
+    int keep_checkpoints;       /* checkpoints that remain after a save, dir included; 0 = 1. Older ones are
+                                   dir.1, dir.2, ...; a save deletes the rest */
+    /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them,
+       replicas included. Create, save and load are then collective over it too, and an error in one group is
+       returned in all */
     ddp_group *checkpoint_group;
     int save_in_background; /* 1 = ddp_fsdp_save returns after making a copy, and a thread writes it (MPI:
                                MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
@@ -432,13 +445,32 @@ typedef struct ddp_fsdp_memory {
 
 //== api ========================================================================================= >>api
 
-/* --- sharded training --- */
+/* --- sharded training ---
+   A training step:
+
+     for each micro-batch:
+         forward    for each unit:   ddp_fsdp_unshard, compute, ddp_fsdp_reshard
+         backward   for each unit:   ddp_fsdp_unshard, compute, ddp_fsdp_reduce_grads, ddp_fsdp_reshard
+     ddp_fsdp_mean                   with per_token
+     ddp_fsdp_clip_grad_norm         optional
+     ddp_fsdp_step
+     ddp_scaler_update               with a scaler
+
+   Collective: every rank of group and of replicas makes the call, in the same order of calls. This holds also
+   in evaluation, and for a call that sends nothing. Different orders of unshards or reductions are
+   DDP_ERR_MISMATCH, at the latest in ddp_fsdp_step. Several ddp_fsdp may share a group, and the caller may
+   issue its own calls on it between those of a ddp_fsdp; for replicas see ddp_fsdp_desc.
+   Blocking: on a group of GPUs, calls follow the work of the user's stream. Kernels that use a tensor may
+   still be queued there when the unit is resharded or reduced. A call that blocks makes that stream wait, not
+   the host, unless its comment states otherwise: see ddp_cuda_group_create.
+   Errors: DDP_ERR_INVALID changes nothing. Unless the comment states otherwise, any other failure poisons
+   group and replicas. A failure of work in flight is returned by a later call. */
 
 /* Splits the units' parameters over the group, and creates gradients and optimizer state. With init_fn, a
    rank fills in only its own rows, so no rank needs the full values. Parameters with the same value.data are
    uses of one parameter: one shard, and a gradient for each use; these are added after the reduction. On
-   return, value.data is NULL with FULL_SHARD, until an unshard; with the other strategies it points to the
-   full values of the ddp_fsdp.
+   return, value.dtype is param_dtype, and grad has its dtype and the shape of value. value.data is NULL with
+   FULL_SHARD, until an unshard; with the other strategies it points to the full values of the ddp_fsdp.
    Collective over group, replicas and checkpoint_group; blocks. On every rank of group and replicas the desc
    is the same, except for groups, values, callbacks, offload_dir and user pointers. Over checkpoint_group,
    slices differ.
@@ -451,196 +483,300 @@ typedef struct ddp_fsdp_memory {
    Exception: if only some ranks set replicas or checkpoint_group, that group fails. */
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc);
 
-/* Makes the full parameters of the unit available. Until reshard, value.data and grad.data of its params
-   point to them, in param_dtype and in the gradient's dtype. Gradients are zero, unless overwrite_gradients
-   is set. Call it before forward and again before backward or a recomputation. Collective where data must be
-   sent; a unit that is already available is not sent again. Blocks; on return, the next units of the recorded
-   order are in flight. */
+/* Makes the full parameters of the unit available: value.data and grad.data of its params. Call it before
+   forward, and again before backward or a recomputation. A unit that is still complete is not sent again. A
+   unit with tied parameters does not need the unit of their source. Any number of units may be unsharded at a
+   time.
+   Gradients: an unshard provides new ones if the unit has none: in the first unshard of a step, and after
+   ddp_fsdp_reshard, ddp_fsdp_reduce_grads or ddp_fsdp_zero_grad. New gradients are zero; with
+   overwrite_gradients they are undefined. Further unshards leave them unchanged. Without gradients, grad.data
+   is NULL: for a frozen parameter, after the unit's last reduce_grads of the step, and in ddp_fsdp_no_grad.
+   Collective. Blocks. On return, the next `prefetch` units in the order of the last complete step are in
+   flight.
+   Ownership: the memory belongs to the ddp_fsdp. Its address may differ after each unshard. value.data is
+   valid until ddp_fsdp_reshard, ddp_fsdp_step or ddp_fsdp_load; grad.data until one of these, reduce_grads or
+   ddp_fsdp_zero_grad. */
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit);
 
-/* Ends this rank's use of the unit's full parameters. FULL_SHARD frees them, and value.data is then NULL.
-   Gradients that were not passed to ddp_fsdp_reduce_grads are dropped. Not collective, never blocks. */
+/* Ends this rank's use of the unit's full parameters, after any number of unshards. With FULL_SHARD,
+   value.data is then NULL, and other units may use the memory (see no_reshard_after_forward). With the other
+   strategies, value.data stays valid until ddp_fsdp_step or ddp_fsdp_load. Gradients that were not passed to
+   ddp_fsdp_reduce_grads are dropped. The call is optional: ddp_fsdp_step reshards all units.
+   Sends nothing, and never blocks. Every rank makes it at the same place in the order of calls, because it
+   decides whether a later unshard allocates gradient memory, which is collective. Errors: DDP_ERR_INVALID if
+   the unit is not unsharded. */
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit);
 
-/* Marks the unit's full gradients as final for this micro-batch, and starts to add them over ranks. Call it
-   while the unit is unsharded. Collective. Blocks only until this unit's previous reduction is done.
-   SHARD_OPTIM with several micro-batches of 16-bit gradients, and f32 sums of a ddp_pipeline, also wait until
-   all ranks have read the previous unit's sums. The first f32 sums of a ddp_pipeline allocate group memory.
-   Ownership: grad.data belongs to the ddp_fsdp from here on. Errors: DDP_ERR_INVALID when called more than
-   micro_batch_count times in a step. */
+/* Marks the unit's full gradients as final for this micro-batch. SHARD_GRAD and FULL_SHARD start to add them
+   over ranks; SHARD_OPTIM and NO_SHARD do so after the last micro-batch. ddp_fsdp_step divides the sums. Call
+   it in every micro-batch for every unit with a trained parameter, while the unit is unsharded. A rank that
+   did not use the unit passes zeros. The unit stays unsharded.
+   Collective. Blocks only until this unit's previous reduction is done. SHARD_OPTIM with several
+   micro-batches of 16-bit gradients, and f32 sums of a ddp_pipeline, also wait until all ranks have read the
+   gradients of the previous reduction, of any unit. The first f32 sums of a ddp_pipeline allocate group
+   memory.
+   Ownership: grad.data belongs to the ddp_fsdp until the next unshard. Errors: DDP_ERR_INVALID, only on this
+   rank, without new gradients from ddp_fsdp_unshard, and for more than micro_batch_count calls in a step.
+   DDP_ERR_MISMATCH when ranks reduce different units. */
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit);
 
-/* Announces that only forward passes follow (on = 1), or training again (0). While on is 1, unshard provides
-   no gradients, reshard frees regardless of no_reshard_after_forward, and the order of unshards is not
-   recorded. Not collective, but the same on every rank. */
+/* Announces that only forward passes follow (on is not 0), or training again (0). While it is on, unshard
+   provides no new gradients and starts no prefetch. The order of unshards is not recorded. Reshard frees
+   regardless of no_reshard_after_forward. Allowed at any time: sums of earlier micro-batches stay, and so do
+   gradients of a unit that stays unsharded. Every rank makes the same number of forward passes.
+   Not collective, but the same on every rank. Never blocks. */
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 
-/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before
-   scaling. Call it after the last unit's last reduce_grads and before the step. Collective; waits for the
-   reductions. Squares add per row in a fixed order and rows add exactly: the bits do not depend on the
-   sharding, and each element counts once. A norm that is not finite scales nothing. norm NULL: the device
-   computes norm and factor, and the host does not wait; the bits are the same. Errors: DDP_ERR_INVALID names
-   a unit that has not been reduced. */
+/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. The norm is that of the
+   averaged and unscaled gradients of all parameters of this ddp_fsdp. *norm is the norm before scaling; norm
+   may be NULL: see ddp_fsdp_get_norm. Call it after the last unit's last reduce_grads and before the step. A
+   second call in a step scales the scaled gradients. INFINITY as max_norm only computes the norm.
+   Squares add per row in a fixed order and rows add exactly: the bits do not depend on the sharding. Each
+   element counts once, and a tied parameter as the sum of its uses. Slices on other ranks and other ddp_fsdp
+   do not count. For a norm over several, pass INFINITY, add the squares of ddp_fsdp_get_shard's gradients
+   over ranks, and scale these gradients.
+   Collective. Blocks until the reductions are done. The host waits for the device unless norm is NULL, which
+   may differ between ranks; the bits are the same. A norm that is not finite is stored and scales nothing.
+   With a scaler the step then changes no value.
+   Errors: DDP_ERR_INVALID, only on this rank: max_norm is not positive; a unit was not reduced, or
+   ddp_fsdp_mean or ddp_scaler_update not called, as in ddp_fsdp_step. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
 
-/* Stores the norm of the last ddp_fsdp_clip_grad_norm in *norm. Blocks until the device has computed it, but
-   not for work that was enqueued later: called after the next step's work is enqueued, it does not delay the
-   device. Not collective. Errors: DDP_ERR_INVALID before the first clip; a failure of the group ends the
-   wait. */
+/* Stores the norm of the last ddp_fsdp_clip_grad_norm, before scaling, in *norm. Blocks the host until the
+   device has computed it, but not for work that was enqueued later. Called after ddp_fsdp_step and before the
+   next clip, it does not delay the device. Not collective. Errors: DDP_ERR_INVALID before the first clip and
+   after a failed one. A failure of the group ends the wait with the code of ddp_group_status. */
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm);
 
 /* Makes the step divide by the number of tokens of all ranks, replicas and micro-batches. With per_token,
-   call it in every step after the last reduce_grads and before clip_grad_norm or step. In: loss->sum is this
-   rank's sum of losses in this step, and loss->count is the number of its tokens. Out: *loss is the exact
-   total, sum and count; ddp_mean_value gives the mean. With a total count of 0, gradients stay sums.
-   Collective over group and replicas, blocks. Errors leave *loss unchanged: DDP_ERR_INVALID without
-   per_token, for a second call in a step, and on every rank for a negative count. */
+   call it once in every step, after the last reduce_grads and before clip_grad_norm or step. In: loss->sum is
+   this rank's sum of losses in this step, and loss->count the number of its tokens in this step: see
+   ddp_mean_add. Out: *loss is the exact total over ranks, sum and count; ddp_mean_value gives the mean. With
+   a total count of 0, gradients stay sums. ddp_fsdp_step and ddp_fsdp_zero_grad end its effect.
+   Collective; the hosts of all ranks wait for each other. Errors, also failures of communication, leave *loss
+   unchanged. DDP_ERR_INVALID only on this rank: without per_token; a second call in a step. DDP_ERR_INVALID
+   on every rank: a negative count; the call may be repeated. */
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 
 /* Ends a step: waits for the reductions, also those over replicas, divides the sums once, and updates this
    rank's shards. The divisor is ranks times replicas times micro-batches; with per_token it is that of
    ddp_fsdp_mean. After ddp_fsdp_clip_grad_norm the sums are divided already. Then reshards all units, because
-   their full values are outdated.
-   With a scaler and an infinity, the call returns DDP_OK, changes no value, and does not count the step; see
-   ddp_scaler_found_inf.
-   Collective over group and replicas; the hosts of all ranks wait for each other. After the first step the
-   host never waits for the device, except for: a requested norm; a scaler; OFFLOAD_HOST; groups with
-   DDP_CUDA_ENGINE_STAGED.
-   Errors: DDP_ERR_INVALID, only on this rank: names a unit that has not been reduced micro_batch_count times
-   (a unit of frozen parameters needs no reduction); ddp_fsdp_mean or ddp_scaler_update was not called; lr is
-   negative or not finite. DDP_ERR_MISMATCH, on every rank, when ranks unsharded or reduced in different
-   orders. After these, no value has changed; after a mismatch, ddp_fsdp_zero_grad starts the step again. Any
-   other failure poisons the group and the replicas, and may leave only some values updated. */
+   their full values are outdated. The next step needs no ddp_fsdp_zero_grad.
+   With a scaler and an infinity, the call returns DDP_OK, changes no value, and does not count the step.
+   ddp_scaler_found_inf then returns 1, until ddp_scaler_update.
+   Collective; the hosts of all ranks wait for each other. After the first step the host never waits for the
+   device, except for: a requested norm; a scaler; OFFLOAD_HOST; groups with DDP_CUDA_ENGINE_STAGED.
+   Errors, after which no value has changed and the groups stay usable:
+     DDP_ERR_INVALID     only on this rank: names a unit that has not been reduced micro_batch_count times (a
+                         unit of frozen parameters needs no reduction); ddp_fsdp_mean was not called in this
+                         step; ddp_scaler_update was not called after the previous step; lr is negative or
+                         not finite
+     DDP_ERR_MISMATCH    on every rank: ranks unsharded or reduced in different orders. ddp_fsdp_zero_grad
+                         starts the step again. A mismatch that a reduction has found poisons the group
+     DDP_ERR_NO_MEMORY   on every rank, for prefetch in the first step; the call may be repeated
+   Any other failure may leave only some values updated. */
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
 
-/* Drops the gradients of the current step on all ranks, to start the step again. Collective, blocks. */
+/* Drops the gradients of the current step on all ranks, to start the step again, such as after a
+   DDP_ERR_MISMATCH of ddp_fsdp_step. Counts of micro-batches, ddp_fsdp_mean, clipping and a found infinity
+   are reset. Values do not change, and units stay unsharded. Unshard a unit again before its next backward.
+   Allowed at any time in a step.
+   Collective; the hosts of all ranks wait for each other. All ranks must have made the same calls of
+   ddp_fsdp_reduce_grads in this step; otherwise the error is DDP_ERR_MISMATCH, and the group is poisoned. */
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
 
-/* Returns views of this rank's rows of a parameter: its master values and, between the last reduce_grads and
-   the step, their gradients: sums, or after ddp_fsdp_clip_grad_norm averages, clipped. Each of the three may
-   be NULL. data is NULL if this rank has no rows; that of grad also for a frozen parameter and before the
-   last reduce_grads. Not collective; waits for this rank's reductions when grad is requested. */
+/* Returns views of this rank's rows of a parameter. Each of the three outputs may be NULL.
+     value       master values: f32, or f64 for an f64 parameter. shape[0] is the number of rows
+     grad        their gradients, of the same dtype and shape, between the unit's last reduce_grads and the
+                 step. Until ddp_fsdp_clip_grad_norm: sums over ranks, replicas and micro-batches, times the
+                 loss scale, and of this use of a tied parameter. After it: averages, unscaled and clipped;
+                 a tied parameter's first use has the sum of all uses
+     first_row   index of the first row in the full parameter
+   data is NULL if this rank has no rows: shape[0] is then 0. grad->data is also NULL for a frozen parameter
+   and outside the time above.
+   Not collective. With grad, it blocks until the unit's reduction is done.
+   Ownership: the memory belongs to the ddp_fsdp. value is valid until ddp_fsdp_destroy, and is stored where
+   desc.offload states. grad is valid until ddp_fsdp_step or ddp_fsdp_zero_grad. The caller may change grad,
+   equally on all replicas. It may change values between steps. The full parameters of all ranks have the new
+   values after the next ddp_fsdp_step; parameters without a separate master copy may show them earlier. */
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row);
 
-/* Returns a view of this rank's rows of optimizer state number `which` of a parameter, stored where the
-   master values are. A tied parameter has the state of its source. name (may be NULL), data and errors: as
-   ddp_optimizer_get_state and ddp_fsdp_get_shard; DDP_ERR_INVALID also for a frozen parameter. */
+/* Returns a view of this rank's rows of optimizer state number `which` of a parameter. Its dtype, shape,
+   memory and lifetime are those of the value of ddp_fsdp_get_shard. The caller may change it between steps. A
+   tied parameter has the state of its source. Numbers and *name (may be NULL): as ddp_optimizer_get_state.
+   Not collective, never blocks. Errors: DDP_ERR_INVALID for a frozen parameter, and when `which` is out of
+   range. */
 DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name,
                                      ddp_tensor *state);
 
-/* Sets the number of steps taken, which the bias correction uses. Use it to resume an earlier run by hand,
-   after init_fn has provided the values and the caller has written the optimizer state through
-   ddp_fsdp_get_state. Values that the caller writes through ddp_fsdp_get_shard are in the full parameters of
-   all ranks only after the next ddp_fsdp_step; some may show them earlier. Not collective, but the same on
-   every rank. Errors: DDP_ERR_INVALID when negative. */
+/* Sets the number of steps taken, which the bias correction uses, also in desc.state. Use it between steps,
+   to resume an earlier run by hand: init_fn has provided the values, and the caller has written the optimizer
+   state through ddp_fsdp_get_state. Not collective, but the same on every rank; never blocks. Errors:
+   DDP_ERR_INVALID when negative. */
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
 
 /* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with complete tensors in master
    precision under their names, model.safetensors.index.json, optimizer-*.safetensors with the moments,
-   state.json. The files are written to a second folder and synced to disk; it then takes the name dir. At any
-   time dir is a complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is.
-   Collective, blocks (see save_in_background). Errors, on every rank. They leave dir unchanged. One
-   exception is a failure of the last sync: the error states that the new checkpoint is in place.
-   DDP_ERR_SYSTEM; DDP_ERR_INVALID (dir is NULL, empty, too long or a dangling link; other files in dir or in
-   an older checkpoint); DDP_ERR_MISMATCH (ranks pass different dirs, slices do not cover a tensor);
-   DDP_ERR_NO_MEMORY. */
+   state.json. Gradients are not saved. All ranks reach dir under this path, on a shared file system. Its
+   parent folder exists. If dir is a link, the folder it refers to is replaced.
+   The files are written to the folder dir.tmp and synced to disk; it then takes the name dir. At any time dir
+   is a complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is.
+   ddp_fsdp_load finds it there.
+   Collective, also over checkpoint_group. Blocks the host. If a rank writes for longer than timeout_ms, the
+   others return DDP_ERR_TIMEOUT, and the groups are poisoned.
+   With save_in_background, the call returns once this rank's tensors, dir and desc.state are copied, and
+   training continues. Failures of writing are then returned by the next ddp_fsdp_save_wait.
+   Errors, on every rank. dir is unchanged, and the groups stay usable.
+     DDP_ERR_INVALID     dir is NULL, empty, too long or a link to a missing folder; dir, dir.tmp, dir.old or
+                         an older checkpoint has a file that is not part of a checkpoint
+     DDP_ERR_MISMATCH    ranks pass different dirs; slices do not cover a tensor
+     DDP_ERR_SYSTEM      of the file system. Exception: if only the last sync fails, the error states that the
+                         new checkpoint is in place
+     DDP_ERR_NO_MEMORY */
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 
-/* With save_in_background: blocks until the last save is on disk, and returns its result, once. Otherwise
-   returns DDP_OK at once. Collective. Save and load begin with this wait: if the background save failed, they
-   return its result and do nothing else. */
+/* Blocks the host until the last background save is on disk, and returns its result, the same on every rank.
+   Returns DDP_OK at once if no save is pending: none was started, or its result was returned before. Save and
+   load begin with this wait: if the background save failed, they return its result and do nothing else.
+   Collective. */
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 
 /* Reads this rank's part of a checkpoint that was written with any world size, strategy, wrapping and
-   param_dtype. Also reads a model of another program in safetensors: moments become zero, and steps start
-   again from 0. A tied weight may have the name of any of its uses; several names must have equal bytes.
-   Files must be regular files: symbolic links are not followed. Collective, between steps; blocks. Errors, on
-   every rank. They leave the model unchanged, except for a disk that fails while checked data is copied
-   (DDP_ERR_SYSTEM). DDP_ERR_INVALID for dir; DDP_ERR_CORRUPT (truncated, overlapping, checksum) and
-   DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and byte range; DDP_ERR_SYSTEM.
-   AdamW and LAMB accept each other's moments, as do SGD and LARS; moments of another kind are
-   DDP_ERR_MISMATCH. */
+   param_dtype: values, moments, number of steps, desc.state and the state of desc.scaler. If dir is missing,
+   it reads dir.old.
+   Also reads a model of another program: a folder without state.json, and with model.safetensors or
+   model.safetensors.index.json. Values of any float dtype are converted; moments become zero; steps start
+   again from 0, and the rest of desc.state is unchanged. A folder with only the model files of a checkpoint
+   is such a model: use it to change the optimizer.
+   The files contain exactly the parameters of the units. A tied parameter may have the name of any of its
+   uses; several names must have equal bytes. Files must be regular files: symbolic links are not followed.
+   Collective, also over checkpoint_group; between steps: gradients of an unfinished step are dropped. Blocks
+   the host. Every unit must be unsharded again before its values are used.
+   Errors, on every rank. The model is unchanged, and the groups stay usable.
+     DDP_ERR_INVALID    dir is NULL, empty, too long or a link to a missing folder
+     DDP_ERR_CORRUPT    truncated, overlapping, checksum: names file, tensor and byte range
+     DDP_ERR_MISMATCH   a tensor is missing, extra or of another shape; in a checkpoint also of another dtype,
+                        and moments of another kind. AdamW and LAMB accept each other's moments, as do SGD and
+                        LARS. Ranks find different checkpoints, or have made different calls
+     DDP_ERR_SYSTEM     of the file system; a missing folder or a link. Exception: if the disk fails while
+                        checked data is copied, some values have changed; load again
+     DDP_ERR_NO_MEMORY */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
 /* Stores the memory that this rank uses in *memory. Not collective, never blocks. */
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
 
-/* Waits until a background save has ended, and for pending calls and device work at most the group's timeout.
-   Then frees everything. Collective. NULL is ignored. */
+/* Waits until a background save has ended, however long it takes, and for pending calls and device work at
+   most the group's timeout. Then frees everything: value.data and grad.data of the params become NULL, and
+   views end. The result of the background save is lost: call ddp_fsdp_save_wait before. Collective. NULL on
+   all ranks is ignored. */
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp);
 
-/* Groups parameters into units, in the order of each unit's first parameter, and fills in out[0] to out[cap -
-   1]. Returns the number of units, or a negative ddp_result. Not collective. Errors: DDP_ERR_INVALID (more
-   than cap units, with their number; a prefix without a match; two parameters with one name). */
+/* Groups parameters into units, in the order of each unit's first parameter. Fills in the first n of cap
+   entries of out, and returns n, or a negative ddp_result. Not collective.
+   desc->storage becomes a copy of params, ordered by unit, and the units point there. index is the position
+   in params. Set frozen, tied_to and global_shape in storage, before ddp_fsdp_create. value.data and
+   grad.data are then set in storage, and not in params. Ownership: storage and the names stay the caller's
+   and must outlive the ddp_fsdp.
+   Errors leave out and storage undefined: DDP_ERR_INVALID (more than cap units: ddp_last_error has their
+   number; a prefix without a match; two parameters with one name). */
 DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc,
                          ddp_fsdp_unit_desc *out, int cap);
 
 /* --- optimizers --- */
 
-/* Creates an optimizer for the caller's tensors: complete ones, or this rank's rows. group provides the
-   memory and its device. Not collective. Ownership: the params array and its tensors must outlive the
-   optimizer; grad.data may change between steps. Errors: DDP_ERR_INVALID names the parameter (dtype is not
-   f32 or f64, no gradient) or the field. */
+/* Creates an optimizer for the caller's tensors: complete ones, or this rank's rows. Its state has the dtype
+   and shape of the values, in memory of the group's device. Not collective, sends nothing.
+   Ownership: the desc is copied. The params array, the values and the groups must outlive the optimizer.
+   grad.data may change between steps. Errors: DDP_ERR_INVALID names the parameter (dtype is not f32 or f64;
+   value.data or grad.data is NULL; grad has another dtype or shape) or the field; DDP_ERR_NO_MEMORY;
+   DDP_ERR_UNSUPPORTED when the device has no kernels of this header. */
 DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, const ddp_optimizer_desc *desc);
 
-/* Updates every value once from its gradient. Gradients of tied entries are added into the first; LAMB
-   overwrites the gradient with its update. Collective over shard_group where the kind needs norms, otherwise
-   not. The result for an element does not depend on its place in a shard, so the bits do not depend on the
-   sharding. */
+/* Updates every value once from its gradient, and counts the step. Gradients stay as they are, with two
+   exceptions: those of later uses of a tied parameter are added into that of the first use; LAMB overwrites
+   gradients with its updates. ddp_reducer_wait has already added these uses: after it, pass the optimizer
+   only the first use. The result for an element does not depend on its place in a shard, so the bits do not
+   depend on the sharding.
+   Collective over shard_group with LAMB and LARS, otherwise not. On a device it enqueues work; the host waits
+   only for norms over a shard_group. Errors: DDP_ERR_INVALID when lr is negative or not finite, or a value or
+   gradient is NULL. A failure of shard_group leaves values, gradients and state undefined. */
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
-/* Like ddp_optimizer_step, with gradients times grad_scale: to unscale and to clip. The bits are those of a
-   multiplication beforehand, without another pass over memory. LARS leaves the gradients multiplied, since it
-   needs their norms first. Collective where ddp_optimizer_step is. Errors: DDP_ERR_INVALID when grad_scale is
-   not positive and finite. */
+/* Like ddp_optimizer_step, with gradients times grad_scale, the same on every rank: to unscale and to clip.
+   The bits are those of multiplying the gradients before the step, those of tied uses after they are added.
+   Gradients stay unmultiplied; LARS multiplies them, since it needs their norms first. The caller skips a
+   step with an infinity. Errors: also DDP_ERR_INVALID when grad_scale is not positive and finite. */
 DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale);
 
-/* Returns a view of state number `which` of a parameter, with the value's shape, and its name in checkpoints
-   ("exp_avg", "exp_avg_sq", "momentum_buffer"). Errors: DDP_ERR_INVALID when `which` is out of range. */
+/* Returns a view of state number `which` of a parameter, with the value's shape and dtype, and in *name (may
+   be NULL) its name in checkpoints, a static text. ADAMW and LAMB have 0 "exp_avg" and 1 "exp_avg_sq". SGD
+   and LARS have 0 "momentum_buffer", without momentum no state. All uses of a tied parameter have one state.
+   Not collective, never blocks. Ownership: the view is valid until ddp_optimizer_destroy; the caller may
+   change it between steps. Errors: DDP_ERR_INVALID when param or `which` is out of range. */
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name,
                                           ddp_tensor *state);
 
-/* The number of steps taken, which the bias correction uses. */
+/* The number of steps taken, which the bias correction uses. 0 for NULL. */
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer);
-/* Sets the number of steps taken. Call it after a load. A negative number counts as 0. */
+/* Sets the number of steps taken, the same on every rank. Call it after writing the state of an earlier run
+   through ddp_optimizer_get_state. It changes no state. A negative number counts as 0. */
 DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
-DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer); /* not collective; NULL is ignored */
+/* Frees the optimizer and its state. Not collective. NULL is ignored. */
+DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer);
 
-/* The learning rate of step `step`, counted from 1. After total_steps it stays at min_lr (CONSTANT: always
-   max_lr). A pure function.
-   Errors: 0 for an invalid desc; ddp_last_error names the field. */
+/* The learning rate of step `step`, counted from 1: for the next step of a ddp_fsdp, state->step + 1. After
+   total_steps it stays at min_lr (CONSTANT: max_lr). A negative step counts as 0. The result depends only on
+   the arguments.
+   Errors: 0 for an invalid desc; ddp_last_error names the field. A valid desc gives 0 only in step 0 of a
+   warm-up, and at the end if min_lr is 0. */
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step);
 
-/* --- loss scaling --- */
+/* --- loss scaling ---
+   In each step, the same on every rank:
 
-/* Initializes the caller's scaler; nothing has to be freed. desc NULL: all defaults. Not collective, but the
-   desc is the same on every rank. The groups must outlive the scaler. Errors: DDP_ERR_INVALID names the
-   field. */
+     ddp_scaler_scale        the caller multiplies the loss by it before backward
+     ddp_scaler_unscale      once, with all gradients, after their reduction
+     ddp_scaler_found_inf    1: the caller skips the optimizer step
+     ddp_scaler_update
+
+   With ddp_fsdp_desc.scaler, ddp_fsdp_step unscales, and skips the update of values. The caller still
+   multiplies the loss, and calls ddp_scaler_update after ddp_fsdp_step. */
+
+/* Initializes the caller's scaler; nothing has to be freed. Copies the desc; NULL: all defaults. Not
+   collective, but the desc is the same on every rank, except for groups. The groups must outlive the scaler,
+   and *scaler must not move while a ddp_fsdp uses it. Errors: DDP_ERR_INVALID names the field; *scaler is
+   then zero. */
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc);
 
-/* The factor for the loss before backward. */
+/* The factor for the loss before backward. It changes only in ddp_scaler_update and ddp_scaler_load. */
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler);
 
-/* Multiplies gradients by the inverse scale, and determines whether any gradient on any rank of the groups is
-   not finite. group: owner of their memory. Collective, blocks. Errors: DDP_ERR_INVALID for a second call
-   before ddp_scaler_update, or a call before ddp_scaler_init. */
+/* Multiplies gradients by the inverse scale, in place and in their dtype (any float: small numbers become 0
+   in f16, so prefer f32 gradients). Determines whether any gradient on any rank of the groups of
+   ddp_scaler_desc is not finite: see ddp_scaler_found_inf. Gradients are multiplied in both cases. group
+   provides the device of their memory. Ranks may pass different numbers of gradients, also 0.
+   Collective over the groups of ddp_scaler_desc; blocks the host. Errors: DDP_ERR_INVALID, only on this rank:
+   a second call before ddp_scaler_update; before ddp_scaler_init; after infinities have made the scale 0. */
 DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients,
                                      int gradient_count);
 
-/* 1 when some gradient of this update is not finite: skip the step. */
+/* 1 if the unscale since the last ddp_scaler_update found a gradient that is not finite, otherwise 0. */
 DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler);
 
-/* Ends a step: the scale shrinks after an infinity, and grows after growth_interval steps without one. Not
-   collective.
-   Errors: DDP_ERR_INVALID before an unscale. */
+/* Ends a step: the scale shrinks after an infinity, and grows after growth_interval steps without one, unless
+   it would overflow. Not collective. Errors: DDP_ERR_INVALID before an unscale. */
 DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler);
 
-DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state); /* stores the scale */
-/* Restores a scale. Not collective, but the same on every rank. Errors leave *scaler unchanged:
-   DDP_ERR_CORRUPT when ddp_scaler_save cannot have stored the state; DDP_ERR_INVALID before
-   ddp_scaler_init. */
+/* Stores scale and growth tracker in *state. An unscale without its ddp_scaler_update is not stored.
+   ddp_fsdp_save does this for desc.scaler. */
+DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state);
+/* Restores scale and growth tracker, and forgets an unscale without its ddp_scaler_update. ddp_fsdp_load does
+   this for desc.scaler. Not collective, but the same on every rank. Errors leave *scaler unchanged:
+   DDP_ERR_CORRUPT when ddp_scaler_save cannot have stored the state; DDP_ERR_INVALID for a zeroed *scaler
+   without ddp_scaler_init. */
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state);
 
 #ifdef __cplusplus
