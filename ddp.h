@@ -2502,8 +2502,17 @@ static int ddp__has_wide_stores(void) { return 0; }
 #endif
 
 //== 16-bit floats, casts and division =========================================================== >>impl-half
-/* Conversions between f16 or bf16 and f32, for sums in f32. They give the same bits with and without F16C.
-   They are the base of the cast, scale and divide functions of the CPU device. */
+/* Conversions between f16, bf16 and f32, and the cast, scale and divide functions of the CPU device, which
+   use them. They give the same bits with and without F16C. The bits of a number:
+
+             sign   exponent   mantissa   exponent bias
+       f32    1        8          23          127
+       bf16   1        8           7          127        the upper half of an f32
+       f16    1        5          10           15        up to 65504
+
+   The f16 functions contain these exponents. The largest exponent of a dtype marks infinity and NaN:
+       112 = 127 - 15   difference of the biases        113 << 23   2^-14 in f32, the smallest normal f16
+       224 = 255 - 31   difference of the largest       143 << 23   2^16 in f32, too large for f16 */
 
 DDP__FORCED_INLINE uint32_t ddp__f32_bits(float value) {
     uint32_t bits;
@@ -2528,7 +2537,7 @@ DDP__FORCED_INLINE double ddp__f64_from_bits(uint64_t bits) {
 
 DDP__FORCED_INLINE float ddp__bf16_to_f32(uint16_t half) { return ddp__f32_from_bits((uint32_t)half << 16); }
 
-/* Rounds to nearest even. A NaN keeps its upper bits and becomes quiet. */
+/* Rounds to nearest even. A NaN keeps its upper bits and becomes quiet: rounding could make it infinite. */
 DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
     uint32_t bits = ddp__f32_bits(value);
     uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -2536,8 +2545,8 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
     return (uint16_t)((int32_t)(bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
-/* Computes every case and selects one by mask, so that loops vectorise. A subnormal is its integer times
-   2^-24, which does not depend on flush-to-zero settings. */
+/* Computes every case and selects one by mask, so that loops vectorise. A subnormal f16 is its integer times
+   2^-24. That is a normal f32, so flush-to-zero settings do not change it. */
 DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     int32_t magnitude = half & 0x7fff;
     int32_t is_small = -(magnitude < 0x400);
@@ -2549,7 +2558,8 @@ DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     return ddp__f32_from_bits((uint32_t)bits | (uint32_t)(half & 0x8000) << 16);
 }
 
-/* Rounds to nearest even. Below 2^-14 the addition of 0.5 rounds: the last place of 0.5 is 2^-24. */
+/* Rounds to nearest even, by masks as well. Below 2^-14 the addition of 0.5 rounds: the last place of 0.5 is
+   2^-24, as that of a subnormal f16. */
 DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
     uint32_t bits = ddp__f32_bits(value);
     int32_t magnitude = (int32_t)(bits & 0x7fffffff);
@@ -2563,18 +2573,18 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
     return (uint16_t)((uint32_t)half | (bits >> 16 & 0x8000));
 }
 
-/* Rounds to odd: an inexact result gets an odd last place. A second rounding to fewer bits then gives the
-   same result as a single one. */
+/* Rounds to odd: an inexact result is cut off towards zero, and its last bit is set. A second rounding, to
+   f16 or bf16, then gives the same bits as one rounding of the f64. */
 static float ddp__f64_to_f32_odd(double value) {
     float nearest = (float)value;
     if ((double)nearest == value || value != value) return nearest;
     return ddp__f32_from_bits((ddp__f32_bits(nearest) - (fabs((double)nearest) > fabs(value))) | 1);
 }
 
-#define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float))
+#define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float)) /* elements */
 
-/* Converts at most a block from any float dtype to f32. odd: an f64 is rounded to odd, because a rounding to
-   16 bits follows. */
+/* Converts from any float dtype. odd: an f64 is rounded to odd, because a rounding to 16 bits follows. F16C
+   converts 8 elements at a time; the code without it converts the remaining ones. */
 static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count,
                           int odd) {
     const ddp__any_u16 *half = (const ddp__any_u16 *)data;
@@ -2595,6 +2605,7 @@ static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype 
         DDP__FOR_EACH(count, out[i] = (float)wide[i]);
 }
 
+/* Converts to any float dtype, rounded to nearest even. */
 static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRICT in, size_t count) {
     ddp__any_u16 *half = (ddp__any_u16 *)data;
     ddp__any_f64 *wide = (ddp__any_f64 *)data;
@@ -2615,8 +2626,9 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
 
 /* --- the CPU device: cast, scale and divide. AVG divides with them after the last addition. --- */
 
-/* Computes x / divisor * factor, rounded once, because one of the two is 1. For a divisor that is a power of
-   two the exact reciprocal gives the same bits, also for subnormals, and is faster. */
+/* Computes x / divisor * factor in place. The divisor or the factor is 1, so this rounds once. If the divisor
+   is a power of two, its reciprocal is exact: a multiplication gives the same bits, also of subnormals, and
+   is faster. */
 #define DDP__SCALE_FN(type, suffix)                                                                      \
     static void ddp__scale_##suffix(ddp__any_##suffix *x, size_t count, uint64_t divisor, type factor) { \
         type d = (type)divisor, r = factor / d;                                                          \
@@ -2629,8 +2641,9 @@ DDP__SCALE_FN(float, f32)
 DDP__SCALE_FN(double, f64)
 #undef DDP__SCALE_FN
 
-/* Converts any float dtype to any other through f32, scales in f32, and rounds once to nearest even. dst and
-   src do not overlap, or are equal and have dtypes of the same size. */
+/* Converts between float dtypes and scales, in f32. Without scaling it rounds once, to nearest even. A scaled
+   result is rounded to f32 and then to dst_dtype. dst and src do not overlap, or are equal and have dtypes of
+   the same size. */
 static void ddp__convert_via_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
                                  size_t count, uint64_t divisor, float factor) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
@@ -2652,7 +2665,7 @@ static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype
         memcpy(dst, src, count * ddp_dtype_size(dst_dtype));
 }
 
-/* Returns 0 for integers and leaves them unchanged. */
+/* Returns 0 for an integer dtype; data is then unchanged. */
 static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
     if (dtype == DDP_F32)
         ddp__scale_f32((ddp__any_f32 *)data, count, divisor, factor);
@@ -2669,7 +2682,8 @@ static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) 
     ddp__scale_floats(data, count, dtype, 1, factor);
 }
 
-/* Truncates towards zero. Correct for any divisor, also one that the signed type cannot represent. */
+/* Truncates towards zero, for any divisor, also above INT64_MAX. Numbers of 32 bits take the faster 32-bit
+   division. */
 DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
     uint64_t magnitude = value < 0 ? UINT64_C(0) - (uint64_t)value : (uint64_t)value;
     uint64_t quotient = (magnitude | divisor) >> 32 ? magnitude / divisor
@@ -2677,7 +2691,7 @@ DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
     return (int64_t)(value < 0 ? UINT64_C(0) - quotient : quotient);
 }
 
-/* Divides in place. A divisor of 0 counts as 1. */
+/* Divides in place. Integers are truncated towards zero. A divisor of 0 counts as 1. */
 static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
     if (divisor <= 1 || ddp__scale_floats(data, count, dtype, divisor, 1.0f)) return;
 #define DDP__DIVIDE(type, x) (x)[i] = (type)ddp__divide_signed((int64_t)(x)[i], divisor)
@@ -3051,13 +3065,22 @@ DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_co
 #endif
 
 //== exact sums ================================================================================= >>impl-exact
-/* Sums of doubles without rounding, for gradient norms that do not depend on the world size. */
+/* Sums of doubles without rounding, so that gradient norms do not depend on the world size. */
 
 /* Kulisch's long accumulator: a fixed-point number that spans every double.
        cell[0..67]   digits; digit k has the weight 2^(32k-1074) and either sign
        cell[68..70]  number of NaN, +infinity and -infinity that were added
        cell[71]      bound: no digit exceeds bound * 2^32 in magnitude
-   Bounds add up as digits do. So the sum of the cells of fewer than 2^15 ranks is again such a number. */
+
+   An all_reduce of the cells as DDP_I64 adds the digits of all ranks, and also their bounds. No digit
+   overflows while the sum of the bounds is less than 2^31. ddp_exact_sum_add keeps each bound below 2^16,
+   which is enough for 2^15 ranks.
+
+   The 53 bits of a double's mantissa, shifted by up to 31 bits, are added to three digits:
+
+       digit          k+2           k+1            k
+                 |        mm | mmmmmmmmmmm | mmmmmm      |     k     = (exponent - 1) / 32
+                                                  |shift|      shift = (exponent - 1) % 32   */
 enum {
     DDP__EXACT_DIGITS = 68,
     DDP__EXACT_NAN = 68,
@@ -3066,10 +3089,11 @@ enum {
     DDP__EXACT_BOUND = 71
 };
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
-#define DDP__EXACT_LANES 32
+#define DDP__EXACT_LANES 32             /* partial sums of a piece, see ddp__row_squares */
 #define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
 
-/* Carries: afterwards every digit except the last is in [0, 2^32), and the last digit has the sign. */
+/* Propagates carries. Afterwards every digit except the last is in [0, 2^32); the last one has the sign of
+   the sum. No double reaches the last two digits, so they have room for all carries. */
 static void ddp__exact_normalise(ddp_exact_sum *sum) {
     int64_t carry = 0;
     for (int k = 0; k < DDP__EXACT_DIGITS - 1; k++) {
@@ -3121,9 +3145,14 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     for (int k = 0; k < DDP__EXACT_DIGITS && negative; k++) sum.cell[k] = -sum.cell[k];
     if (negative) ddp__exact_normalise(&sum);
     while (top > 1 && !sum.cell[top]) top--;
-    /* Takes the 64 bits from the highest set bit on, out of three digits. The lowest of them is also set if
-       any lower bit is. A double has 53 bits, so that the conversion rounds once, to nearest even. A
-       subnormal loses nothing: all its bits are in the two lowest digits. */
+    /* Collects 64 bits, from the highest set bit on. The last of them is also set if any bit below is:
+
+           digit      top       top-1      top-2     top-3 ... 0
+                    |   1xxxx | xxxxxxxx | xxx xxxxx | xxxxxxxx |
+                        '------ 64 bits -----' '----- below ----'
+
+       Their conversion to the 53 bits of a double is the only rounding, to nearest even. A subnormal has at
+       most 52 bits, so it is exact. */
     uint64_t bits = (uint64_t)sum.cell[top] << 32 | (uint64_t)sum.cell[top - 1];
     uint64_t below = top > 1 ? (uint64_t)sum.cell[top - 2] : 0;
     int shift = bits ? __builtin_clzll(bits) : 0;
@@ -3138,9 +3167,9 @@ DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float
     return *norm > max_norm && *norm <= 3.402823466e38f ? max_norm / *norm : 1;
 }
 
-/* Add the squares of 64 elements to 32 partial sums: lane e receives the sum of elements e and e+32. The
+/* Add the squares of 64 elements to 32 partial sums: lane[e] receives those of elements e and e+32. The
    square of an f32 is exact in f64, so a fused multiply-add gives the same bits. The square of an f64 is
-   rounded and must not be fused: it is stored in memory before it is added. */
+   rounded, and a fused multiply-add would skip this rounding: the squares go through memory. */
 static void ddp__add_squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
     for (int e = 0; e < DDP__EXACT_LANES; e++)
         lane[e] += (double)x[e] * (double)x[e]
@@ -3154,8 +3183,13 @@ static void ddp__add_squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 
     for (int e = 0; e < DDP__EXACT_LANES; e++) lane[e] += square[e] + square[e + DDP__EXACT_LANES];
 }
 
-/* Sum of the squares of count elements in f64, in an order that depends only on count. The last step is
-   filled up with zeros, which change no bit. */
+/* Returns the sum of the squares of count elements in f64. The order depends only on count, not on the vector
+   width of the CPU:
+
+       lane[e]   squares of elements e + e+32, then of e+64 + e+96, ...
+       result    lane[e] += lane[e+16], then += lane[e+8], ... += lane[e+1]: lane[0]
+
+   Zeros fill up the last step of 64 elements and change no bit. */
 static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) {
     union {
         double f64[2 * DDP__EXACT_LANES];
@@ -3188,15 +3222,15 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
     return lane[0];
 }
 
-/* Adds the sum of squares of each row of row_count elements. Rows, and pieces of long rows, are added
-   exactly. So the sum does not depend on which rank has which row, and a GPU can compute pieces in parallel.
-   data has a float dtype. */
+/* Adds the squares of rows of row_count elements, of a float dtype. Each piece of a row, of at most
+   DDP__EXACT_PIECE elements, is summed in f64. The sums of pieces are added exactly. So the result does not
+   depend on which rank has which row, and a GPU can compute pieces in parallel. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count,
                                    ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
     size_t size = ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
-    if (row_count == 1 && dtype != DDP_F64) /* such as biases */
+    if (row_count == 1 && dtype != DDP_F64) /* such as biases: one square per row, which is exact */
         for (size_t n; rows; at += n * size, rows -= n) {
             n = rows < 64 ? rows : 64;
             ddp__load_f32(block, at, dtype, n, 0);
@@ -3211,17 +3245,25 @@ static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t 
 
 //== shared memory =============================================================================== >>impl-heap
 
-/* The heap is one anonymous file, far larger than memory but sparse. A rank allocates shared memory by an
-   atomic addition to the next unused offset, without negotiation, and maps that range. The file has no name,
-   so nothing remains after a crash. */
+/* The heap is one anonymous file with all shared memory of a job. It is far larger than memory but sparse:
+   only pages that were accessed or reserved need memory. The file has no name, so nothing remains after a
+   crash.
+
+       offset 0    2 MiB                                                        next_offset    limit
+       | ddp__job  | control memory | control memory | group memory    | ...    | unused       |
+                     of the world     of a split       of ddp_group_alloc
+
+   A range begins at a multiple of 2 MiB. One rank allocates it: it moves next_offset up atomically, without a
+   message, and sends the offset to the ranks that map the range. Offsets are never reused; when a range is
+   freed, its pages return to the system. */
 
 #define DDP__HUGE ((size_t)2 << 20)
-/* The unit of mapped and of freed ranges. 64 KiB on some arm64 systems. */
+/* Sizes of mapped and of freed ranges are multiples of it. 64 KiB on some arm64 systems. */
 #define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE))
 
 /* Places for the file, in the order in which they are tried. Only the machine's memory limits a memfd. The
-   folders are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB is the last one:
-   containers have 64 MB there. */
+   folders are for old kernels and strict sandboxes, which have no memfd. A /dev/shm with less than 1 GiB free
+   is tried last: containers have 64 MB there. */
 enum { DDP__HEAP_MEMFD, DDP__HEAP_SHM, DDP__HEAP_TMP, DDP__HEAP_HERE, DDP__HEAP_SMALL_SHM, DDP__HEAP_PLACES };
 static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", "/tmp", ".", "/dev/shm"};
 
@@ -3231,7 +3273,7 @@ static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", 
 #define DDP__MEMFD_CREATE (-1) /* fails with ENOSYS */
 #endif
 
-/* Opens the file and removes its name. Returns -1 with errno. */
+/* Opens the file and removes its name. Returns -1 and sets errno. */
 static int ddp__heap_open_file(int place) {
     struct statvfs disk;
     char path[64];
@@ -3239,7 +3281,7 @@ static int ddp__heap_open_file(int place) {
     if (place == DDP__HEAP_MEMFD) return (int)syscall(DDP__MEMFD_CREATE, "ddp", 1u /* MFD_CLOEXEC */);
     if (place == DDP__HEAP_SHM
         && (statvfs(folder, &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30))
-        return -1; /* DDP__HEAP_SMALL_SHM tries it again, and reports its errno */
+        return -1; /* DDP__HEAP_SMALL_SHM tries it again, and sets errno if that fails */
     snprintf(path, sizeof path, "%s/ddp-XXXXXX", folder);
     int fd = mkstemp(path);
     if (fd < 0) return -1;
@@ -3248,11 +3290,16 @@ static int ddp__heap_open_file(int place) {
     return fd;
 }
 
-/* Returns 1 if the first access to a page can end in SIGBUS because the place is full. The pages are then
-   reserved before. This is so in a folder, and in a memfd if the system limits the memory that all processes
-   commit. Otherwise a memfd stays sparse: a group of 64 ranks has 752 MiB of control memory and touches 5 to
-   100 MiB, and reserving all of it takes a second. Reserving does not help against the memory limit of a
-   cgroup: its OOM killer also ends a process that reserves pages. */
+/* Returns 1 if the first access to a page can end in SIGBUS because the place is full. Pages must then be
+   reserved before the access, so that a lack of room is an error:
+
+       folder                           1: its file system can be full
+       memfd, overcommit_memory=2       1: the system limits the memory that all processes commit
+       memfd, overcommit_memory=0, 1    0: the file stays sparse
+
+   Sparse control memory matters: a group of 64 ranks has 752 MiB of it and touches 5 to 100 MiB. Reserving
+   all of it takes a second. Reserving does not help against the memory limit of a cgroup: its OOM killer also
+   ends a process that reserves pages. */
 static int ddp__heap_needs_reserve(int place) {
     char mode = 0;
     if (place != DDP__HEAP_MEMFD) return 1;
@@ -3262,19 +3309,23 @@ static int ddp__heap_needs_reserve(int place) {
     return known && mode == '2';
 }
 
-/* The place of a heap, for error lines. */
+/* Names the limit that a heap with reserved pages has reached, for error lines. folder: as in ddp__job. */
 static const char *ddp__heap_limit_name(const char *folder) {
     return *folder ? folder : "the system's commit limit (vm.overcommit_memory=2)";
 }
 
-/* Allocates the pages of a range of the file before the first access. Returns 0 or an errno. */
+/* Allocates the pages of a range of the file, before the first access. Returns 0 or an errno. */
 static int ddp__reserve_pages(int fd, uint64_t offset, size_t size) {
     int error = EINTR;
     while (error == EINTR) error = posix_fallocate(fd, (off_t)offset, (off_t)size);
     return error;
 }
 
-/* Reserves address space aligned for huge pages, then places the file range in it. */
+/* Maps a range of the file at a multiple of 2 MiB, which huge pages need. mmap cannot align, so this reserves
+   2 MiB more address space, maps the range inside it, and unmaps both ends:
+
+       space      start                        start + size      space + size + DDP__HUGE
+       | unmapped | [offset, offset + size)    | unmapped        |   */
 static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     unsigned char *space = (unsigned char *)mmap(NULL, size + DDP__HUGE, PROT_NONE,
                                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -3290,9 +3341,10 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     return start;
 }
 
-/* Maps [offset, offset + size), a range of one ddp__heap_alloc. Ranks that are threads share a mapping. */
+/* Maps [offset, offset + size), a range of one ddp__heap_alloc. If ranks are threads, they share one mapping
+   of the range, which counts its references. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
-    if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_alloc does */
+    if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_alloc did */
     pthread_mutex_lock(&heap->lock);
     ddp__region *m = heap->mappings;
     while (m && m->offset != offset) m = m->next;
@@ -3330,39 +3382,43 @@ static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
 
 static void ddp__heap_release(ddp__heap *heap) {
     if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
-    ddp__heap_unmap(heap, heap->job); /* the last mapping: every other one holds a reference to the heap */
+    ddp__heap_unmap(heap, heap->job); /* the only mapping: owners of others hold references to the heap */
     close(heap->fd);
     pthread_mutex_destroy(&heap->lock);
     free(heap);
 }
 
-/* Allocates a range of the file. Returns its offset; 0 if it does not fit, and then allocates nothing. */
+/* Allocates a range of the file. Returns its offset, or 0 if it does not fit (offset 0 is ddp__job). */
 static uint64_t ddp__heap_alloc(ddp__heap *heap, size_t size) {
     uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->next_offset);
     do {
+        /* length < size: rounding up has overflowed */
         if (length < size || offset > heap->job->limit || length > heap->job->limit - offset) return 0;
     } while (!__atomic_compare_exchange_n(&heap->job->next_offset, &offset, offset + length, 0,
                                           __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
     return offset;
 }
 
-/* Returns pages to the system. Their offsets are not reused. Calls fallocate(2) by number, because its
-   declaration needs _GNU_SOURCE. */
+/* Returns the pages of a range to the system. Calls fallocate(2) by number, because its declaration needs
+   _GNU_SOURCE. */
 static void ddp__heap_free(ddp__heap *heap, uint64_t offset, size_t size) {
     syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
 }
 
-/* Requests huge pages for [begin, end) of a mapping, since Linux 6.1. By default Linux uses none for shared
-   memory. An all_reduce of 25 MiB takes 2% less, and pages are allocated faster. */
+/* Requests huge pages for the bytes [begin, end) of a mapping, from Linux 6.1 on. By default Linux uses none
+   for shared memory. With them an all_reduce of 25 MiB takes 2% less, and pages are allocated faster. */
 static void ddp__request_huge_pages(unsigned char *mapping, size_t begin, size_t end) {
     for (size_t at = ddp_round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
-        /* the range must contain at least one page */
+        /* MADV_COLLAPSE needs an allocated page in the range. After EAGAIN for one range the next one may
+           succeed. */
         if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return;
         if (madvise(mapping + at, DDP__HUGE, 25 /* MADV_COLLAPSE */) != 0 && errno != EAGAIN) return;
     }
 }
 
-/* Allocates pages now, so that a lack of memory is an error here and not a SIGBUS later. */
+/* Allocates the pages of memory, which is mapped from `offset` of the file. A lack of memory is then an error
+   here and not a SIGBUS later. Returns 0 on such an error. Returns 1 also if the system has neither function:
+   the first access then allocates. */
 static int ddp__allocate_pages(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
     size_t slack = (uintptr_t)memory % DDP__PAGE;
     if (madvise((unsigned char *)memory - slack, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0)
@@ -3372,7 +3428,8 @@ static int ddp__allocate_pages(ddp__heap *heap, void *memory, uint64_t offset, s
            || errno == EOPNOTSUPP || errno == ENOSYS;
 }
 
-/* Creates a heap from a file descriptor and takes ownership of it. */
+/* Creates this process's heap object for a file and maps its ddp__job. Takes ownership of fd, also on
+   failure. */
 static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     ddp__heap *heap = (ddp__heap *)calloc(1, sizeof *heap);
     if (!heap) {
@@ -3391,7 +3448,8 @@ static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     return heap;
 }
 
-/* The cores that this process may run on, in the format of sched_getaffinity. */
+/* The cores that this process may run on: one bit for each of 1024, as sched_getaffinity writes them. On a
+   larger system that call fails, and all online cores count. */
 enum { DDP__CPU_BITS = 8 * (int)sizeof(unsigned long), DDP__CPU_WORDS = 1024 / DDP__CPU_BITS };
 typedef struct ddp__cpus {
     unsigned long word[DDP__CPU_WORDS];
@@ -3411,7 +3469,7 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
 /* Creates a job of world_size ranks in a file at one place. On failure frees everything. */
 static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size, int threads, int launched) {
     struct rlimit limit;
-    uint64_t size = UINT64_C(1) << 42;
+    uint64_t size = UINT64_C(1) << 42; /* 4 TiB, or less if the limits of process and place are lower */
     ddp__cpus cpus;
     int fd = ddp__heap_open_file(place);
     int error = fd < 0 ? errno : 0;
@@ -3465,9 +3523,10 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     for (int place = 0; place < DDP__HEAP_PLACES; place++) {
         ddp_result here = ddp__heap_create_at(out, place, world_size, threads, launched);
         if (here == DDP_OK) return DDP_OK;
-        if (result == DDP_ERR_SYSTEM) result = here; /* a lack of room is the better reason */
+        if (result == DDP_ERR_SYSTEM) result = here; /* NO_MEMORY of any place is the better reason */
         if (here == result) snprintf(reasons, sizeof reasons, "%s", ddp_last_error());
-        if (place == DDP__HEAP_MEMFD && here == DDP_ERR_NO_MEMORY) { /* a limit of this process, or of all */
+        /* a limit of the process or the system, which also applies to the folders */
+        if (place == DDP__HEAP_MEMFD && here == DDP_ERR_NO_MEMORY) {
             remedy = "raise vm.overcommit_ratio, or end other programs";
             break;
         }
@@ -3477,7 +3536,12 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 }
 
 //== liveness of ranks =========================================================================== >>impl-life
-/* Detects processes that have ended, and records the ranks of a world that are lost or do not respond. */
+/* Detects processes that have ended, and records the ranks that are lost or do not respond. Two records:
+
+       ddp__job.rank     in shared memory, for the ranks of one machine. ddp_launch writes how a rank ended.
+       ddp__lost_ranks   in this process, for the ranks of a world, also on other machines. All groups that
+                         descend from one handle of the world share it, so a rank that is lost in one group
+                         is lost in all of them. */
 
 #define DDP__START_UNKNOWN UINT64_MAX
 #ifdef SYS_pidfd_open
@@ -3486,9 +3550,11 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 #define DDP__PIDFD_OPEN (-1) /* fails with ENOSYS */
 #endif
 
-/* Returns the start time (field 22) of a process, 0 when it has ended, also as a zombie (state Z or X, field
-   3), or DDP__START_UNKNOWN. It is unknown in a PID namespace that kept the /proc of the outer one: there,
-   /proc/PID is another process. */
+/* Returns when a process started, in clock ticks since boot (field 22 of /proc/PID/stat). Other results:
+
+       0                    the process has ended, perhaps as a zombie (state Z or X in field 3)
+       DDP__START_UNKNOWN   /proc has no entry for it, or is that of an outer PID namespace. There, /proc/PID
+                            is another process, and /proc/self names another pid than getpid(). */
 static uint64_t ddp__process_start_time(int pid) {
     char self[16], path[32], line[512];
     int fields = 2;
@@ -3500,14 +3566,16 @@ static uint64_t ddp__process_start_time(int pid) {
     n = read(fd, line, sizeof line - 1);
     close(fd);
     line[n > 0 ? n : 0] = 0;
-    char *p = strrchr(line, ')'); /* the name may hold anything */
+    char *p = strrchr(line, ')'); /* end of field 2, the name, which may contain spaces and ')' */
     if (!p || !p[1] || strchr("ZX", p[2])) return 0;
     for (p += 2; *p && fields < 21; p++) fields += *p == ' ';
     return strtoull(p, NULL, 10);
 }
 
-/* Returns 1 when a process has ended, also as a zombie. start_time: of the process when it joined, or
-   DDP__START_UNKNOWN. Before Linux 5.3, if /proc does not help, a zombie counts as alive. */
+/* Returns 1 if a process has ended, also as a zombie. start_time: of the process when it joined, or
+   DDP__START_UNKNOWN; a process that started at another time only reuses the pid. Without a usable /proc, a
+   pidfd becomes readable when the process ends. Before Linux 5.3 pidfds are missing, and a zombie then counts
+   as alive. */
 static int ddp__process_has_ended(int pid, uint64_t start_time) {
     if (kill(pid, 0) != 0 && errno == ESRCH) return 1;
     uint64_t start = ddp__process_start_time(pid);
@@ -3520,7 +3588,8 @@ static int ddp__process_has_ended(int pid, uint64_t start_time) {
     return gone;
 }
 
-/* Records that process pid is rank `rank` of the job. */
+/* Records that process pid is rank `rank` of the job. pid 0: of another PID namespace, so peers cannot check
+   the process. */
 static void ddp__rank_register(ddp__heap *heap, int rank, int pid) {
     ddp__job_rank *me = &heap->job->rank[rank];
     me->pid = (int32_t)pid;
@@ -3528,8 +3597,8 @@ static void ddp__rank_register(ddp__heap *heap, int rank, int pid) {
     ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
 }
 
-/* Returns 1 if the rank can no longer take part in calls, with the reason in text. number: its rank in that
-   text. */
+/* Returns 1 if the rank can no longer take part in calls, and writes the reason to text. number: its rank in
+   that text. Under ddp_launch it relies on the record of the launcher; otherwise it checks the process. */
 static int ddp__rank_is_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
@@ -3545,7 +3614,7 @@ static int ddp__rank_is_gone(ddp__heap *heap, int rank, int number, char *text, 
                  number, r->pid);
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
-        if (r->pid == 0 /* of another pid namespace */) return 0;
+        if (r->pid == 0) return 0;
         if (!ddp__process_has_ended(r->pid, r->start_time)) return 0;
         snprintf(text, size, "rank %d (pid %d) no longer exists", number, r->pid);
     }
@@ -3562,7 +3631,7 @@ static void ddp__lost_release(ddp_group *group) {
     ddp_host_free(group, lost);
 }
 
-/* Creates the record for the ranks of a world. */
+/* Creates the record of a world, in which rank r of group is world rank r. */
 static ddp_result ddp__lost_create(ddp_group *group) {
     size_t w = (size_t)group->world_size;
     ddp__lost_ranks *lost = (ddp__lost_ranks *)ddp_host_alloc(group, sizeof *lost + w);
@@ -3576,8 +3645,8 @@ static ddp_result ddp__lost_create(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Makes a group share the record of the group that it descends from. Its rank r is rank members[r] there;
-   members NULL = rank r. */
+/* Makes a group share the record of the group that it descends from. members: for each rank of group, its
+   rank in `from`; NULL = the same rank. */
 static void ddp__lost_share(ddp_group *group, ddp_group *from, const int *members) {
     ddp__lost_release(group);
     group->lost = from->lost;
@@ -3586,14 +3655,14 @@ static void ddp__lost_share(ddp_group *group, ddp_group *from, const int *member
         group->world_rank[r] = from->world_rank[members ? members[r] : r];
 }
 
-/* Marks a rank of the world, except this one. */
+/* Marks a rank of the world as lost, unless it is this one. The first cause of a rank stays. */
 static void ddp__lost_mark(ddp_group *group, int world_rank, ddp_result result, const char *cause) {
     ddp__lost_ranks *lost = group->lost;
     char text[DDP__TEXT_MAX];
-    int i = 0; /* index of the cause; when all are in use, ranks share the last one */
+    int i = 0; /* index of the cause with this text, else of an unused one, else of the last one */
     if (!lost || world_rank >= lost->world_size || world_rank == group->world_rank[group->rank]) return;
     if (strncmp(cause, DDP__CAUSE, strlen(DDP__CAUSE)) == 0 && strstr(cause + strlen(DDP__CAUSE), ": "))
-        cause = strstr(cause + strlen(DDP__CAUSE), ": ") + 2; /* the line already names the group */
+        cause = strstr(cause + strlen(DDP__CAUSE), ": ") + 2; /* without the rank and call that found it */
     snprintf(text, sizeof text, "group=%s: %.400s", group->name, cause);
     pthread_mutex_lock(&lost->lock);
     while (i < DDP__LOST_CAUSES - 1 && lost->cause[i].result && strcmp(lost->cause[i].text, text) != 0) i++;
@@ -3610,7 +3679,8 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
     if (group->lost) ddp__lost_mark(group, group->world_rank[rank], cause, text);
 }
 
-/* Returns DDP_OK, or sets the error line if a rank of this group is marked. Reports each mark once. */
+/* Returns DDP_OK, or sets the error line if a rank of this group is marked. After an error it returns DDP_OK
+   until a further rank of the world is marked. */
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     ddp__lost_ranks *lost = group->lost;
     ddp_result result = DDP_OK;
@@ -3631,15 +3701,17 @@ DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     return result;
 }
 
-/* Fails the group if one of its ranks counts as lost. */
+/* Poisons the group if one of its ranks is marked. */
 static ddp_result ddp__lost_check(ddp_group *group) {
     ddp_result result = ddp_group_check_lost(group);
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
 }
 
-/* Packs the marked ranks into a message to other ranks of the world: at most four ranges of world ranks, each
-   as its first rank and its length. Further ranges do not fit and are left out. */
+/* Packs the marked ranks into two words of a message to other ranks of the world. They hold four ranges of
+   world ranks, each as its first rank and its length, of 16 bits. Further ranges are left out:
+
+       out[0]   first, length   first, length        out[1]   first, length   first, length   */
 enum { DDP__LOST_RANGES = 4 };
 DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t out[2]) {
     const ddp__lost_ranks *lost = group->lost;
@@ -3655,7 +3727,7 @@ DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t out[2]) {
     memcpy(out, range, sizeof range);
 }
 
-/* Marks the ranks of such a message. */
+/* Marks the ranks in the words of such a message. */
 DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_result cause, const char *text) {
     uint16_t range[DDP__LOST_RANGES][2];
     memcpy(range, in, sizeof range);
@@ -3665,25 +3737,41 @@ DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_resul
 }
 
 //== the local backend: state ============================================================ >>impl-local-state
-/* The local backend connects ranks of one machine through shared memory. This part has its state, wakes
+/* The local backend connects ranks of one machine through shared memory. This section has its state, wakes
    sleeping peers, and records the first failure of the group. */
 
-/* Control memory of one group. Rank 0 of the group allocates it from the heap:
+/* Control memory of one group of W ranks. Rank 0 of the group allocates it from the heap, and every rank maps
+   it. The parts, in this order, each from a multiple of 4096 bytes on:
 
-     ddp__control | rank lines [W] | posts [W][2] | payloads [W][2] | slots [W][DDP__SLOTS]
-                  | channels [W][W] (p2p)
+       ddp__control      1           number of sleepers, failure of the group
+       ddp__rank_state   [W]         round counters and futex words of a rank
+       ddp__post         [W][2]      announcements: kind, count and buffers of a call
+       payload           [W][2]      16 KiB: the data of a small call, or the counts of a _v call
+       slot              [W][3]      512 KiB: the data of one round of a large call
+       ddp__channel      [W][W]      messages: [sender][receiver]
 
-   Posts and payloads alternate by the parity of seq. A rank that announces call n+2 has seen the
-   announcements of n+1 of all ranks, which made them after they had read those of n. Rounds number the uses
-   of the slots and never restart. */
+   The posts, payloads and slots of row r belong to rank r. A peer reads them, and may overwrite data there
+   that it has read: in a staged all_reduce it returns its sums in this way.
+
+   Call seq uses post and payload seq % 2. Two are enough: rank r announces call n+2 after it has seen the
+   announcements of n+1 of all ranks, and each of them has read the posts and payloads of n before it
+   announced n+1.
+
+   Each use of the slots is a round, and round k uses slot k % DDP__SLOTS. Rounds count over all calls of the
+   group, see >>impl-wait. */
 
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Methods of a large call. The first three are for private data, and a ddp_tuner chooses among them:
-     STAGED     through slots that stay in cache        DIRECT   from the buffers of the peers
-     STREAMED   through slots with streaming stores     PUSH     into the buffers of the peers
-     READ       by process_vm_readv */
+/* Methods of a large call:
+
+       STAGED     through slots that stay in cache               buffers are private memory
+       STREAMED   through slots, with streaming stores           "
+       READ       process_vm_readv from the peers' buffers       "
+       DIRECT     loads from the peers' buffers                  they are group memory, or ranks are threads
+       PUSH       streaming stores into the peers' buffers       "
+
+   A ddp_tuner chooses among the first three, see ddp__method_propose. */
 enum {
     DDP__METHOD_STAGED,
     DDP__METHOD_STREAMED,
@@ -3692,21 +3780,21 @@ enum {
     DDP__METHOD_DIRECT,
     DDP__METHOD_PUSH
 };
-/* The kinds of calls with tuners of their own: calls that reduce, calls that only move data, and calls in
-   which only the root sends. */
+/* Kinds of calls that have their own tuners: calls that reduce, calls that only move data, and calls in which
+   only the root sends. */
 enum { DDP__TUNER_REDUCE, DDP__TUNER_COPY, DDP__TUNER_ONE_SENDER, DDP__TUNER_KINDS };
 
 typedef struct ddp__local {
     ddp__heap *heap;
-    int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
-    int spins, yields;               /* number of polls before a sleep */
+    int rank, world_size, owns_rank; /* owns_rank: 1 = the rank's world; closing it sets DDP__RANK_LEFT */
+    int spins, yields;               /* polls before a sleep, see >>impl-wait */
     int in_wait_signal;              /* 1 = inside ddp_group_wait_signal */
-    /* Bits that end a sleep for messages, or the next one: 2 = of the communication thread, 1 = of other
-       threads. */
+    /* A set bit ends the current or the next p2p_sleep: 2 = of the communication thread, 1 = of another
+       thread. The thread that sleeps clears its bit. */
     int wake_bits;
     int job_rank[DDP_MAX_LOCAL_RANKS]; /* rank in this group -> rank of the job */
-    /* Rank in this group -> rank in the causes of failures. They differ if this group is one machine's part
-       of a larger group: then causes name the ranks of the larger group. */
+    /* Rank in this group -> rank in the texts of failures. It differs if this group is one machine's part of
+       a larger group: texts then name the rank in the larger group. */
     int cause_rank[DDP_MAX_LOCAL_RANKS];
     uint64_t offset; /* of the control memory in the heap */
     size_t size;
@@ -3716,26 +3804,26 @@ typedef struct ddp__local {
     unsigned char *payloads, *slots;
     ddp__channel *channels;
     struct ddp__local *parent; /* its group memory, and that of its parents, is group memory here too */
-    ddp__region *regions;
-    uint64_t round;
-    ddp_tuner tuner[DDP__TUNER_KINDS][16];
-    uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* the peers' counts at the last read */
+    ddp__region *regions;      /* group memory of this group; changed under heap->lock */
+    uint64_t round;            /* the last round of the last call */
+    ddp_tuner tuner[DDP__TUNER_KINDS][16]; /* by kind and power of two of the size */
+    uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* round counters of the peers at the last read */
     pthread_mutex_t p2p_lock;
-    ddp__request *requests, *free_requests; /* pending sends and receives in issue order; unused ones */
-    uint64_t send_order[DDP_MAX_LOCAL_RANKS];
-    uint64_t probe_word; /* different in every process */
+    ddp__request *requests, *free_requests;   /* pending sends and receives in issue order; unused ones */
+    uint64_t send_order[DDP_MAX_LOCAL_RANKS]; /* messages sent to each peer */
+    uint64_t probe_word;                      /* different in every process, see ddp__can_read */
     /* process_vm_readv of this peer: 1 = it works, -1 = the system refuses it, 0 = not tried yet. */
     int can_read[DDP_MAX_LOCAL_RANKS];
-    int read_refused;           /* 1 = refused for a peer, 2 = log_fn has been called, too */
+    int read_refused;           /* 1 = refused for a peer, 2 = and log_fn has been called */
     int is_amd;                 /* as in ddp__job */
     int stage_flags;            /* DDP__STAGE_* flags of the last ddp__requests_progress; under p2p_lock */
     double lost_checked_at;     /* time of the last check in ddp__local_p2p_poll; under p2p_lock */
     uint64_t status_checked_at; /* time of the last check in ddp__local_status, in ms */
 } ddp__local;
 
-/* Payloads and slots begin in the middle of a page, because large private buffers begin near the start of a
-   page. At equal offsets in a page, loads wait for unrelated stores to the other page (4 KiB aliasing). From
-   64 KiB to 1 MiB that cost 10% to 25%. */
+/* Offset of payloads and slots from the start of a page. Large private buffers begin near the start of a
+   page. If both had the same offset, loads from one would wait for unrelated stores to the other (4 KiB
+   aliasing). From 64 KiB to 1 MiB that cost 10% to 25%. */
 #define DDP__OFF_PAGE 2048
 #define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
 #define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
@@ -3754,6 +3842,7 @@ static unsigned char *ddp__slot_of(const ddp__local *l, int rank, uint64_t round
     return l->slots + (size_t)rank * DDP__SLOT_STRIDE + (size_t)(round % DDP__SLOTS) * DDP__CHUNK;
 }
 
+/* Without FUTEX_PRIVATE_FLAG, because processes share the word. */
 static void ddp__futex_wait(uint32_t *word, uint32_t value, int timeout_us) {
     struct timespec t = {timeout_us / 1000000, (long)(timeout_us % 1000000) * 1000};
     syscall(SYS_futex, word, 0 /* FUTEX_WAIT */, value, &t, NULL, 0);
@@ -3776,6 +3865,7 @@ static void ddp__prefetch_write(const void *line) {
 #endif
 }
 
+/* Changes the word first, so that a thread that is about to sleep does not. */
 static void ddp__wake(ddp__sleeper *sleeper) {
     ddp__fetch_add(&sleeper->word, 1u);
     syscall(SYS_futex, &sleeper->word, 1 /* FUTEX_WAKE */, 64, NULL, NULL, 0);
@@ -3792,14 +3882,14 @@ static void ddp__wake_peers_slow(ddp__local *l) {
     }
 }
 
-/* Wakes the ranks that sleep. Called after each announcement. It reads the number of sleepers without a full
-   fence, so it may miss a rank that goes to sleep at this moment. That sleep lasts at most one slice (2 ms).
-   A fence would wait for the store buffer in every call. */
+/* Wakes the ranks that sleep until this rank announces something. Called after each announcement, so it reads
+   the number of sleepers without a full fence: a fence would wait for the store buffer in every call. The
+   price is that it can miss a rank that goes to sleep at this moment. That rank sleeps for at most 2 ms. */
 static inline void ddp__wake_peers(ddp__local *l) {
     if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_peers_slow(l);
 }
 
-/* Records the first cause of the group's failure and wakes all ranks. */
+/* Records the first cause of the group's failure and wakes all ranks. Later causes are ignored. */
 static void ddp__local_poison(ddp_group *group, void *state, ddp_result code, const char *text) {
     ddp__local *l = (ddp__local *)state;
     ddp__control *c = l->control;
@@ -3817,7 +3907,7 @@ static void ddp__local_poison(ddp_group *group, void *state, ddp_result code, co
 
 #define DDP__POISON(l, code, ...) ddp__local_poison(NULL, l, ddp_fail(code, __VA_ARGS__), ddp_last_error())
 
-/* The pid of a rank of the job; 0 before it has joined. */
+/* Returns the pid of a rank of the job. 0: it has not joined, or is in another PID namespace. */
 static int ddp__job_pid(const ddp__job *job, int job_rank) {
     return ddp__load(&job->rank[job_rank].state) == DDP__RANK_ABSENT ? 0 : job->rank[job_rank].pid;
 }
@@ -3826,7 +3916,8 @@ static int ddp__pid_of(const ddp__local *l, int rank) {
     return ddp__job_pid(l->heap->job, l->job_rank[rank]);
 }
 
-/* Returns DDP_OK, or a result and its reason in text if the rank cannot take part in calls. */
+/* Returns DDP_OK if the rank can take part in calls of this group. Otherwise writes the reason to text and
+   returns DDP_ERR_PEER_LOST, or DDP_ERR_TIMEOUT if a group has timed out because of this rank. */
 static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t size) {
     ddp__job_rank *r = &l->heap->job->rank[l->job_rank[rank]];
     if (ddp__rank_is_gone(l->heap, l->job_rank[rank], l->cause_rank[rank], text, size))
@@ -3842,11 +3933,13 @@ static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t s
 }
 
 //== the local backend: timeouts ============================================================= >>impl-timeout
-/* Each waiting rank publishes the call and the peer that it waits for. After a timeout these records name the
-   rank that blocks the others, and the text lists arrived and missing ranks. */
+/* Each waiting rank publishes the call and the peer that it waits for. After a timeout these records lead to
+   the rank that blocks the others. The waits may be in different groups:
 
-/* Publishes that this rank waits for rank `peer` in a call. Peers read it for timeout texts and to find the
-   rank that blocks all others. A torn read only garbles a text. */
+       rank 2 waits for rank 0 ---> rank 0 waits for rank 3 ---> rank 3 waits for no rank: it blocks both  */
+
+/* Publishes that this rank waits for rank `peer` in the call of words. It stores the words of the record one
+   by one, without a lock. A reader may see a mix of two waits, and name a wrong call or rank. */
 static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t words[2], uint64_t seq,
                               int peer) {
     uint64_t word[DDP__WAIT_WORDS] = {words[0] + 1, words[1], seq};
@@ -3861,8 +3954,9 @@ static void ddp__publish_no_wait(ddp__local *l) {
     __atomic_store_n(&l->heap->job->rank[l->job_rank[l->rank]].wait[0], UINT64_C(0), __ATOMIC_RELAXED);
 }
 
-/* Reads the wait that a rank of the job has published. Returns 0 if it has none, or an old one: a waiting
-   rank publishes again every few milliseconds. */
+/* Reads the wait that a rank of the job has published. Returns 0 if the rank does not wait. A waiting rank
+   renews its record every few milliseconds, so a record does not count if it is older than 1 s (or than half
+   the timeout, if that is less). */
 static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint64_t word[DDP__WAIT_WORDS]) {
     double fresh = timeout_ms < 2000 ? timeout_ms * 0.5e-3 : 1.0;
     for (int i = 0; i < DDP__WAIT_WORDS; i++)
@@ -3870,8 +3964,9 @@ static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint6
     return word[0] && ddp_now() - (double)word[DDP__WAIT_TIME] * 1e-9 < fresh;
 }
 
-/* Finds the rank of the job that blocks `job_rank`: follows the published waits from rank to rank. Returns -1
-   if the waits form a cycle, or if the group has failed and the waiting ranks have left already. */
+/* Returns the rank of the job that blocks `job_rank`: follows the published waits to a rank that does not
+   wait. Returns -1 if the waits form a cycle. Returns -1 also if the group has failed: ranks then stop
+   waiting because of the failure, so the last one of the chain may not be the one that blocks. */
 static int ddp__blocking_rank(const ddp__local *l, int job_rank, int timeout_ms) {
     uint64_t word[DDP__WAIT_WORDS];
     int blocker = job_rank;
@@ -3880,12 +3975,15 @@ static int ddp__blocking_rank(const ddp__local *l, int job_rank, int timeout_ms)
             return ddp__load(&l->control->poison) ? -1 : blocker;
         blocker = (int)((word[DDP__WAIT_PEER] - 1) % DDP_MAX_LOCAL_RANKS);
     }
-    return -1; /* the waits form a cycle */
+    return -1;
 }
 
-/* Called when this rank's timeout has passed while it waited for `rank`. Marks the rank that blocks it as
-   unresponsive. Every other group with that rank then fails at once, not after a timeout of its own: local
-   groups through the job's record, groups of this process on other backends through ddp_group_mark_lost. */
+/* Called when this rank's timeout has passed while it waited for `rank`. Marks the rank that blocks `rank`,
+   or `rank` itself, as unresponsive. Every other group with that rank then fails at once, not after a timeout
+   of its own:
+     local groups                                through ddp__job.rank, which all ranks read
+     groups of this process on other backends    through ddp_group_mark_lost
+   Of several groups that time out, the first one is recorded in ddp__job.rank. */
 static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
     int blocker = ddp__blocking_rank(l, l->job_rank[rank], group->desc.timeout_ms);
@@ -3904,8 +4002,8 @@ static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
         if (l->job_rank[p] == blocker) ddp_group_mark_lost(group, p, DDP_ERR_TIMEOUT, text);
 }
 
-/* Describes a missing rank in the text of a timeout: its world rank and pid, or the call in which it waits
-   and the rank that blocks it. */
+/* Describes a missing rank in the text of a timeout. If it waits in another call: this call, and the rank
+   that blocks it. Otherwise: its world rank and pid. */
 static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
     const ddp__job *job = l->heap->job;
     uint64_t word[DDP__WAIT_WORDS];
@@ -3929,7 +4027,7 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
                  ddp__job_pid(job, blocker));
 }
 
-/* Appends a rank to a list such as "0,1,5". Ranks that do not fit are left out. */
+/* Appends a rank to a list such as "0,1,5". A rank that does not fit is left out. */
 static void ddp__list_rank(char *list, size_t room, int rank) {
     size_t used = strlen(list);
     if (used + 11 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", rank);
@@ -3937,13 +4035,13 @@ static void ddp__list_rank(char *list, size_t room, int rank) {
 
 #define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
-/* Returns a rank's word of a wait. The words are stride bytes apart; a wait ends when they reach a target. */
+/* Returns a rank's word of a wait, see >>impl-wait. */
 static inline uint64_t ddp__load_word(const uint64_t *words, size_t stride, int rank) {
     return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
 }
 
-/* Called when this rank's timeout has passed. Writes the cause, with the ranks that arrived and the missing
-   ones according to their words. */
+/* Called when this rank's timeout has passed. Writes the text with the ranks that have arrived and those that
+   are missing, according to their words. Marks the ranks that block the missing ones. */
 static void ddp__timeout_text(ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
                               uint64_t target, char *out, size_t size) {
     char here[90] = "", missing[190] = "", waiting[176] = "";
@@ -3959,12 +4057,35 @@ static void ddp__timeout_text(ddp_group *group, ddp__local *l, const uint64_t *w
 }
 
 //== the local backend: waiting ================================================================= >>impl-wait
-/* Waits until a word of a peer reaches a target: spins, yields, then sleeps. Meanwhile it checks for lost
-   ranks, failures and the timeout, and advances pending messages. */
+/* Waits until a word of a peer, which only grows, reaches a target. Every rank has such a word, at the same
+   distance from that of the rank before:
+
+       words        words + stride     words + 2 * stride
+       | rank 0     | rank 1           | rank 2             bytes
+
+       wait for             words                          stride                      target
+       an announcement      posts[seq % 2].seq             2 * sizeof(ddp__post)       seq of the call
+       a round              line[0].count[c].rounds        sizeof(ddp__rank_state)     a round
+       ddp_group_signal     word of rank 0                 stride of the region        the caller's
+
+   The two round counters of a rank protect the slots. Round k uses slot k % 3 of each rank (DDP__SLOTS is 3):
+
+       rank r   waits until FINISHED of all ranks >= k-3 --> writes its slot      --> its FILLED = k
+       peer p   waits until FILLED of rank r >= k        --> reads that slot      --> its FINISHED = k
+
+   A wait has three phases:
+
+       spins    CPU pause          4000 polls       if ranks share cores: 20 polls
+       yields   sched_yield        20 polls                               200 polls
+       sleeps   futex              0.5, 1, then 2 ms each, until the peer announces something
+
+   From the second phase on, each poll checks for a failure of the group and advances pending messages. After
+   a sleep it checks the timeout, and every few milliseconds lost ranks. */
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip);
 
-/* Sleeps until the peer announces something, at most timeout_us. */
+/* Sleeps until the peer announces something, at most timeout_us. The value of the futex word is read before
+   the last look at the peer's word: ddp__wake changes it, and the sleep then ends at once. */
 static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target,
                            int timeout_us) {
     ddp__sleeper *me = &l->line[l->rank].collective;
@@ -3978,21 +4099,21 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
 }
 
-/* Poisons the group if any rank that has not reached target is lost. It checks all of them, because the rank
-   that this wait is for may only be slow. */
+/* Poisons the group if a rank that has not reached target is lost. Checks all of them: the rank that this
+   wait is for may itself wait for the lost one. */
 static void ddp__check_lost_ranks(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     for (int r = 0; r < l->world_size; r++) {
         if (r == l->rank || ddp__load_word(words, stride, r) >= target) continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
         if (lost != DDP_OK
-            && ddp__load_word(words, stride, r) < target) /* it may have got there before it left */
+            && ddp__load_word(words, stride, r) < target) /* it may have reached target before it left */
             ddp__local_poison(NULL, l, lost, text);
     }
 }
 
-/* For waits on words of ddp_group_signal: a rank that makes its next collective before it has reached target
-   never reaches it. Poisons the group in that case. */
+/* For ddp_group_wait_signal. If a rank announces its next collective before its word has reached target, the
+   ranks make different calls and would wait for each other. Poisons the group in that case. */
 static void ddp__check_missed_signal(const ddp_group *group, ddp__local *l, const uint64_t *words,
                                      size_t stride, uint64_t target) {
     char call[72];
@@ -4009,8 +4130,7 @@ static void ddp__check_missed_signal(const ddp_group *group, ddp__local *l, cons
     }
 }
 
-/* Waits until the word of `peer` reaches target: yields, then sleeps. Meanwhile it checks for failures and
-   the timeout, and advances pending sends and receives. */
+/* The second and third phase of a wait. */
 static ddp_result ddp__wait_word_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
                                       size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
@@ -4026,7 +4146,8 @@ static ddp_result ddp__wait_word_slow(ddp_group *group, ddp__local *l, int peer,
         ddp__sleep_for(l, peer, words, stride, target, slice_us);
         if (slice_us < 2000) slice_us *= 2;
         double now = ddp_now();
-        if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a check of a process takes about 10 us */
+        /* The check of a process takes about 10 us: at most 1.25% of the time, for any number of ranks. */
+        if (now - checked > 0.004 + 0.0008 * l->world_size) {
             checked = now;
             ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->words, group->seq, peer);
             ddp__check_lost_ranks(l, words, stride, target);
@@ -4056,7 +4177,9 @@ static inline ddp_result ddp__wait_word(ddp_group *group, ddp__local *l, int pee
     return ddp__wait_word_slow(group, l, peer, words, stride, target);
 }
 
-/* Waits until a peer has filled or passed a round. Rounds before the first one count as complete. */
+/* Waits until a counter of a peer has reached a round. Looks at the peer's line only if the last value that
+   was read is too low. The signed difference makes a round before the first one, which has wrapped around,
+   count as reached. */
 static inline ddp_result ddp__wait_round(ddp_group *group, ddp__local *l, int counter, int peer,
                                          uint64_t round) {
     if ((int64_t)(l->seen[counter][peer] - round) >= 0) return DDP_OK;
@@ -5200,7 +5323,8 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
 //== the local backend: groups and group memory =========================================== >>impl-local-group
 /* Creates, splits and closes groups of the local backend, and allocates their group memory from the heap. */
 
-/* Sets the pointers into the control memory of a group, which begins at address `at`. Returns its end. */
+/* Sets the pointers into the control memory of a group, which begins at address `at`. Returns its end. With
+   at 0 that is its size. The parts are drawn in >>impl-local-state. */
 static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size) {
     size_t w = (size_t)world_size;
     l->control = (ddp__control *)at;
@@ -5212,7 +5336,8 @@ static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size
     return ddp_round_up(at + w * w * sizeof *l->channels, DDP__PAGE);
 }
 
-/* Allocates control memory of a new group. Returns its offset in the heap, or 0 with the error line set. */
+/* Allocates the control memory of a new group. Returns its offset in the heap. On failure sets the error line
+   and returns 0. */
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     ddp__local layout;
     size_t size = ddp__control_layout(&layout, 0, world_size);
@@ -5233,8 +5358,8 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     return 0;
 }
 
-/* Creates the backend's state of a group, with control memory at offset. members: its ranks in the parent;
-   parent NULL: all ranks of the job. On failure it holds no reference to heap. */
+/* Creates this rank's state of a group with control memory at `offset`. members: its ranks in the parent.
+   parent NULL: the group has all ranks of the job. Takes a reference to heap, except on failure. */
 static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent,
                                      const int *members) {
     ddp__local *l = (ddp__local *)ddp_host_alloc(group, sizeof *l);
@@ -5254,7 +5379,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->offset = offset;
     l->rank = group->rank;
     l->world_size = group->world_size;
-    l->spins = enough_cores ? 4000 : 20; /* otherwise yield early */
+    l->spins = enough_cores ? 4000 : 20; /* the peer may need this core: yield early */
     l->yields = enough_cores ? 20 : 200;
     l->parent = parent;
     for (int i = 0; i < group->world_size; i++)
@@ -5267,8 +5392,9 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     return l;
 }
 
-/* Rank 0 of each new group allocates its control memory. An all_gather in the parent distributes the offsets.
-   child NULL: this rank joins no group. */
+/* Rank 0 of each new group allocates its control memory. An all_gather in the parent distributes the offsets:
+   a rank finds that of its group at members[0]. 0 = no group, or the allocation failed. child NULL: this rank
+   joins no group. */
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
                                    int member_count, void **child_state) {
     ddp__local *l = (ddp__local *)state;
@@ -5288,7 +5414,13 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-/* Rank 0 allocates the range. Every rank maps it and populates its own part. */
+/* Rank 0 allocates the range. Every rank maps all of it and allocates the pages of its own part:
+
+       base                      base + stride              base + 2 * stride
+       | rank 0: size_bytes      | rank 1: size_bytes       | ...        total = world_size * stride
+
+   stride exceeds size_bytes by at least DDP__SKEW. After a failure of any rank, ddp_group_alloc frees the
+   memory on all of them. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
     size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE);
@@ -5335,10 +5467,11 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     return DDP_OK;
 }
 
-/* Checks for lost ranks, then returns the group's failure. With a launcher it finds the ranks that the
-   launcher has recorded as lost. Without a launcher, and with ddp_group_on_wait, it finds processes that have
-   ended, every few milliseconds. In all other groups a process that has ended fails only a call that needs
-   its rank. */
+/* Checks for lost ranks, then returns the group's failure:
+
+       ranks of ddp_launch              finds the ranks that the launcher has recorded as lost
+       others, with ddp_group_on_wait   finds processes that have ended, at most every 5 ms
+       others                           finds none: only a call that needs a lost rank fails */
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     const ddp__job *job = l->heap->job;
@@ -5351,7 +5484,7 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
             || !(look || (job->launched && ddp__load(&job->rank[l->job_rank[r]].state) == DDP__RANK_LOST)))
             continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
-        /* left: only a call that needs the rank fails */
+        /* a rank has destroyed this group: only a call that needs the rank fails */
         if (lost == DDP_OK || (look && ddp__load(&l->line[r].left))) continue;
         if (look) ddp_group_mark_lost((ddp_group *)(uintptr_t)group, r, lost, text);
         ddp__local_poison(NULL, l, lost, text);
@@ -5365,6 +5498,8 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     return ddp_fail((ddp_result)l->control->poison_code, "%s", l->control->poison_text);
 }
 
+/* Marks this rank as left, wakes the peers that may wait for it, and frees its state. The last rank also
+   frees the pages of the control memory. */
 static void ddp__local_close(ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     if (ddp__load(&l->control->poison)) ddp__peer_access_wait(l);
@@ -5389,6 +5524,7 @@ static void ddp__local_close(ddp_group *group, void *state) {
     ddp_host_free(group, l);
 }
 
+/* The parts of a region are in the rank order of the group that has allocated it: this group or a parent. */
 static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, int rank) {
     const ddp__local *l = (const ddp__local *)state;
     const ddp__region *region = ddp__region_of(l, (uintptr_t)memory, 1);
@@ -5408,6 +5544,7 @@ static void ddp__local_signal(ddp_group *group, void *state, uint64_t *word, uin
 static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const uint64_t *word,
                                          uint64_t target) {
     ddp__local *l = (ddp__local *)state;
+    /* word is memory of this group, so the words of all ranks have the distance of these two */
     const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0);
     const uint64_t *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
