@@ -3597,26 +3597,27 @@ static void ddp__rank_register(ddp__heap *heap, int rank, int pid) {
     ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
 }
 
-/* Returns 1 if the rank can no longer take part in calls, and writes the reason to text. number: its rank in
-   that text. Under ddp_launch it relies on the record of the launcher; otherwise it checks the process. */
-static int ddp__rank_is_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
+/* Returns 1 if the rank can no longer take part in calls, and writes the reason to text. Under ddp_launch it
+   relies on the record of the launcher; otherwise it checks the process. */
+static int ddp__rank_is_gone(ddp__heap *heap, int rank, int cause_rank, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
     if (state == DDP__RANK_LOST && r->signal_number)
-        snprintf(text, size, "rank %d (pid %d) was killed by signal %d", number, r->pid, r->signal_number);
+        snprintf(text, size, "rank %d (pid %d) was killed by signal %d", cause_rank, r->pid,
+                 r->signal_number);
     else if (state == DDP__RANK_LOST)
-        snprintf(text, size, "rank %d (pid %d) exited with status %d", number, r->pid, r->exit_status);
+        snprintf(text, size, "rank %d (pid %d) exited with status %d", cause_rank, r->pid, r->exit_status);
     else if (state == DDP__RANK_LEFT && r->result)
-        snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid,
+        snprintf(text, size, "rank %d (pid %d) returned %s", cause_rank, r->pid,
                  ddp_result_name((ddp_result)r->result));
     else if (state == DDP__RANK_LEFT)
         snprintf(text, size, "rank %d (pid %d) has returned from its function and does not make this call",
-                 number, r->pid);
+                 cause_rank, r->pid);
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
         if (r->pid == 0) return 0;
         if (!ddp__process_has_ended(r->pid, r->start_time)) return 0;
-        snprintf(text, size, "rank %d (pid %d) no longer exists", number, r->pid);
+        snprintf(text, size, "rank %d (pid %d) no longer exists", cause_rank, r->pid);
     }
     return 1;
 }
@@ -5477,16 +5478,17 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     const ddp__job *job = l->heap->job;
     char text[DDP__TEXT_MAX];
     uint64_t now = job->launched || !group->wait_fn ? 0 : (uint64_t)(ddp_now() * 1e3);
-    int look = now >= ddp__load_relaxed(&l->status_checked_at) + 5;
-    if (look) __atomic_store_n(&l->status_checked_at, now, __ATOMIC_RELAXED);
+    int checks_processes = now >= ddp__load_relaxed(&l->status_checked_at) + 5;
+    if (checks_processes) __atomic_store_n(&l->status_checked_at, now, __ATOMIC_RELAXED);
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++) {
         if (r == l->rank
-            || !(look || (job->launched && ddp__load(&job->rank[l->job_rank[r]].state) == DDP__RANK_LOST)))
+            || !(checks_processes
+                 || (job->launched && ddp__load(&job->rank[l->job_rank[r]].state) == DDP__RANK_LOST)))
             continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
         /* a rank has destroyed this group: only a call that needs the rank fails */
-        if (lost == DDP_OK || (look && ddp__load(&l->line[r].left))) continue;
-        if (look) ddp_group_mark_lost((ddp_group *)(uintptr_t)group, r, lost, text);
+        if (lost == DDP_OK || (checks_processes && ddp__load(&l->line[r].left))) continue;
+        if (checks_processes) ddp_group_mark_lost((ddp_group *)(uintptr_t)group, r, lost, text);
         ddp__local_poison(NULL, l, lost, text);
     }
     uint32_t poison = ddp__load(&l->control->poison);
@@ -5528,11 +5530,12 @@ static void ddp__local_close(ddp_group *group, void *state) {
 static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, int rank) {
     const ddp__local *l = (const ddp__local *)state;
     const ddp__region *region = ddp__region_of(l, (uintptr_t)memory, 1);
-    int number = 0; /* of rank in the region's group */
+    int rank_in_owner = 0;
     (void)group;
     if (!region || (size_t)((const unsigned char *)memory - region->own_part) >= region->stride) return NULL;
-    while (region->owner->job_rank[number] != l->job_rank[rank]) number++;
-    return (unsigned char *)(uintptr_t)memory + (ptrdiff_t)region->stride * (number - region->owner->rank);
+    while (region->owner->job_rank[rank_in_owner] != l->job_rank[rank]) rank_in_owner++;
+    return (unsigned char *)(uintptr_t)memory
+           + (ptrdiff_t)region->stride * (rank_in_owner - region->owner->rank);
 }
 
 static void ddp__local_signal(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
