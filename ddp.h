@@ -978,7 +978,8 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
    same once ddp_sampler_next has returned -1 on all.
    A sampler that was loaded inside a global batch, with another W or global_batch, takes the rest of that
    batch first. Errors: DDP_ERR_INVALID from its first sample on, until the round in which that rest ends is
-   complete (a round: W samples, or a global batch). */
+   complete (a round: W samples, or a global batch), or ddp_sampler_next has returned -1. The error states
+   after how many more samples of this rank a save works. */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
 /* Continues at a saved position, in the saved epoch, with any num_replicas and rank. All ranks load the same
@@ -12431,9 +12432,19 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
     uint64_t in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (used > s->remaining) used = s->remaining;
     if (in_gap > s->remaining) in_gap = s->remaining;
-    DDP__NEED(used >= in_gap || s->cursor == 0,
-              "the sampler was loaded inside a global batch with %llu samples left; save after those samples",
-              (unsigned long long)(in_gap - used));
+    /* The epoch has ended inside the rest of the batch: drop_last leaves out what no rank has drawn. */
+    if (s->ended && s->cursor > 0 && used < in_gap) used = s->remaining;
+    if (used < in_gap && s->cursor > 0) {
+        /* The cursor of this rank after the round in which the rest ends. */
+        int64_t end = (int64_t)((in_gap + s->round - 1) / s->round * s->block);
+        if (end > s->length)
+            return ddp__bad(__func__, NULL,
+                            "the sampler was loaded inside a global batch; save at the end of the epoch");
+        return ddp__bad(
+            __func__, NULL,
+            "the sampler was loaded inside a global batch; save after %lld more samples of this rank",
+            (long long)(end - s->cursor));
+    }
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
     state->dataset_size = s->desc.dataset_size;

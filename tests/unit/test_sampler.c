@@ -571,14 +571,58 @@ static void test_save_inside_a_batch_that_a_load_cut(void **state) {
     assert_memory_equal(&at, &again, sizeof at);
     ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_ERR_INVALID);
-    assert_string_equal(ddp_last_error(), "ddp_sampler_save: the sampler was loaded inside a global batch "
-                                          "with 10 samples left; save after those samples");
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: the sampler was loaded inside a global batch; "
+                                          "save after 5 more samples of this rank");
     /* Three batches of 4: the 10 that were left, and 2. */
     for (int k = 1; k < 6; k++) ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);
     assert_int_equal(again.position, 34);
     assert_int_equal(again.block_offset, 0);
     ddp_sampler_free(&s);
+}
+
+/* The error of a save states when one works: after whole rounds, or at the end of an epoch that ends before
+   them. It stated the samples that were left of the batch: 2, where only the 8th save worked. With drop_last no
+   save worked, even after the end. */
+static void test_advice_inside_a_batch_that_a_load_cut(void **state) {
+    (void)state;
+    for (int w = 1; w < 5; w++)
+        for (int n = 8; n < 42; n++)
+            for (int taken = 1; taken < 4; taken++)
+                for (int tail = 0; tail < 12; tail++) {
+                    ddp_sampler_desc d = DDP_ZERO;
+                    ddp_sampler s;
+                    ddp_sampler_state at, again;
+                    d.dataset_size = n;
+                    d.num_replicas = 2;
+                    d.global_batch = 8;
+                    start(&s, &d);
+                    for (int k = 0; k < taken; k++) ddp_sampler_next(&s, NULL);
+                    assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
+                    ddp_sampler_free(&s);
+                    d.drop_last = tail % 3 == 1;
+                    d.no_pad = tail % 3 == 2;
+                    d.num_replicas = w;
+                    d.rank = w - 1;
+                    d.global_batch = tail / 3 * w * (w == 2 ? 3 : 4); /* W or this differs from the save */
+                    start(&s, &d);
+                    assert_int_equal(ddp_sampler_load(&s, &at), DDP_OK);
+                    long long more = -1; /* as the first error states; 0 = at the end of the epoch */
+                    for (int k = 0; ddp_sampler_next(&s, NULL) >= 0; k++) {
+                        ddp_result result = ddp_sampler_save(&s, &again);
+                        if (more > 0 && --more == 0) assert_int_equal(result, DDP_OK);
+                        if (result == DDP_OK) break;
+                        assert_int_equal(result, DDP_ERR_INVALID);
+                        const char *advice = strstr(ddp_last_error(), "save after ");
+                        long long wait = advice ? strtoll(advice + strlen("save after "), NULL, 10) : 0;
+                        if (k == 0) more = wait;
+                        if (wait != more) fail_msg("'%s' after %d samples", ddp_last_error(), k + 1);
+                        if (!wait) assert_non_null(strstr(ddp_last_error(), "save at the end of the epoch"));
+                    }
+                    if (more > 0) fail_msg("the stated number is %lld too high", more);
+                    assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);
+                    ddp_sampler_free(&s);
+                }
 }
 
 /* The last batch is short: rank 0 has 3 samples of it, rank 1 none. A state that rank 0 saved after 2 of them
@@ -1009,6 +1053,7 @@ int main(void) {
         cmocka_unit_test(test_load_on_the_same_world_changes_nothing),
         cmocka_unit_test(test_ranks_of_uneven_length_agree_at_the_end),
         cmocka_unit_test(test_save_inside_a_batch_that_a_load_cut),
+        cmocka_unit_test(test_advice_inside_a_batch_that_a_load_cut),
         cmocka_unit_test(test_resume_in_a_short_batch),
         cmocka_unit_test(test_save_after_a_seek_from_the_end),
         cmocka_unit_test(test_hashed_is_a_bijection),
