@@ -3765,15 +3765,13 @@ DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_resul
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Methods of a large call:
-
-       STAGED     through slots that stay in cache               buffers are private memory
-       STREAMED   through slots, with streaming stores           "
-       READ       process_vm_readv from the peers' buffers       "
-       DIRECT     loads from the peers' buffers                  they are group memory, or ranks are threads
-       PUSH       streaming stores into the peers' buffers       "
-
-   A ddp_tuner chooses among the first three, see ddp__method_propose. */
+/* Methods of a large call. For private memory, chosen by a ddp_tuner (see ddp__method_propose):
+       STAGED     through slots that stay in cache
+       STREAMED   through slots, with streaming stores
+       READ       process_vm_readv from the peers' buffers
+   For buffers that peers can access, which are group memory or of ranks that are threads:
+       DIRECT     loads from the peers' buffers
+       PUSH       streaming stores into the peers' buffers */
 enum {
     DDP__METHOD_STAGED,
     DDP__METHOD_STREAMED,
@@ -3884,9 +3882,9 @@ static void ddp__wake_peers_slow(ddp__local *l) {
     }
 }
 
-/* Wakes the ranks that sleep until this rank announces something. Called after each announcement, so it reads
-   the number of sleepers without a full fence: a fence would wait for the store buffer in every call. The
-   price is that it can miss a rank that goes to sleep at this moment. That rank sleeps for at most 2 ms. */
+/* Wakes the ranks that sleep until this rank announces something. Called after each announcement. It reads the
+   number of sleepers without a full fence, because a fence would wait for the store buffer in every call. So
+   it can miss a rank that goes to sleep at this moment; that sleep lasts at most 2 ms. */
 static inline void ddp__wake_peers(ddp__local *l) {
     if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_peers_slow(l);
 }
