@@ -3882,9 +3882,9 @@ static void ddp__wake_peers_slow(ddp__local *l) {
     }
 }
 
-/* Wakes the ranks that sleep until this rank announces something. Called after each announcement. It reads the
-   number of sleepers without a full fence, because a fence would wait for the store buffer in every call. So
-   it can miss a rank that goes to sleep at this moment; that sleep lasts at most 2 ms. */
+/* Wakes the ranks that sleep until this rank announces something. Called after each announcement. It reads
+   the number of sleepers without a full fence, because a fence would wait for the store buffer in every call.
+   So it can miss a rank that goes to sleep at this moment; that sleep lasts at most 2 ms. */
 static inline void ddp__wake_peers(ddp__local *l) {
     if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_peers_slow(l);
 }
