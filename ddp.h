@@ -6316,7 +6316,7 @@ static ddp_result ddp__p2p_issue(ddp_group *group, ddp_call *call, ddp_work *wor
         return DDP__RANK_FAIL(
             group, DDP_ERR_UNSUPPORTED,
             "%s group=%s: the %s backend has no point-to-point calls; use a group with another backend",
-            ddp_call_name(call->kind), group->name, group->backend->name);
+            ddp_public_call_name(ddp_call_name(call->kind)), group->name, group->backend->name);
     if (work)
         memset(work, 0, sizeof *work);
     else

@@ -555,7 +555,7 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
    an invalid shape; an edge to an earlier stage; no edge with a gradient from a stage to the next; a loss
    without an edge, or an edge to the loss without one. Also the errors of ddp_schedule_check;
    DDP_ERR_MISMATCH when schedules, edges or ties differ, or the two uses of a tied parameter do;
-   DDP_ERR_NO_MEMORY. */
+   DDP_ERR_UNSUPPORTED over tcp, which has no messages; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
 /* Runs the schedule once: all micro-batches, forward and backward, with their updates. Afterwards the
@@ -4808,7 +4808,9 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     if (result == DDP_OK && count && !p->messages.single_queue) result = ddp_barrier(p->group);
     for (int i = 0; i < count && result == DDP_OK; i++)
         result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
-    if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
+    /* A backend without messages returns DDP_ERR_UNSUPPORTED on every rank: no rank waits for another. */
+    if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED)
+        ddp_group_poison(p->group, result, ddp_last_error());
     ended = ddp_p2p_end(p->group);
     ddp_result received = ddp_wait(p->group, &first);
     if (ended == DDP_OK) ended = received;

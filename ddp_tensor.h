@@ -2850,8 +2850,16 @@ static ddp_result ddp__tp_resolve_desc(ddp_group *group, const ddp_tp_desc *desc
    layers allocate nothing later. */
 static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
     ddp__tp_pending pending = DDP_ZERO;
-    ddp_result result = DDP_OK;
+    ddp_result result;
     memset(tp->counts, 0, 2 * (size_t)tp->world_size * sizeof *tp->counts);
+    result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size,
+                              tp->desc.dtype, NULL);
+    /* Every rank gets this error, and no rank waits for another: the group stays usable. */
+    if (result == DDP_ERR_UNSUPPORTED)
+        return ddp_fail_in(result, "ddp_tp_create", tp->group,
+                           "chunk_count=%d needs ddp_all_gather_v, which this backend does not have; use "
+                           "chunk_count=1",
+                           tp->desc.chunk_count);
     for (int i = 0; i < DDP__TP_MAX_PENDING && result == DDP_OK; i++)
         result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size,
                                   tp->desc.dtype, &pending.works[i]);
