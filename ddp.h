@@ -2268,6 +2268,7 @@ DDPDEF void ddp_group_log(const ddp_group *group, const char *text) {
     char line[DDP__TEXT_MAX];
     if (!group->desc.log_fn) return;
     snprintf(line, sizeof line, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, text);
+    DDP_USER_CALLBACK;
     group->desc.log_fn(line, group->desc.user);
 }
 
@@ -11904,7 +11905,10 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         ddp_result result = reducer->desc.per_token ? ddp_reducer_wait_mean(reducer, &nothing)
                                                     : ddp_reducer_wait(reducer);
         reducer->shadow = 0;
-        if (result == DDP_OK && join->desc.step_fn) result = join->desc.step_fn(join->desc.user);
+        if (result == DDP_OK && join->desc.step_fn) {
+            DDP_USER_CALLBACK;
+            result = join->desc.step_fn(join->desc.user);
+        }
         if (result != DDP_OK) return result;
     }
 }

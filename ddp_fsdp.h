@@ -5871,8 +5871,12 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__fsdp_shard *s) {
     if (!to->host_memory)
         DDP_TRY(
             ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
-    ddp_result result = f->desc.init_fn(s->user_param, (int64_t)s->first_row, (int64_t)s->own_rows, rows,
-                                        f->desc.init_user);
+    ddp_result result;
+    {
+        DDP_USER_CALLBACK;
+        result = f->desc.init_fn(s->user_param, (int64_t)s->first_row, (int64_t)s->own_rows, rows,
+                                 f->desc.init_user);
+    }
     if (rows != s->master_rows) f->device->copy(s->master_rows, rows, s->own_count * master_size);
     if (rows != s->master_rows) ddp__fsdp_free(f, rows);
     return result;

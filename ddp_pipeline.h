@@ -3662,7 +3662,10 @@ static ddp_result ddp__pipe_get_tie_grads(ddp_pipeline *p, int tie, ddp__pipe_ti
         t->rank[k] = p->schedule->stage_rank[stage[k]];
         if (t->rank[k] != p->rank) continue;
         t->grad[k] = ddp_param_grad(s->params[param[k]]);
-        if (s->get_sharded_grad) DDP_TRY(s->get_sharded_grad(stage[k], param[k], &t->grad[k], s->user));
+        if (s->get_sharded_grad) {
+            DDP_USER_CALLBACK;
+            DDP_TRY(s->get_sharded_grad(stage[k], param[k], &t->grad[k], s->user));
+        }
         DDP_TRY(ddp_device_begin(p->group));
         t->count[k] = t->grad[k].data ? (size_t)ddp_tensor_count(&t->grad[k]) : 0;
     }
@@ -4348,7 +4351,11 @@ static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_
     if (!hook) return DDP_OK;
     snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->stage_index).text);
     snprintf(before, sizeof before, "%s", ddp_last_error());
-    result = ddp__pipe_callback_result(p, hook(s->stage_index, s->desc.user), before, what, NULL);
+    {
+        DDP_USER_CALLBACK;
+        result = hook(s->stage_index, s->desc.user);
+    }
+    result = ddp__pipe_callback_result(p, result, before, what, NULL);
     p->run.current->stats.update_seconds += ddp_now() - begin;
     return result;
 }

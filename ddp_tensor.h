@@ -2884,6 +2884,7 @@ static ddp_result ddp__tp_init(ddp_tp *tp, const ddp_tp_desc *desc) {
     if (!tp->device->layers) return DDP_OK;
     none.dtype = desc->dtype; /* an empty product: the device allocates its state for products now */
     DDP_TRY(ddp_device_begin(group));
+    DDP_USER_CALLBACK;
     return tp->desc.gemm(&none, tp->desc.gemm_user);
 }
 
@@ -3010,7 +3011,9 @@ static int64_t ddp__tp_linear_sharded_features(const ddp_tp_linear *l) {
 
 /* Empty products go to the kernel, which writes the zeros: the caller's gemm never sees one. */
 static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
-    return g->m && g->n && g->k ? tp->desc.gemm(g, tp->desc.gemm_user) : tp->kernels->gemm(g, tp->group);
+    if (!g->m || !g->n || !g->k || tp->desc.gemm == tp->kernels->gemm) return tp->kernels->gemm(g, tp->group);
+    DDP_USER_CALLBACK;
+    return tp->desc.gemm(g, tp->desc.gemm_user);
 }
 
 /* Multiplies `rows` rows of p->in, starting at row `first`, into out. */
