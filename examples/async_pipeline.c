@@ -22,6 +22,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { PIXELS = 784, HIDDEN = 128, CLASSES = 10, LAYERS = 6, PARAMS = 2 * LAYERS };
 enum { MICRO = 64, BATCH = 4, MAX_BATCHES = 1000 }; /* samples of a micro-batch; micro-batches of a batch */
@@ -152,13 +153,15 @@ static ddp_result cut_model(trainer *t) {
 static ddp_result forward(const ddp_pipeline_call *call, void *user) {
     trainer *t = (trainer *)user;
     matrix *out = (matrix *)call->saved; /* out[0] goes into layer t->first */
-    int row = (t->start + call->microbatch) * MICRO % SAMPLES, layers = t->end - t->first;
+    int at = t->start + call->microbatch, row = at * MICRO % SAMPLES, layers = t->end - t->first;
     for (int i = 0; t->first == 0 && i < MICRO * PIXELS; i++)
         out[0][i] = (float)images[row * PIXELS + i] / 128 - 0.5f;
     if (t->first > 0) memcpy(out[0], call->inputs[0].data, BOUNDARY_BYTES);
     for (int i = 0; i < layers; i++) forward_layer(t, t->first + i, out[i], out[i + 1]);
     if (t->end < LAYERS) memcpy(call->outputs[0].data, out[layers], BOUNDARY_BYTES);
     if (t->end == LAYERS) *call->loss = cross_entropy(t, out[layers], labels + row);
+    if (t->first == 0 && isatty(STDOUT_FILENO)) /* the next line overwrites this one */
+        dprintf(STDOUT_FILENO, "%s: batch %d/%d \r", t->name, at / BATCH, t->batches);
     return DDP_OK;
 }
 
@@ -222,17 +225,15 @@ static ddp_result report(trainer *t, double loss, double *seconds) {
     ddp_rank_report simulated[LAYERS];
     ddp_schedule_report all = {.ranks = simulated};
     int ranks = ddp_world_size(t->world), interval = ddp_schedule_update_interval(t->schedule);
-    double busy = 0;
     DDP_TRY(ddp_pipeline_get_times(t->pipeline, costs, NULL));
     DDP_TRY(ddp_schedule_simulate(t->schedule, costs, &all)); /* with the measured costs */
     DDP_TRY(ddp_all_reduce(t->world, seconds, seconds, 2, DDP_F64, DDP_OP_AVG, NULL));
     if (ddp_rank(t->world) > 0) return DDP_OK;
+    double busy = 0, ms = 1e3 * seconds[0] / t->batches;
     for (int r = 0; r < ranks; r++) busy += simulated[r].busy / all.makespan / ranks;
-    printf("%-14s %7d %8.4f", t->name, t->batches * BATCH / interval, loss);
-    printf(" %9.2f %9.0f%%", 1e3 * seconds[0] / t->batches, 100 - 100 * seconds[1] / seconds[0]);
-    printf(" %9.0f%%  ", 100 - 100 * busy);
-    for (int r = 0; r < ranks; r++) printf(" %d", simulated[r].weight_versions);
-    printf("\n");
+    printf("%-14s %7d %8.4f %9.2f ", t->name, t->batches * BATCH / interval, loss, ms);
+    printf("%9.0f%% %9.0f%%  ", 100 - 100 * seconds[1] / seconds[0], 100 - 100 * busy);
+    for (int r = 0; r < ranks; r++) printf(" %d%s", simulated[r].weight_versions, r < ranks - 1 ? "" : "\n");
     return DDP_OK;
 }
 
@@ -281,8 +282,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         t->schedule = NULL;
     }
     free(t);
-    if (ddp_rank(world) == 0 && result == DDP_OK)
-        printf("weights of 1F1B %016llx\n", (unsigned long long)hash);
+    if (result == DDP_OK && !ddp_rank(world)) printf("weights of 1F1B %016llx\n", (unsigned long long)hash);
     return result;
 }
 

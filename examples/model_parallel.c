@@ -18,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { PIXELS = 784, HIDDEN = 128, CLASSES = 10, LAYERS = 4, CUT = 2 }; /* rank 1 begins with layer CUT */
 enum { SAMPLES = 1024, ROWS = 64 };
@@ -182,6 +183,13 @@ static uint64_t hash_weights(const model *m) {
     return hash;
 }
 
+/* Rank 0, on a terminal: one line, which the next one overwrites. */
+static void print_progress(int rank, int step, int steps) {
+    if (rank > 0 || step % 10 || !isatty(STDOUT_FILENO)) return;
+    printf("step %d/%d \r", step, steps);
+    fflush(stdout);
+}
+
 /* m: this rank's layers. all: all layers, to compare with. */
 static ddp_result train(ddp_group *world, int steps, model *m, model *all) {
     int ranks = ddp_world_size(world), rank = ddp_rank(world);
@@ -189,6 +197,7 @@ static ddp_result train(ddp_group *world, int steps, model *m, model *all) {
     for (int step = 0; step < steps; step++) {
         DDP_TRY(train_step(world, m, step));
         if (step == 0) first = m->loss;
+        print_progress(rank, step, 2 * steps);
     }
     share = 100 * m->waiting / (ddp_now() - start);
     DDP_TRY(ddp_all_gather(world, &share, shares, 1, DDP_F64, NULL));
@@ -196,7 +205,10 @@ static ddp_result train(ddp_group *world, int steps, model *m, model *all) {
     if (rank == ranks - 1 && !(m->loss < first))
         return ddp_fail(DDP_ERR_CORRUPT, "the loss went from %.4f to %.4f", first, m->loss);
 
-    for (int step = 0; step < steps; step++) DDP_TRY(train_step(NULL, all, step)); /* all layers */
+    for (int step = 0; step < steps; step++) { /* all layers */
+        DDP_TRY(train_step(NULL, all, step));
+        print_progress(rank, steps + step, 2 * steps);
+    }
     unsigned long long expected = hash_weights(all);
     DDP_TRY(exchange_layers(world, m, all));
     unsigned long long hash = hash_weights(all);

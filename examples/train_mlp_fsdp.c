@@ -236,7 +236,7 @@ static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_
         }
         DDP_TRY(ddp_fsdp_step(t->fsdp, ddp_lr_at(lr, ++*step)));
         if (ddp_rank(t->world) == 0 && isatty(STDOUT_FILENO) && *step % 10 == 0) {
-            printf("\rstep %lld/%lld ", (long long)*step, (long long)lr->total_steps);
+            printf("step %lld/%lld \r", (long long)*step, (long long)lr->total_steps);
             fflush(stdout);
         }
     }
@@ -265,7 +265,7 @@ static ddp_result train(trainer *t, dataset *data) {
         DDP_TRY(run_epoch(t, epoch, &lr, &step, &trained, &tested));
         right = 100 * ddp_mean_value(&tested.accuracy);
         if (ddp_rank(t->world) == 0)
-            printf("\repoch %d/%d   loss %.4f   test accuracy %.2f%%   %.1f s\n", epoch + 1, EPOCHS,
+            printf("epoch %d/%d   loss %.4f   test accuracy %.2f%%   %.1f s\n", epoch + 1, EPOCHS,
                    ddp_mean_value(&trained.loss), right, ddp_now() - start);
     }
     DDP_TRY(hash_weights(t, &hash));

@@ -20,6 +20,7 @@ counts="1 2 4"
 for ranks in $counts; do
     run $ranks
     grep -q 'epoch 4/4   loss [0-9.]*   test accuracy \(9[5-9]\|100\)\.' ranks$ranks || fail "$ranks ranks have not learnt: $(cat ranks$ranks)"
+    ! grep -q "$(printf '\r')" ranks$ranks || fail "a file gets the progress that is for a terminal"
     if [ "$name" != train_mlp_tensor ]; then # its sums are rounded in another order
         tail -n 1 ranks$ranks > hash$ranks
         grep -Eq '^weights [0-9a-f]{16}$' hash$ranks || fail "$ranks ranks: no hash: $(cat hash$ranks)"
