@@ -32,14 +32,14 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error
-    >>impl-error-calls  >>impl-memory  >>impl-reduce  >>impl-half  >>impl-tree  >>impl-tree-loops
-    >>impl-exact  >>impl-heap  >>impl-life  >>impl-local-state  >>impl-timeout  >>impl-wait
-    >>impl-local-memory  >>impl-transfer  >>impl-local  >>impl-local-run  >>impl-p2p
-    >>impl-p2p-requests  >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-issue
-    >>impl-issue-p2p  >>impl-hmac  >>impl-identity  >>impl-rendezvous  >>impl-frames  >>impl-secret
-    >>impl-address  >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp  >>impl-tcp-calls
-    >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
+    >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>trace  >>spi  >>impl-structs
+    >>impl-error  >>impl-error-calls  >>impl-memory  >>impl-reduce  >>impl-half  >>impl-tree
+    >>impl-tree-loops  >>impl-exact  >>impl-heap  >>impl-life  >>impl-local-state  >>impl-timeout
+    >>impl-wait  >>impl-local-memory  >>impl-transfer  >>impl-local  >>impl-local-run  >>impl-p2p
+    >>impl-p2p-requests  >>impl-local-group  >>impl-self  >>impl-trace  >>impl-calls  >>impl-queue
+    >>impl-issue  >>impl-issue-p2p  >>impl-hmac  >>impl-identity  >>impl-rendezvous  >>impl-frames
+    >>impl-secret  >>impl-address  >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp
+    >>impl-tcp-calls  >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
     >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-cores
     >>impl-launch  >>impl-buckets  >>impl-bucket-reduce  >>impl-schema  >>impl-reducer-create
     >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler-random  >>impl-sampler-ranks
@@ -1102,6 +1102,37 @@ DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stat
    ignored. */
 DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
+//== timeline ===================================================================================== >>trace
+/* Records when the calls of a group begin and end, and writes a timeline of all ranks for Perfetto
+   (ui.perfetto.dev) and chrome://tracing. It shows waits for a slow rank, and buckets that overlap with
+   backward:
+
+       rank 0   caller          forward | backward                     | wait |
+                communication             | all_reduce | all_reduce | all_reduce |
+                messages        | send |
+
+   Recording adds about 0.1 us to a call. On a device the times are those of the host: when it puts the call
+   on the stream. */
+
+/* Starts recording: the collectives and messages of this group, the waits for them, and the spans of
+   ddp_trace_span. Each rank keeps its newest event_count events, of 80 bytes; 0 = 65536. Splits are recorded
+   separately. Not collective: a rank that does not record contributes no events. ddp_group_destroy frees the
+   memory. Errors: DDP_ERR_INVALID (recording already, or a negative event_count); DDP_ERR_NO_MEMORY. */
+DDPDEF ddp_result ddp_trace_start(ddp_group *group, int64_t event_count);
+
+/* Seconds on the clock of the timeline. */
+DDPDEF double ddp_trace_now(void);
+
+/* Adds work of the caller, such as "forward", from `start` (a result of ddp_trace_now) to now. name is
+   copied; longer than 31 bytes it is cut. Does nothing if the group does not record. Not collective. */
+DDPDEF void ddp_trace_span(ddp_group *group, const char *name, double start);
+
+/* Writes the events of all ranks as JSON to the file `path`, and deletes them. Recording continues. Only
+   rank 0 reads path and writes; an existing file is replaced. Ranks of one machine share a clock; the clocks
+   of several machines are aligned at the start of this call. Collective, blocks. Errors, on every rank:
+   DDP_ERR_INVALID (path is NULL); DDP_ERR_SYSTEM (the file). */
+DDPDEF ddp_result ddp_trace_write(ddp_group *group, const char *path);
+
 //== backends and devices ============================================================================== >>spi
 /* The interface for backends, devices and sibling headers. A program that only trains does not need it. */
 
@@ -1464,7 +1495,7 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
 #define DDP_PUBLIC_CALLS(X)                                                                        \
     X(ddp_group_create) X(ddp_group_from_mpi) X(ddp_group_create_on)                               \
     X(ddp_group_split) X(ddp_group_alloc) X(ddp_group_free) X(ddp_group_destroy)                   \
-    X(ddp_mesh_create) X(ddp_mesh_destroy) X(ddp_mean_reduce)                                      \
+    X(ddp_mesh_create) X(ddp_mesh_destroy) X(ddp_mean_reduce) X(ddp_trace_write)                   \
     X(ddp_reducer_create) X(ddp_reducer_ready) X(ddp_reducer_wait) X(ddp_reducer_wait_mean)        \
     X(ddp_reducer_destroy) X(ddp_accumulator_create) X(ddp_accumulator_ready)                      \
     X(ddp_accumulator_destroy) X(ddp_join_step)                                                    \
@@ -1850,6 +1881,7 @@ typedef struct ddp__op {
     void *argument;   /* of task */
     void *request;    /* the backend's, of a started send or receive */
     int polling;      /* 1 = a thread is inside the backend's p2p_poll */
+    double start;     /* of a send or receive, while the group records a timeline */
     int done;
     /* 1 = event is used: first it marks the preceding work of the compute stream, then the end of this op on
        the communication stream. */
@@ -1869,6 +1901,25 @@ typedef struct ddp__agree_entry {
     int32_t result, reserved;
     uint64_t hash;
 } ddp__agree_entry;
+
+/* An event of the timeline. */
+typedef struct ddp__trace_event {
+    double start, end; /* seconds of ddp_now */
+    uint64_t count, seq;
+    int32_t kind, dtype, peer; /* ddp_call_kind, or -1: a span or a wait; peer: of a message */
+    int32_t row;               /* ddp__trace_row */
+    char name[32];
+} ddp__trace_event;
+enum ddp__trace_row { DDP__TRACE_CALLER, DDP__TRACE_COMMUNICATION, DDP__TRACE_MESSAGES, DDP__TRACE_ROWS };
+
+/* A ring with the newest events of this rank. */
+typedef struct ddp__trace {
+    pthread_mutex_t lock;
+    uint64_t capacity, next; /* next: number of events since the last ddp_trace_write */
+    double start;            /* time of ddp_trace_start */
+    int is_writing;          /* 1 = inside ddp_trace_write: nothing is recorded */
+    ddp__trace_event *event; /* follows the struct; event number n is at n % capacity */
+} ddp__trace;
 
 /* Memory of ddp_group_alloc. number: the same on every rank. */
 typedef struct ddp__allocation {
@@ -1902,6 +1953,7 @@ struct ddp_group {
     void (*destroy_fn)(ddp_group *group); /* from ddp_group_on_destroy, or NULL */
     ddp__allocation *allocations;         /* group memory */
     uint64_t allocation_count;
+    ddp__trace *trace; /* NULL: no timeline is recorded */
 
     /* Failures */
     ddp__agree_entry *agree_entries; /* world_size entries, stored after this struct */
@@ -5711,6 +5763,223 @@ static const ddp_backend ddp__backend_self = {
     NULL,
 };
 
+//== timeline ================================================================================ >>impl-trace
+/* ddp__run_call, ddp_wait and ddp__p2p_poll record events here, if the group has a ring for them.
+   ddp_trace_write broadcasts the events of one rank after the other, in pieces, and rank 0 writes them. */
+
+static void ddp__trace_add(ddp_group *group, enum ddp__trace_row row, const char *name, const ddp_call *call,
+                           double start) {
+    ddp__trace *trace = ddp__load(&group->trace);
+    ddp__trace_event event;
+    memset(&event, 0, sizeof event);
+    event.start = start;
+    event.end = ddp_now();
+    event.row = row;
+    event.kind = -1;
+    event.peer = -1;
+    if (call) {
+        event.kind = call->kind;
+        event.dtype = call->dtype;
+        event.count = call->count;
+        event.seq = call->seq;
+        event.peer = ddp__is_p2p(call->kind) ? call->root : -1;
+    }
+    for (size_t i = 0; i < sizeof event.name - 1 && name[i]; i++) {
+        int needs_escape = (unsigned char)name[i] < ' ' || name[i] == '"' || name[i] == '\\'; /* in JSON */
+        event.name[i] = needs_escape ? '_' : name[i];
+    }
+    pthread_mutex_lock(&trace->lock);
+    if (!trace->is_writing) trace->event[trace->next++ % trace->capacity] = event;
+    pthread_mutex_unlock(&trace->lock);
+}
+
+/* The start of an event; 0 if the group does not record. */
+static double ddp__trace_begin(ddp_group *group) { return ddp__load(&group->trace) ? ddp_now() : 0; }
+
+/* Adds a collective that this thread has executed. */
+static void ddp__trace_call(ddp_group *group, const ddp_call *call, double start) {
+    int on_comm_thread = group->thread_started && pthread_equal(group->thread, pthread_self());
+    ddp__trace_add(group, on_comm_thread ? DDP__TRACE_COMMUNICATION : DDP__TRACE_CALLER,
+                   ddp__call_title(call), call, start);
+}
+
+DDPDEF double ddp_trace_now(void) { return ddp_now(); }
+
+DDPDEF ddp_result ddp_trace_start(ddp_group *group, int64_t event_count) {
+    DDP__NEED(group, "group is NULL");
+    DDP__NOT_FORKED(group, __func__);
+    DDP_CHECK(__func__, group, event_count >= 0 && event_count <= INT64_MAX / 128,
+              "event_count=%lld; use 0 for 65536, or a number of events", (long long)event_count);
+    DDP_CHECK(__func__, group, !group->trace, "a timeline is recorded already; call ddp_trace_start once");
+    size_t capacity = event_count ? (size_t)event_count : 65536;
+    ddp__trace *trace = (ddp__trace *)ddp_host_alloc(group,
+                                                     sizeof *trace + capacity * sizeof(ddp__trace_event));
+    if (!trace) return ddp_fail_in(DDP_ERR_NO_MEMORY, __func__, group, "%s", ddp_last_error());
+    trace->capacity = capacity;
+    trace->event = (ddp__trace_event *)(void *)(trace + 1);
+    trace->start = ddp_now();
+    pthread_mutex_init(&trace->lock, NULL);
+    ddp__store(&group->trace, trace);
+    return DDP_OK;
+}
+
+static void ddp__trace_free(ddp_group *group) {
+    if (!group->trace) return;
+    pthread_mutex_destroy(&group->trace->lock);
+    ddp_host_free(group, group->trace);
+}
+
+DDPDEF void ddp_trace_span(ddp_group *group, const char *name, double start) {
+    if (group && name && ddp__load(&group->trace))
+        ddp__trace_add(group, DDP__TRACE_CALLER, name, NULL, start);
+}
+
+#define DDP__TRACE_PIECE ((size_t)128) /* events in one broadcast */
+
+/* Opens the file on rank 0. Other ranks: *fd = -1. */
+static ddp_result ddp__trace_open(ddp_group *group, const char *path, int *fd) {
+    *fd = -1;
+    if (group->rank != 0) return DDP_OK;
+    if (!path) return ddp_fail(DDP_ERR_INVALID, "path is NULL");
+    *fd = open(path, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0644);
+    if (*fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "%s: %s", path, strerror(errno));
+    if (ftruncate(*fd, 0) == 0) return DDP_OK; /* fails unless it is a regular file */
+    close(*fd);
+    *fd = -1;
+    return ddp_fail(DDP_ERR_SYSTEM, "%s is not a regular file; use another path", path);
+}
+
+/* Writes all bytes. Returns 0 with errno set if that fails. */
+static int ddp__write_all(int fd, const char *data, size_t size_bytes) {
+    while (size_bytes) {
+        ssize_t n = write(fd, data, size_bytes);
+        if (n < 0 && errno != EINTR) return 0;
+        if (n < 0) continue;
+        data += n;
+        size_bytes -= (size_t)n;
+    }
+    return 1;
+}
+
+/* The file of rank 0; fd -1 on other ranks. failed: errno of the first write that failed. */
+typedef struct ddp__trace_file {
+    int fd, failed, count; /* count: of the written objects */
+} ddp__trace_file;
+
+/* Appends a JSON object to the array in the file. */
+static void ddp__trace_put(ddp__trace_file *file, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+static void ddp__trace_put(ddp__trace_file *file, const char *format, ...) {
+    char text[400] = ",\n";
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text + 2, sizeof text - 2, format, args);
+    va_end(args);
+    if (file->count++ == 0) text[0] = '[';
+    if (file->fd >= 0 && !file->failed && !ddp__write_all(file->fd, text, strlen(text))) file->failed = errno;
+}
+
+/* An event in microseconds after `base`. A message is a pair of objects, since messages overlap. */
+static void ddp__trace_put_event(ddp__trace_file *file, const ddp__trace_event *e, int rank, double base) {
+    char arguments[200] = "";
+    const char *name = e->name;
+    double start = (e->start - base) * 1e6, duration = (e->end - e->start) * 1e6;
+    unsigned long long seq = e->seq;
+    if (e->kind >= 0 && e->kind <= DDP_CALL_RECV) {
+        name = ddp_call_name((ddp_call_kind)e->kind);
+        snprintf(arguments, sizeof arguments,
+                 "\"in\":\"%s\",\"seq\":%llu,\"dtype\":\"%s\",\"count\":%llu,\"peer\":%d", e->name, seq,
+                 ddp_dtype_name((ddp_dtype)e->dtype), (unsigned long long)e->count, e->peer);
+    }
+    if (e->row != DDP__TRACE_MESSAGES)
+        ddp__trace_put(file,
+                       "{\"name\":\"%s\",\"ph\":\"X\",\"ts\":%.3f,\"dur\":%.3f,\"pid\":%d,\"tid\":%d,"
+                       "\"args\":{%s}}",
+                       name, start, duration, rank, e->row, arguments);
+    for (int end = 0; end < 2 && e->row == DDP__TRACE_MESSAGES; end++)
+        ddp__trace_put(file,
+                       "{\"name\":\"%s\",\"cat\":\"message\",\"id\":\"%d.%llu\",\"ph\":\"%s\",\"ts\":%.3f,"
+                       "\"pid\":%d,\"tid\":%d,\"args\":{%s}}",
+                       name, rank, seq, end ? "e" : "b", end ? start + duration : start, rank, e->row,
+                       arguments);
+}
+
+/* Names the rows of a rank. */
+static void ddp__trace_put_rows(ddp__trace_file *file, const ddp_group *group, int rank) {
+    static const char *const rows[DDP__TRACE_ROWS] = {"caller", "communication", "messages"};
+    ddp__trace_put(file,
+                   "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"%s rank %d\"}}",
+                   rank, group->name, rank);
+    for (int row = 0; row < DDP__TRACE_ROWS; row++)
+        ddp__trace_put(
+            file, "{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+            rank, row, rows[row]);
+}
+
+/* Broadcasts `count` events of `rank`, and writes them. first: the number of the first one. */
+static ddp_result ddp__trace_send(ddp_group *group, int rank, uint64_t first, uint64_t count, double base,
+                                  ddp__trace_file *file) {
+    ddp__trace_event piece[DDP__TRACE_PIECE];
+    ddp__trace_put_rows(file, group, rank);
+    for (uint64_t at = 0; at < count; at += DDP__TRACE_PIECE) {
+        size_t n = count - at < DDP__TRACE_PIECE ? (size_t)(count - at) : DDP__TRACE_PIECE;
+        for (size_t i = 0; i < n && rank == group->rank; i++)
+            piece[i] = group->trace->event[(first + at + i) % group->trace->capacity];
+        DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, piece, piece, n * sizeof *piece, DDP_U8,
+                                    DDP_OP_SUM, rank));
+        for (size_t i = 0; i < n && file->fd >= 0; i++) {
+            piece[i].name[sizeof piece[i].name - 1] = 0;
+            ddp__trace_put_event(file, &piece[i], rank, base);
+        }
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__trace_send_all(ddp_group *group, ddp__trace_file *file) {
+    ddp__trace *trace = group->trace;
+    double clock = ddp_now(), base = trace ? trace->start : clock;
+    uint64_t end = trace ? trace->next : 0; /* of this rank */
+    int one_machine = group->local_world_size == group->world_size;
+    for (int rank = 0; rank < group->world_size; rank++) {
+        uint64_t held = !trace || end < trace->capacity ? end : trace->capacity;
+        double header[2] = {(double)held, clock};
+        DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, header, header, 2, DDP_F64, DDP_OP_SUM, rank));
+        double shift = one_machine ? 0 : header[1] - clock;
+        DDP_TRY(ddp__trace_send(group, rank, end - held, (uint64_t)header[0], base + shift, file));
+    }
+    if (file->fd >= 0 && !file->failed && !ddp__write_all(file->fd, "\n]\n", 3)) file->failed = errno;
+    return DDP_OK;
+}
+
+/* Stops or continues recording. Continuing begins without events. */
+static void ddp__trace_set_writing(ddp__trace *trace, int is_writing) {
+    if (!trace) return;
+    pthread_mutex_lock(&trace->lock);
+    trace->is_writing = is_writing;
+    if (!is_writing) trace->next = 0;
+    pthread_mutex_unlock(&trace->lock);
+}
+
+DDPDEF ddp_result ddp_trace_write(ddp_group *group, const char *path) {
+    DDP_PUBLIC_CALL(ddp_trace_write);
+    ddp__trace_file file = {-1, 0, 0};
+    DDP__NEED(group, "group is NULL");
+    DDP__NOT_FORKED(group, __func__);
+    ddp__trace_set_writing(group->trace, 1);
+    ddp_result result = ddp_agree(group, __func__, ddp__trace_open(group, path, &file.fd), 0, "");
+    if (result == DDP_OK) {
+        result = ddp__trace_send_all(group, &file);
+        if (file.fd >= 0 && close(file.fd) != 0 && !file.failed) file.failed = errno;
+        file.fd = -1;
+        ddp_result written = DDP_OK;
+        if (file.failed) written = ddp_fail(DDP_ERR_SYSTEM, "%s: %s", path, strerror(file.failed));
+        if (result == DDP_OK) result = ddp_agree(group, __func__, written, 0, "");
+    }
+    if (file.fd >= 0) close(file.fd);
+    ddp__trace_set_writing(group->trace, 0);
+    return result;
+}
+
 //== properties and failures of calls =========================================================== >>impl-calls
 /* For backends (tcp, mpi and those of a user): the bytes of a call, its comparison between ranks, its
    timeout. For >>impl-queue: one call, and the failure of the group that it reports. */
@@ -5811,7 +6080,9 @@ static ddp_result ddp__run_call(ddp_group *group, void *argument) {
     call->caller = ddp__public_call;
     if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
     ddp_result result = ddp__lost_check(group);
+    double start = ddp__trace_begin(group);
     if (result == DDP_OK) result = group->backend->run(group, group->state, call);
+    if (start > 0) ddp__trace_call(group, call, start);
     if (result == DDP_OK) return DDP_OK;
     result = ddp__call_failed(group, call, result);
     return group->backend->enqueues ? ddp__poison_on_error(group, result) : result;
@@ -5958,6 +6229,8 @@ static void ddp__p2p_poll(ddp_group *group, ddp__op *op) {
             *link = op->next;
             break;
         }
+    if (op->start > 0)
+        ddp__trace_add(group, DDP__TRACE_MESSAGES, ddp__call_title(&op->call), &op->call, op->start);
     ddp__op_complete(group, op, result);
 }
 
@@ -6264,7 +6537,11 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     if (!work->op) return DDP_OK;
     ddp__op *op = ddp__op_of_work(group, work, __func__);
     memset(work, 0, sizeof *work);
-    return op ? ddp__op_wait(group, op) : DDP_ERR_INVALID;
+    if (!op) return DDP_ERR_INVALID;
+    double start = ddp__trace_begin(group);
+    ddp_result result = ddp__op_wait(group, op);
+    if (start > 0) ddp__trace_add(group, DDP__TRACE_CALLER, ddp_public_call_name(__func__), NULL, start);
+    return result;
 }
 
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
@@ -6326,6 +6603,7 @@ static ddp_result ddp__p2p_issue(ddp_group *group, ddp_call *call, ddp_work *wor
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, work);
     ddp__op *op = ddp__op_alloc(group, call, NULL, NULL);
     ddp_result result = op ? ddp_group_cause(group) : DDP_ERR_NO_MEMORY;
+    if (op) op->start = ddp__trace_begin(group);
     if (result == DDP_OK && work) {
         pthread_mutex_lock(&group->lock);
         int in_place = ddp__is_runner(group);
@@ -8708,6 +8986,7 @@ static void ddp__group_delete(ddp_group *group) {
         group->allocations = a->next;
         ddp__allocation_free(group, a);
     }
+    ddp__trace_free(group);
     while (group->all_ops) {
         ddp__op *op = group->all_ops;
         if (op->event) group->device->event_destroy(group, op->event);
