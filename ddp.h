@@ -11970,6 +11970,8 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
               "param_count=%d or params is NULL; set both, to the array of trained parameters",
               desc->param_count);
     DDP__NEED(desc->micro_batch_count > 0, "micro_batch_count=%d; use 1 or more", desc->micro_batch_count);
+    DDP__NEED(!reducer_desc || desc->reducer->group == group,
+              "desc->reducer belongs to another group; pass the group it was created with");
     DDP__NEED(!reducer_desc
                   || (desc->params == reducer_desc->params && desc->param_count == reducer_desc->param_count),
               "params and param_count differ from those of the reducer; give both the same");

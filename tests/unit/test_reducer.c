@@ -745,6 +745,10 @@ static void misuse_of_an_accumulator_is_named(void **state) {
     bad = good;
     bad.params = other.params;
     bad_accumulator(&m, &bad, "differ from those of the reducer");
+    /* it returned DDP_OK */
+    assert_int_equal(ddp_accumulator_create(&accumulator, other.group, &good), DDP_ERR_INVALID);
+    assert_null(accumulator);
+    expect_text("ddp_accumulator_create: desc->reducer belongs to another group");
     assert_int_equal(ddp_accumulator_create(NULL, m.group, &good), DDP_ERR_INVALID);
     assert_int_equal(ddp_accumulator_create(&accumulator, NULL, &good), DDP_ERR_INVALID);
     assert_int_equal(ddp_accumulator_create(&accumulator, m.group, &good), DDP_OK);
