@@ -1499,6 +1499,7 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
     X(ddp_reducer_create) X(ddp_reducer_ready) X(ddp_reducer_wait) X(ddp_reducer_wait_mean)        \
     X(ddp_reducer_destroy) X(ddp_accumulator_create) X(ddp_accumulator_ready)                      \
     X(ddp_accumulator_destroy) X(ddp_join_step)                                                    \
+    X(ddp_loader_create) X(ddp_loader_seek) X(ddp_loader_save) X(ddp_loader_load)                  \
     X(ddp_optimizer_step) X(ddp_optimizer_step_scaled) X(ddp_scaler_unscale)                       \
     X(ddp_fsdp_create) X(ddp_fsdp_unshard) X(ddp_fsdp_reshard) X(ddp_fsdp_reduce_grads)            \
     X(ddp_fsdp_zero_grad) X(ddp_fsdp_mean) X(ddp_fsdp_clip_grad_norm) X(ddp_fsdp_step)             \
@@ -12650,9 +12651,9 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     size_t size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->table = (uint64_t *)d->alloc_fn(size_bytes, d->user);
     if (!s->table)
-        return ddp_fail(DDP_ERR_NO_MEMORY,
-                        "ddp_sampler_init: %zu bytes for a window of %lld samples could not be allocated",
-                        size_bytes, window);
+        return ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_sampler_init", NULL,
+                           "%zu bytes for a window of %lld samples could not be allocated", size_bytes,
+                           window);
     s->mt = (uint32_t *)(void *)(s->table + table_words);
     return DDP_OK;
 }
@@ -12765,10 +12766,10 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 #undef DDP__SAMPLER_NEED_SAME
     if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0
         || (offset > 0 && (offset >= batch / replicas || position == n)))
-        return ddp_fail(DDP_ERR_CORRUPT,
-                        "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld "
-                        "global_batch=%lld is invalid in an epoch of %lld samples",
-                        position, offset, replicas, batch, n);
+        return ddp_fail_in(DDP_ERR_CORRUPT, __func__, NULL,
+                           "position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is invalid "
+                           "in an epoch of %lld samples",
+                           position, offset, replicas, batch, n);
     int other_blocks = replicas != d->num_replicas || batch != d->global_batch;
     ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
@@ -13094,6 +13095,7 @@ DDPDEF int64_t ddp_loader_length(const ddp_loader *loader) {
 }
 
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
+    DDP_PUBLIC_CALL(ddp_loader_seek);
     DDP_TRY(ddp__loader_check(loader, __func__));
     ddp_sampler position = loader->position;
     int64_t samples = ddp_sampler_length(&position), batches = ddp__loader_batch_count(loader, samples);
@@ -13104,12 +13106,16 @@ DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
 }
 
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state) {
+    DDP_PUBLIC_CALL(ddp_loader_save);
     DDP__NEED(loader, "loader is NULL");
+    DDP__NEED(state, "state is NULL");
     return ddp_sampler_save(&loader->position, state);
 }
 
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state) {
+    DDP_PUBLIC_CALL(ddp_loader_load);
     DDP_TRY(ddp__loader_check(loader, __func__));
+    DDP__NEED(state, "state is NULL");
     ddp_sampler position = loader->position;
     DDP_TRY(ddp_sampler_load(&position, state));
     return ddp__loader_restart(loader, &position);
@@ -13238,6 +13244,7 @@ static ddp_result ddp__loader_alloc_slots(ddp_loader *l) {
 }
 
 DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_loader_create);
     pthread_condattr_t clock;
     if (out) *out = NULL;
     DDP__NEED(out && desc, "out or desc is NULL");

@@ -22,6 +22,12 @@ static void says(ddp_result result, ddp_result wanted, const char *words) {
                  ddp_result_name(wanted), words);
 }
 
+/* The line begins with the call that the user made, not with that of the sampler inside. */
+static void names(const char *call) {
+    if (strncmp(ddp_last_error(), call, strlen(call)) != 0 || ddp_last_error()[strlen(call)] != ':')
+        fail_msg("`%s` does not name %s", ddp_last_error(), call);
+}
+
 //== a data set: sample i is the number i and three floats =====================================================
 
 typedef struct data {
@@ -581,6 +587,7 @@ static void test_memory(void **state) {
         memory_init(&m, &desc, room);
         if (ddp_loader_create(&l, &desc) != DDP_OK) {
             says(DDP_ERR_NO_MEMORY, DDP_ERR_NO_MEMORY, "bytes");
+            names("ddp_loader_create");
             assert_null(l);
             assert_int_equal(memory_live(&m), 0);
             check_threads(threads);
@@ -681,6 +688,7 @@ static void test_refused(void **state) {
         d.fields = t;                                            \
         change;                                                  \
         says(ddp_loader_create(&l, &d), DDP_ERR_INVALID, words); \
+        names("ddp_loader_create");                              \
         assert_null(l);                                          \
     } while (0)
     REFUSED(d.fetch = NULL, "ddp_loader_create: fetch is NULL");
@@ -718,6 +726,22 @@ static void test_refused(void **state) {
     says(ddp_loader_load(NULL, &place), DDP_ERR_INVALID, "loader is NULL");
     says(ddp_loader_get_stats(NULL, NULL), DDP_ERR_INVALID, "loader or stats is NULL");
     assert_int_equal(ddp_loader_length(NULL), 0);
+    OK(ddp_loader_create(&l, &good));
+    says(ddp_loader_save(l, NULL), DDP_ERR_INVALID, "state is NULL");
+    names("ddp_loader_save");
+    says(ddp_loader_load(l, NULL), DDP_ERR_INVALID, "state is NULL");
+    names("ddp_loader_load");
+    OK(ddp_loader_save(l, &place));
+    place.seed++;
+    says(ddp_loader_load(l, &place), DDP_ERR_INVALID, "state has seed=");
+    names("ddp_loader_load");
+    place.seed--;
+    place.position = -1;
+    says(ddp_loader_load(l, &place), DDP_ERR_CORRUPT, "position=-1");
+    names("ddp_loader_load");
+    says(ddp_loader_seek(l, -1), DDP_ERR_INVALID, "batch=-1; use 0 to 5");
+    names("ddp_loader_seek");
+    ddp_loader_destroy(l);
 }
 
 static int make_folder(void **state) {
