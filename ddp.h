@@ -4782,8 +4782,10 @@ static ddp_result ddp__transfer_direct(ddp_group *group, ddp__local *l, ddp__tra
             results[p] = sources[p];
             if (t->shared && post->recv && post->recv != post->send)
                 results[p] = ddp__peer_pointer(l, post->recv) + part.begin;
-            if ((read || !adds) && !ddp__read_peer(l, p, sources[p], address, part.size))
+            if ((read || !adds) && !ddp__read_peer(l, p, sources[p], address, part.size)) {
+                ddp__peer_access_end(l);
                 return DDP_ERR_POISONED;
+            }
         }
         if (!adds) continue;
         size_t count = ddp__reduce_outputs(l, t, sources, results, k, outs, &out_count);
@@ -9685,7 +9687,8 @@ typedef struct ddp__mpi {
     ddp_tuner tuner[16];     /* by size */
 } ddp__mpi;
 enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
-/* Worlds that are open or have failed. MPI is not finalised before they are closed. */
+/* Worlds that are open, or that have failed after their ranks began to communicate. MPI is not finalised
+   before they are closed. */
 static uint32_t ddp__mpi_open_worlds;
 
 static ddp_result ddp__mpi_result(int error, const char *call) {
@@ -10134,7 +10137,7 @@ static ddp_result ddp__mpi_execute(ddp_group *group, ddp__mpi *s, const ddp_call
     MPI_Datatype type = ddp__mpi_native_sum_type(group, call);
     DDP_TRY(ddp_group_cause(s->local));
     DDP_TRY(ddp__mpi_compare_calls(group, s, call));
-    if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
+    if (call->count == 0 && !call->recv_counts) return DDP_OK; /* also a barrier */
     if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL)
         return ddp__mpi_native(group, s, call, type);
     if (!ddp_call_adds(call)) return ddp__mpi_exchange(group, s, call);
@@ -10368,6 +10371,7 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
 static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
     ddp__mpi *s = ddp__mpi_state_alloc(group);
     if (!s) return DDP_ERR_NO_MEMORY;
+    __atomic_fetch_add(&ddp__mpi_open_worlds, 1u, __ATOMIC_SEQ_CST);
     return ddp__mpi_open_on(group, s, *(MPI_Comm *)ddp_group_backend_user(group), ddp_machine_id(), NULL,
                             state);
 }
@@ -10460,7 +10464,6 @@ static ddp_result ddp__mpi_create_world(const char *who, ddp_group **out, const 
     d.init_method = "mpi://";
     d.backend = &ddp__backend_mpi;
     d.backend_user = &comm;
-    __atomic_fetch_add(&ddp__mpi_open_worlds, 1u, __ATOMIC_SEQ_CST);
     DDP_TRY(ddp_group_create(out, &d));
     ddp_group_on_destroy(*out, ddp__mpi_world_destroyed);
     return DDP_OK;

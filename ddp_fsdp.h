@@ -405,7 +405,8 @@ typedef struct ddp_fsdp_desc {
                                    that ddp_fsdp_load has read is saved again */
     size_t max_file_bytes;      /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
     int keep_checkpoints;       /* checkpoints that remain after a save, dir included; 0 = 1. Older ones are
-                                   dir.1, dir.2, ...; a save deletes the rest */
+                                   dir.1, dir.2, ...; a save deletes the rest, up to the first number that is
+                                   missing. Folders with a number above a gap stay as they are */
     /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them,
        replicas included. Create, save and load are then collective over it too, and an error in one group is
        returned in all */

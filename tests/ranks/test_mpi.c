@@ -278,6 +278,51 @@ static ddp_result orders(void) {
     return DDP_OK;
 }
 
+/* ddp_launch_desc.devices is indexed by local rank. A rank without an entry has no device. */
+static ddp_result has_device(ddp_group *world, void *user) {
+    int local = ddp_local_rank(world), index = ddp_group_device_index(world);
+    (void)user;
+    RANKS_CHECK(world, index == (local < 2 ? 7 - local : -1), "local rank %d has device %d", local, index);
+    return DDP_OK;
+}
+static ddp_result devices(void) {
+    static const int list[] = {7, 6};
+    ddp_launch_desc desc = DDP_ZERO;
+    desc.devices = list;
+    desc.device_count = 2;
+    RANKS_OK(NULL, ddp_launch(&desc, has_device, NULL));
+    finalized_at_exit = 1;
+    return DDP_OK;
+}
+
+/* Creates that fail before any rank communicates do not keep MPI from being finalised at exit. */
+static int allocations_left;
+static void *alloc_some(size_t size_bytes, void *user) {
+    (void)user;
+    return allocations_left-- > 0 ? malloc(size_bytes) : NULL;
+}
+static void free_some(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
+static ddp_result memory(void) {
+    ddp_group *g = NULL;
+    ddp_group_desc desc = DDP_ZERO;
+    desc.init_method = "mpi://";
+    desc.alloc_fn = alloc_some;
+    desc.free_fn = free_some;
+    for (int count = 0; count < 2; count++) {
+        allocations_left = count;
+        RANKS_CHECK(NULL, ddp_group_create(&g, &desc) == DDP_ERR_NO_MEMORY && !g, "%d allocations: %s", count,
+                    ddp_last_error());
+    }
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    RANKS_OK(g, work_of_all_sorts(g));
+    ddp_group_destroy(g);
+    finalized_at_exit = 1;
+    return DDP_OK;
+}
+
 /* If ranks make different calls, or none, the errors name them: on one machine and across machines. */
 static ddp_result named(void) {
     ddp_group *g = NULL;
@@ -458,6 +503,8 @@ int main(int argc, char **argv) {
         {"from_mpi", from_mpi},
         {"text", text},
         {"orders", orders},
+        {"memory", memory},
+        {"devices", devices},
         {"named", named},
         {"many", many},
         {"large", large},
