@@ -309,9 +309,11 @@ typedef struct ddp_launch_desc {
     ddp_launch_mode mode; /* 0 = processes */
     int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times. No
                              effect with threads, with one rank or under a launcher */
-    const int *devices;   /* device index by local rank, for GPU backends; NULL = the backend chooses */
-    int device_count;     /* entries of devices; at least one for each rank. Under a launcher, a rank without
-                             an entry gets what NULL gives */
+    const int *devices;   /* for GPU backends: the rank with local rank r uses device devices[r], on every
+                             machine. Ranks that ddp_launch starts are all on one machine: there r is the
+                             rank. NULL = the backend chooses */
+    int device_count;     /* entries of devices; at least one for each rank that ddp_launch starts. Under a
+                             launcher, a rank without an entry gets what NULL gives */
     int no_affinity;      /* 1 = do not change CPU affinity, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS or the
                              thread pools of libraries */
     ddp_group_desc group; /* of the world: timeout_ms, order, name, backend, allocators ...; init_method, rank
@@ -10742,9 +10744,11 @@ typedef struct ddp__rank_thread {
    rank would continue in the code of its parent. */
 static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
-    const int world_size = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
+    const int world_size = desc->world_size, local_rank = rank; /* all ranks are on this machine */
+    const int device = desc->devices ? desc->devices[local_rank] + 1 : 0;
     const ddp__identity saved_identity = ddp__launch_identity;
-    const ddp__identity here = {rank, world_size, rank, world_size, device, launch->heap, NULL, "", NULL};
+    const ddp__identity here = {rank,         world_size, local_rank, world_size, device,
+                                launch->heap, NULL,       "",         NULL};
     /* world: the group that peers and the launcher see. on_backend: the same ranks, on the desc's backend. */
     ddp_group *world = NULL, *on_backend = NULL;
     ddp__error_text[0] = 0;

@@ -488,8 +488,37 @@ static void test_signals(void) {
     signal_a_launcher("kill -9 of the launcher, ranks have handlers", SIGKILL, handler_main, 0);
 }
 
+/* devices[local rank], of the world that is launched and of one that a launch inside joins. */
+static ddp_result device_main(ddp_group *world, void *user) {
+    const int *list = (const int *)user, rank = ddp_local_rank(world), have = ddp_group_device_index(world);
+    RANKS_CHECK(world, have == list[rank], "local rank %d has device %d", rank, have);
+    return DDP_OK;
+}
+
+static ddp_result devices_main(ddp_group *world, void *user) {
+    static const int inner_list[] = {2, 0, 4};
+    ddp_launch_desc desc = DDP_ZERO;
+    RANKS_OK(world, device_main(world, user));
+    desc.devices = inner_list;
+    desc.device_count = 3;
+    RANKS_OK(world, ddp_launch(&desc, device_main, (void *)(uintptr_t)inner_list));
+    return device_main(world, user);
+}
+
+static void test_devices(void) {
+    static const int list[] = {5, 3, 1};
+    ddp_launch_desc desc = DDP_ZERO;
+    faults_begin("devices by local rank");
+    desc.world_size = desc.device_count = 3;
+    desc.devices = list;
+    EXPECT(ddp_launch(&desc, devices_main, (void *)(uintptr_t)list) == DDP_OK, "%s", ddp_last_error());
+    desc.mode = DDP_LAUNCH_THREADS;
+    EXPECT(ddp_launch(&desc, devices_main, (void *)(uintptr_t)list) == DDP_OK, "%s", ddp_last_error());
+}
+
 int main(void) {
     faults_start(150);
+    test_devices();
     test_many_launches();
     test_signal_handlers_come_back();
     test_other_children_are_left_alone();
