@@ -2892,15 +2892,17 @@ typedef struct ddp__cuda_lt_call {
     cublasLtMatrixLayoutOpaque_t a, b, c;
 } ddp__cuda_lt_call;
 
-static ddp_result ddp__cuda_lt_result(ddp_group *group, const ddp_gemm *g, cublasStatus_t status,
+static const char *ddp__cuda_gemm_name(int tf32) { return tf32 ? "ddp_cuda_gemm_tf32" : "ddp_cuda_gemm"; }
+
+static ddp_result ddp__cuda_lt_result(ddp_group *group, const ddp_gemm *g, int tf32, cublasStatus_t status,
                                       const char *call) {
     if (status == CUBLAS_STATUS_SUCCESS) return DDP_OK;
     return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
-                    "rank %d/%d group=%s ddp_cuda_gemm %s m=%lld n=%lld k=%lld: "
+                    "rank %d/%d group=%s %s %s m=%lld n=%lld k=%lld: "
                     "%s: %s (%s)",
-                    ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_dtype_name(g->dtype),
-                    (long long)g->m, (long long)g->n, (long long)g->k, call, cublasLtGetStatusString(status),
-                    cublasLtGetStatusName(status));
+                    ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp__cuda_gemm_name(tf32),
+                    ddp_dtype_name(g->dtype), (long long)g->m, (long long)g->n, (long long)g->k, call,
+                    cublasLtGetStatusString(status), cublasLtGetStatusName(status));
 }
 
 static void ddp__cuda_cublaslt_close(ddp_group *group, void *state) {
@@ -2911,7 +2913,8 @@ static void ddp__cuda_cublaslt_close(ddp_group *group, void *state) {
 }
 
 /* Creates the group's state at the first product, or the part that an earlier failure left out. */
-static ddp_result ddp__cuda_cublaslt_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_cublaslt **out) {
+static ddp_result ddp__cuda_cublaslt_open(ddp_group *group, const ddp_gemm *g, int tf32,
+                                          ddp__cuda_cublaslt **out) {
     ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
     ddp__cuda_cublaslt *p = (ddp__cuda_cublaslt *)(streams->cublaslt ? streams->cublaslt
                                                                      : ddp_host_alloc(group, sizeof *p));
@@ -2923,7 +2926,7 @@ static ddp_result ddp__cuda_cublaslt_open(ddp_group *group, const ddp_gemm *g, d
     if (p->handle) return DDP_OK;
     cublasStatus_t status = cublasLtCreate(&p->handle);
     if (status != CUBLAS_STATUS_SUCCESS) p->handle = NULL;
-    return ddp__cuda_lt_result(group, g, status, "cublasLtCreate");
+    return ddp__cuda_lt_result(group, g, tf32, status, "cublasLtCreate");
 }
 
 /* Describes a product to cuBLASLt, which is column-major. Row-major c = op(a) op(b) equals, read by columns,
@@ -3001,23 +3004,24 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_cublaslt *p,
         s = ddp__cuda_lt_find_algorithm(p, &d, (uint32_t)key[7], &p->algorithms[index].algo);
         if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->algorithms[index].key, key, sizeof key);
     }
-    DDP_TRY(ddp__cuda_lt_result(group, g, s, "cublasLtMatmulAlgoGetHeuristic"));
+    DDP_TRY(ddp__cuda_lt_result(group, g, tf32, s, "cublasLtMatmulAlgoGetHeuristic"));
     s = cublasLtMatmul(p->handle, &d.product, alpha, g->b, &d.a, g->a, &d.b, beta, g->c, &d.c, g->c, &d.c,
                        &p->algorithms[index].algo, p->workspace, DDP__CUDA_LT_WORKSPACE_BYTES, stream);
-    return ddp__cuda_lt_result(group, g, s, "cublasLtMatmul");
+    return ddp__cuda_lt_result(group, g, tf32, s, "cublasLtMatmul");
 }
 
 static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
     ddp__cuda_cublaslt *state;
     if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s",
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s", ddp__cuda_gemm_name(tf32),
                         g ? "user is not a CUDA group; set gemm_user to the group of the layers"
                           : "gemm is NULL");
     if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
         return ddp_fail(DDP_ERR_INVALID,
-                        "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; use sizes of 0 or more and f32 or f64",
-                        (long long)g->m, (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
-    DDP_TRY(ddp__cuda_cublaslt_open(group, g, &state));
+                        "%s: m=%lld n=%lld k=%lld dtype=%s; use sizes of 0 or more and f32 or f64",
+                        ddp__cuda_gemm_name(tf32), (long long)g->m, (long long)g->n, (long long)g->k,
+                        ddp_dtype_name(g->dtype));
+    DDP_TRY(ddp__cuda_cublaslt_open(group, g, tf32, &state));
     if (g->m && g->n && g->k)
         return ddp__cuda_lt_multiply(group, state, g, tf32, ddp__cuda_this_thread.stream);
     return ddp__cuda_plain_gemm(g);

@@ -438,8 +438,9 @@ static ddp_result products(device_rank *d, ddp_gemm_fn gemm) {
 }
 
 #if defined(DDP_USE_CUBLASLT)
-static ddp_result refused(device_rank *d, const ddp_gemm *g, void *user, ddp_result want, const char *text) {
-    ddp_result have = ddp_cuda_gemm(g, user);
+static ddp_result refused(device_rank *d, ddp_gemm_fn gemm, const ddp_gemm *g, void *user, ddp_result want,
+                          const char *text) {
+    ddp_result have = gemm(g, user);
     RANKS_CHECK(d->cpu, have == want && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(have),
                 ddp_last_error());
     return DDP_OK;
@@ -448,22 +449,24 @@ static ddp_result refused(device_rank *d, const ddp_gemm *g, void *user, ddp_res
 static ddp_result bad_products(device_rank *d) {
     ddp_gemm g = DDP_ZERO;
     g.dtype = DDP_F32, g.m = g.n = g.k = g.lda = g.ldb = g.ldc = 1;
-    LAYER_TRY(refused(d, NULL, d->group, DDP_ERR_INVALID, "gemm is NULL"));
-    LAYER_TRY(refused(d, &g, NULL, DDP_ERR_INVALID, "set gemm_user"));
-    LAYER_TRY(refused(d, &g, d->cpu, DDP_ERR_INVALID, "set gemm_user"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm, NULL, d->group, DDP_ERR_INVALID, "gemm is NULL"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, NULL, DDP_ERR_INVALID, "set gemm_user"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->cpu, DDP_ERR_INVALID, "set gemm_user"));
     g.dtype = DDP_BF16;
-    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_INVALID, "dtype=bf16"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_INVALID, "dtype=bf16"));
     g.dtype = DDP_F32, g.m = -1;
-    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_INVALID, "m=-1"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_INVALID, "ddp_cuda_gemm: m=-1"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_tf32, &g, d->group, DDP_ERR_INVALID, "ddp_cuda_gemm_tf32: m=-1"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_tf32, NULL, d->group, DDP_ERR_INVALID, "ddp_cuda_gemm_tf32: gemm is"));
 #if defined(DDP_TEST_ON_CPU)
     void *memory;
     int asked;
     RANKS_OK(d->cpu, ddp_device_cuda()->alloc(NULL, 4096, &memory));
     g.m = 1, g.a = g.b = g.c = memory, g.lda = 0;
-    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "CUBLAS_STATUS_INVALID_VALUE"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_ENGINE, "CUBLAS_STATUS_INVALID_VALUE"));
     g.lda = 1;
     fake_fail("cublasLtMatmul", -1, 1, 0, 0);
-    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE,
+    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_ENGINE,
                       "ddp_cuda_gemm f32 m=1 n=1 k=1: cublasLtMatmul: the function failed to launch "
                       "(CUBLAS_STATUS_EXECUTION_FAILED)"));
     asked = fake_lt_asked;
@@ -475,7 +478,7 @@ static ddp_result bad_products(device_rank *d) {
     }
     g.n = g.ldb = g.ldc = 36; /* 37 is the oldest of the last 64: the next new one replaces it */
     fake_lt_state = CUBLAS_STATUS_NOT_SUPPORTED;
-    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE,
+    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_ENGINE,
                       "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
     fake_lt_state = CUBLAS_STATUS_SUCCESS;
     for (int n = 37; n >= 36; n--) { /* the refused request again */
@@ -485,6 +488,9 @@ static ddp_result bad_products(device_rank *d) {
     RANKS_CHECK(d->cpu, fake_lt_tf32 == 0, "TF32 unasked for");
     RANKS_OK(d->cpu, ddp_cuda_gemm_tf32(&g, d->group));
     RANKS_CHECK(d->cpu, fake_lt_tf32 == 1, "no TF32");
+    fake_fail("cublasLtMatmul", -1, 1, 0, 0);
+    LAYER_TRY(
+        refused(d, ddp_cuda_gemm_tf32, &g, d->group, DDP_ERR_ENGINE, "ddp_cuda_gemm_tf32 f32 m=1 n=36"));
     ddp_device_cuda()->free(NULL, memory);
 #endif
     return DDP_OK;
