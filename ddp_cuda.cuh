@@ -212,7 +212,7 @@ typedef struct ddp_cuda_step_desc {
    Errors, on every rank; *device is -1, and the current device does not change:
      DDP_ERR_INVALID  a missing device (the error lists the present ones), or one that two ranks use (the
                       error names both ranks, the host and the UUID)
-     DDP_ERR_ENGINE   CUDA does not work. If only cudaSetDevice fails, only its rank returns an error */
+     DDP_ERR_ENGINE   CUDA does not work on a rank */
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
 
 /* Makes a group over device memory of the ranks of control, any CPU group. All calls of ddp.h work on it,
@@ -4876,14 +4876,24 @@ extern "C" {
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device) {
     DDP_PUBLIC_CALL(ddp_cuda_pick);
     ddp_cuda_pick_desc all_defaults = DDP_ZERO;
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_slot own;
-    int shared;
+    int shared, before;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
     *device = -1;
     DDP_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, DDP_OK, "", &own, &shared));
-    DDP__CUDA_TRY("ddp_cuda_pick", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(own.device));
-    *device = own.device;
-    return DDP_OK;
+    before = own.device;
+    ddp_result result = ddp__cuda_fail(cuda->get_device(&before), "on this machine", "cudaGetDevice");
+    if (result == DDP_OK)
+        result = ddp__cuda_fail(cuda->set_device(own.device), "on this machine", "cudaSetDevice");
+    if (result != DDP_OK)
+        ddp_fail_in(result, "ddp_cuda_pick", control, "on host %s: %s", own.host, ddp_last_error());
+    if (control) result = ddp_agree(control, "ddp_cuda_pick", result, 0, "");
+    if (result == DDP_OK)
+        *device = own.device;
+    else if (before != own.device)
+        cuda->set_device(before); /* CUDA keeps a device also if cudaSetDevice cannot initialize it */
+    return result;
 }
 
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {

@@ -39,8 +39,9 @@ static struct {
     int set;
     unsigned char first_byte[16];
     int one_each;
+    int no_set_plus_1; /* 1 + the rank on which cudaSetDevice fails; 0 = none */
 } machine;
-static __thread int rank_of_thread;
+static __thread int rank_of_thread, current_device;
 static struct {
     int launches;
     unsigned largest_grid;
@@ -65,6 +66,11 @@ static cudaError_t fake_identity(int device, char name[256], unsigned char uuid[
 }
 static cudaError_t fake_set_device(int device) {
     __atomic_store_n(&machine.set, device, __ATOMIC_RELAXED);
+    current_device = device;
+    return machine.no_set_plus_1 == rank_of_thread + 1 ? cudaErrorDevicesUnavailable : cudaSuccess;
+}
+static cudaError_t fake_get_device(int *device) {
+    *device = current_device;
     return cudaSuccess;
 }
 static cudaError_t fake_malloc(void **out, size_t size_bytes) {
@@ -120,10 +126,10 @@ static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument,
 }
 
 /* Streams and events are not used here: they are NULL. */
-#define FAKE_CALLS                                                                                           \
-    fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_memcpy, fake_memset,     \
-        fake_synchronize, fake_is_device, fake_launch, fake_clear, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-        NULL, NULL, NULL, NULL, NULL, NULL, fake_host_work
+#define FAKE_CALLS                                                                                          \
+    fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_memcpy, fake_memset,    \
+        fake_synchronize, fake_is_device, fake_launch, fake_clear, fake_get_device, NULL, NULL, NULL, NULL, \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, fake_host_work
 static const struct ddp__cuda_runtime *fake_runtime(void) {
     static const ddp__cuda_runtime on_host = {1, FAKE_CALLS}, recorded = {0, FAKE_CALLS};
     return kernels_run ? &on_host : &recorded;
@@ -214,7 +220,7 @@ static void check_pick_uuid(void) {
 /* The outcome of every rank; ranks are threads. */
 static struct {
     ddp_cuda_pick_desc desc;
-    int device[4];
+    int device[4], current[4]; /* current: the thread's device after the call; 7 before it */
     ddp_result result[4];
     char line[4][512];
 } ranks;
@@ -223,7 +229,9 @@ static ddp_result pick_rank(ddp_group *world, void *user) {
     int rank = ddp_rank(world);
     (void)user;
     rank_of_thread = rank;
+    current_device = 7;
     ranks.result[rank] = ddp_cuda_pick(world, &ranks.desc, &ranks.device[rank]);
+    ranks.current[rank] = current_device;
     snprintf(ranks.line[rank], sizeof ranks.line[rank], "%s", ddp_last_error());
     return DDP_OK;
 }
@@ -246,7 +254,9 @@ static void pick_ranks(int world_size, int device_count, const char *sentence, i
         if (!sentence)
             check_that(ranks.result[rank] == DDP_OK, "rank %d: %s", rank, ranks.line[rank]);
         else
-            check_that(ranks.result[rank] == DDP_ERR_INVALID && strcmp(ranks.line[rank], line) == 0,
+            check_that(ranks.result[rank] == (machine.no_set_plus_1 ? DDP_ERR_ENGINE : DDP_ERR_INVALID)
+                           && ranks.device[rank] == -1 && ranks.current[rank] == 7
+                           && strcmp(ranks.line[rank], line) == 0,
                        "rank %d returned\n  %s\ninstead of\n  %s", rank, ranks.line[rank], line);
     }
 }
@@ -295,6 +305,14 @@ static void check_pick_ranks(void) {
              "one device for each rank in devices, start fewer ranks, or set allow_shared",
              host);
     pick_ranks(3, 4, sentence, -1);
+    /* cudaSetDevice ran after the ranks had agreed: the others returned DDP_OK. */
+    memset(&ranks.desc, 0, sizeof ranks.desc);
+    machine.no_set_plus_1 = 2;
+    snprintf(sentence, sizeof sentence,
+             "on host %s: on this machine: cudaSetDevice: %s (cudaErrorDevicesUnavailable)", host,
+             cudaGetErrorString(cudaErrorDevicesUnavailable));
+    pick_ranks(3, 4, sentence, 1);
+    machine.no_set_plus_1 = 0;
 }
 
 /* ---- CUDA errors and streams ---- */
