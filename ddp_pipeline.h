@@ -3044,7 +3044,15 @@ static double ddp__pipe_median(double *values, int count) {
     return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
 }
 
+/* Returns the result of a callback. before: the error line before its call. If the callback failed without
+   setting another line, the line is the name of the result. */
+static ddp_result ddp__pipe_callback_error(ddp_result result, const char *before) {
+    if (result == DDP_OK || strcmp(before, ddp_last_error()) != 0) return result;
+    return ddp_fail(result, "%s", ddp_result_name(result));
+}
+
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost) {
+    char before[512];
     ddp_result result = DDP_OK;
     int rounds, warmup;
     double *seconds;
@@ -3065,12 +3073,13 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     for (int layer = 0; layer < desc->layer_count && result == DDP_OK; layer++) {
         for (int n = -3 * warmup; n < 3 * rounds && result == DDP_OK; n++) { /* F, I and W of each round */
             int k = (n + 3 * warmup) % 3;
+            snprintf(before, sizeof before, "%s", ddp_last_error());
             double begin = ddp_now();
             result = desc->run(layer, (ddp_action_kind)(DDP_ACTION_FORWARD + k), desc->user);
             if (n >= 0) seconds[k * rounds + n / 3] = ddp_now() - begin;
-            if (result != DDP_OK)
+            if (ddp__pipe_callback_error(result, before) != DDP_OK)
                 ddp_fail(result, "ddp_pipeline_profile: %s of layer %d failed: %s",
-                         ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_result_name(result));
+                         ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_last_error());
         }
         if (result != DDP_OK) break;
         cost[layer].forward = ddp__pipe_median(seconds, rounds);
@@ -3656,15 +3665,18 @@ typedef struct ddp__pipe_tie_grads {
 static ddp_result ddp__pipe_get_tie_grads(ddp_pipeline *p, int tie, ddp__pipe_tie_grads *t) {
     const int stage[2] = {p->desc.ties[tie].first_stage, p->desc.ties[tie].second_stage};
     const int param[2] = {p->desc.ties[tie].first_param, p->desc.ties[tie].second_param};
+    char before[512];
     memset(t, 0, sizeof *t);
     for (int k = 0; k < 2; k++) {
         const ddp_pipeline_stage *s = &p->stages[stage[k]].desc;
         t->rank[k] = p->schedule->stage_rank[stage[k]];
         if (t->rank[k] != p->rank) continue;
         t->grad[k] = ddp_param_grad(s->params[param[k]]);
+        snprintf(before, sizeof before, "%s", ddp_last_error());
         if (s->get_sharded_grad) {
             DDP_USER_CALLBACK;
-            DDP_TRY(s->get_sharded_grad(stage[k], param[k], &t->grad[k], s->user));
+            DDP_TRY(ddp__pipe_callback_error(s->get_sharded_grad(stage[k], param[k], &t->grad[k], s->user),
+                                             before));
         }
         DDP_TRY(ddp_device_begin(p->group));
         t->count[k] = t->grad[k].data ? (size_t)ddp_tensor_count(&t->grad[k]) : 0;
@@ -4333,13 +4345,11 @@ static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char 
     return ddp_fail_in(result, who, p->group, "%s%s%s: %.300s", what, action_text, how, line);
 }
 
-/* Handles the result of a callback or hook. before: the error line before its call. If the callback did not
-   set another one, the error is the name of the result. */
+/* Handles the result of a callback or hook. before: the error line before its call. */
 static ddp_result ddp__pipe_callback_result(ddp_pipeline *p, ddp_result result, const char *before,
                                             const char *what, const ddp_action *a) {
     if (result == DDP_OK) result = ddp_device_begin(p->group);
-    if (result == DDP_OK) return DDP_OK;
-    if (strcmp(before, ddp_last_error()) == 0) ddp_fail(result, "%s", ddp_result_name(result));
+    if (ddp__pipe_callback_error(result, before) == DDP_OK) return DDP_OK;
     return ddp__pipe_fail(p, result, what, a, " failed");
 }
 

@@ -431,6 +431,38 @@ static ddp_result ties_and_norm(ddp_group *world) {
     return DDP_OK;
 }
 
+static ddp_result no_sharded_grad(int stage, int param, ddp_tensor *grad, void *user) {
+    (void)stage, (void)param, (void)grad, (void)user;
+    return DDP_ERR_ENGINE;
+}
+
+/* If get_sharded_grad fails without an error line, the error is the name of its result, not an older line.
+   The group that fails has one rank. */
+static ddp_result fails_silently(ddp_group *world) {
+    pipe_model m;
+    ddp_pipeline_tie tie = {0, 1, 1, 1};
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s;
+    ddp_group *self;
+    RANKS_OK(world, ddp_group_split(world, ddp_rank(world), 0, &self));
+    RANKS_OK(world, make(self, &s, DDP_SCHEDULE_LOOPED_BFS, 2, 2, 0));
+    pipe_build(&m, 2, 1);
+    m.stage[0].get_sharded_grad = no_sharded_grad;
+    pipe_desc(&m, s, &desc);
+    desc.ties = &tie, desc.tie_count = 1;
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, self, &desc));
+    (void)!ddp_fail(DDP_ERR_CORRUPT, "an older line");
+    RANKS_CHECK(world,
+                ddp_pipeline_step(pipeline) == DDP_ERR_ENGINE
+                    && strstr(ddp_last_error(), "tied parameters: DDP_ERR_ENGINE"),
+                "%s", ddp_last_error());
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(s);
+    ddp_group_destroy(self);
+    return DDP_OK;
+}
+
 /* One bias in three or more stages: every end has the sum of all, added in the order of the ties. Turn 0: the
    first use is on rank 0. Turn 1: it is at the tip of a V, on the last rank, and the sum goes back to lower
    ranks. */
@@ -1112,6 +1144,7 @@ static ddp_result all(ddp_group *world, void *user) {
     RANKS_RUN(world, own_order(world));
     RANKS_RUN(world, weight_versions(world));
     RANKS_RUN(world, ties_and_norm(world));
+    RANKS_RUN(world, fails_silently(world));
     RANKS_RUN(world, ties_of_many(world));
     RANKS_RUN(world, norm_without_params(world));
     RANKS_RUN(world, updates_in_lists(world));
