@@ -430,7 +430,7 @@ DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_des
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv);
 
 /* Like ddp_schedule_draw without costs and times. ddp_schedule_parse reads the CSV, which does not contain
-   the kind and update_interval. */
+   the kind and update_interval. If the list of the last rank is empty, its line is a comma. */
 DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out,
                                      size_t *size_bytes);
 
@@ -2555,6 +2555,9 @@ static void ddp__draw_csv(const ddp__drawing *drawing, ddp__schedule_output *out
             } else
                 ddp__schedule_print(output, "%s%s", comma, ddp__action_label(a).text);
         }
+        /* Without text, the last line would not count as a rank. A comma is two idle slots. */
+        if (rank == s->rank_count - 1 && s->first[rank] == s->first[rank + 1])
+            ddp__schedule_print(output, ",");
         ddp__schedule_print(output, "\n");
     }
 }

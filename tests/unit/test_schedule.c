@@ -961,7 +961,7 @@ static void csv(void **state) {
         {"\"\"0F0\"\"", "an action must start with its stage"},
         {"0F0,\"0X0\"", "line 1 cell 2 \"0X0\": unknown action"},
     };
-    ddp_schedule *s;
+    ddp_schedule *s, *to;
     char *text;
     int count;
     (void)state;
@@ -998,6 +998,17 @@ static void csv(void **state) {
     text = written(s, DDP_SCHEDULE_CSV);
     assert_string_equal(text, "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n");
     free(text);
+    ddp_schedule_destroy(s);
+    /* a last rank without actions */
+    ok(ddp_schedule_parse(&s, "0F0,0B0\n,\n,\n"));
+    ok(ddp_schedule_lower(&to, s, DDP_LOWER_MERGE));
+    text = written(to, DDP_SCHEDULE_CSV);
+    assert_string_equal(text, "0F0,0B0\n\n,\n");
+    ddp_schedule_destroy(to);
+    ok(ddp_schedule_parse(&to, text));
+    assert_int_equal(ddp_schedule_rank_count(to), 3);
+    free(text);
+    ddp_schedule_destroy(to);
     ddp_schedule_destroy(s);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         if (strchr(cases[i].csv, 1))
