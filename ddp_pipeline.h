@@ -3438,8 +3438,9 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                     || (t->second_stage == t->first_stage && t->second_param > t->first_param);
         if (t->first_stage < 0 || !later || t->second_stage >= p->stage_count)
             return DDP__PIPE_INVALID(
-                "ties[%d]: first_stage=%d second_stage=%d; use first_stage < second_stage < %d", i,
-                t->first_stage, t->second_stage, p->stage_count);
+                "ties[%d]: first_stage=%d first_param=%d second_stage=%d second_param=%d; use stages 0 to "
+                "%d, with the second use in a later stage, or as a later parameter of the same stage",
+                i, t->first_stage, t->first_param, t->second_stage, t->second_param, p->stage_count - 1);
         for (int end = 0; end < 2; end++) {
             int stage = end ? t->second_stage : t->first_stage;
             int index = end ? t->second_param : t->first_param;
