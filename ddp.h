@@ -230,6 +230,8 @@ typedef struct ddp_param {
     const char *name;       /* the name in errors and in checkpoints; a reducer accepts NULL */
     ddp_tensor value, grad; /* grad: dtype and shape 0 = those of value; data NULL = the reducer allocates */
     ddp_grad_sum sum;       /* only for the library */
+    const void *first_use;  /* only for the library; initialize it to NULL. A ddp_reducer or ddp_fsdp
+                               adds the gradients of its parameters with the same one */
 } ddp_param;
 
 /* The cells of a ddp_exact_sum. */
@@ -11596,6 +11598,7 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
         ddp_param *param = &reducer->desc.params[i];
         param->grad = ddp_param_grad(param);
         param->grad.data = reducer->grads[i].data;
+        param->first_use = &reducer->grads[reducer->grads[i].first_use];
         param->sum.is_set = 0;
         if (!ddp__reads_f32_sums(reducer, reducer->grads[i].dtype)) continue;
         param->sum.reader = reducer;
@@ -11904,6 +11907,7 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp_param *param = &reducer->desc.params[i];
         if (param->sum.reader == reducer) param->sum.reader = NULL;
+        if (param->first_use == &reducer->grads[reducer->grads[i].first_use]) param->first_use = NULL;
         if (reducer->grads[i].in_arena) param->grad.data = NULL;
     }
     ddp__reducer_free(reducer);

@@ -5965,6 +5965,7 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
         p->value.dtype = s->dtype;
         p->grad = p->value;
         p->grad.dtype = s->range[DDP__FULL_GRADS].dtype;
+        p->first_use = s->source;
         p->sum.is_set = 0;
         if (!ddp__accepts_pipeline_sum(s)) continue;
         p->sum.reader = f;
@@ -6001,6 +6002,7 @@ static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
         ddp_param *param = &s->user_param->param;
         param->value.data = param->grad.data = NULL;
         if (param->sum.reader == f) param->sum.reader = NULL;
+        if (param->first_use == s->source) param->first_use = NULL;
     }
     while (f->allocator.count) ddp__fsdp_free(f, f->allocator.allocations[f->allocator.count - 1].memory);
     if (f->allocator.file >= 0) close(f->allocator.file);

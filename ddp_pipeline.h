@@ -347,8 +347,9 @@ typedef struct ddp_pipeline_stage {
 
 /* One parameter with two uses, such as the embedding and the last projection. Each use has its own ddp_param,
    with the same shape and gradient dtype. The caller gives both the same initial values; create does not
-   compare them. After a step both gradients are the sum. Declare no tie for uses that a ddp_reducer adds
-   itself: two of its entries with the same value.data. */
+   compare them. After a step both gradients are the sum. A tie of two uses in one ddp_reducer or ddp_fsdp is
+   DDP_ERR_INVALID: it adds their gradients itself. A ddp_optimizer also adds those of entries with the same
+   value.data: leave the second use out of its params. */
 typedef struct ddp_pipeline_tie {
     int first_stage, first_param;   /* first_param: index in that stage's params */
     int second_stage, second_param; /* a later stage, on the same rank or another one; or a later parameter of
@@ -3424,6 +3425,34 @@ static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int stage_index) {
     return DDP_OK;
 }
 
+/* Returns a use of a tied parameter, or NULL if it is on another rank. */
+static const ddp_param *ddp__pipe_tie_use(const ddp_pipeline *p, int stage, int index) {
+    const ddp__pipe_stage *s = &p->stages[stage];
+    return s->stage_index < 0 ? NULL : s->desc.params[index];
+}
+
+/* Compares the second use of a tie with the first one, and with the second uses of earlier ties to it: a
+   reducer or fsdp that has two of them adds their gradients already. */
+static ddp_result ddp__pipe_check_added_once(const ddp_pipeline *p, int tie) {
+    const ddp_pipeline_tie *t = &p->desc.ties[tie];
+    const ddp_param *second = ddp__pipe_tie_use(p, t->second_stage, t->second_param);
+    for (int k = 0; k <= tie && second && second->first_use; k++) {
+        const ddp_pipeline_tie *other = &p->desc.ties[k];
+        int end = k < tie;
+        int stage = end ? other->second_stage : other->first_stage;
+        int index = end ? other->second_param : other->first_param;
+        if (other->first_stage != t->first_stage || other->first_param != t->first_param) continue;
+        const ddp_param *use = ddp__pipe_tie_use(p, stage, index);
+        if (!use || use->first_use != second->first_use) continue;
+        return DDP__PIPE_INVALID(
+            "ties[%d]: params[%d] of %s and params[%d] of %s are uses of one parameter in a ddp_reducer or "
+            "ddp_fsdp, which already adds their gradients; remove this tie",
+            tie, index, ddp__pipe_stage_label(p, stage).text, t->second_param,
+            ddp__pipe_stage_label(p, t->second_stage).text);
+    }
+    return DDP_OK;
+}
+
 static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     if (d->tie_count < 0 || (d->tie_count && !d->ties))
@@ -3464,6 +3493,7 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                     "ties[%d]: its second parameter is the first one of ties[%d]; tie all "
                     "uses to the first use",
                     i, k);
+        DDP_TRY(ddp__pipe_check_added_once(p, i));
     }
     return DDP_OK;
 }
