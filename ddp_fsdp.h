@@ -539,8 +539,8 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
    Collective. Blocks until the reductions are done. The host waits for the device unless norm is NULL, which
    may differ between ranks; the bits are the same. A norm that is not finite is stored and scales nothing.
    With a scaler the step then changes no value.
-   Errors: DDP_ERR_INVALID, only on this rank: max_norm is not positive; a unit was not reduced, or
-   ddp_fsdp_mean or ddp_scaler_update not called, as in ddp_fsdp_step. */
+   Errors: DDP_ERR_INVALID, only on this rank: max_norm is not positive; units, ddp_fsdp_mean or the scaler
+   are not ready for a step: see ddp_fsdp_step. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
 
 /* Stores the norm of the last ddp_fsdp_clip_grad_norm, before scaling, in *norm. Blocks the host until the
@@ -570,8 +570,9 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
    Errors, after which no value has changed and the groups stay usable:
      DDP_ERR_INVALID     only on this rank: names a unit that has not been reduced micro_batch_count times (a
                          unit of frozen parameters needs no reduction); ddp_fsdp_mean was not called in this
-                         step; ddp_scaler_update was not called after the previous step; lr is negative or
-                         not finite
+                         step; ddp_scaler_update was not called after the previous step, or was called after
+                         the ddp_fsdp_clip_grad_norm of this step: ddp_fsdp_zero_grad starts it again; the
+                         scale is 0; lr is negative or not finite
      DDP_ERR_MISMATCH    on every rank: ranks unsharded or reduced in different orders. ddp_fsdp_zero_grad
                          starts the step again. A mismatch that a reduction has found poisons the group
      DDP_ERR_NO_MEMORY   on every rank, for prefetch in the first step; the call may be repeated
@@ -722,7 +723,8 @@ DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, i
 /* The number of steps taken, which the bias correction uses. 0 for NULL. */
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer);
 /* Sets the number of steps taken, the same on every rank. Call it after writing the state of an earlier run
-   through ddp_optimizer_get_state. It changes no state. A negative number counts as 0. */
+   through ddp_optimizer_get_state. It changes no state. A negative number counts as 0, since the call has no
+   result; ddp_fsdp_set_step rejects it. */
 DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
 /* Frees the optimizer and its state. Not collective. NULL is ignored. */
@@ -776,8 +778,8 @@ DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler);
 DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state);
 /* Restores scale and growth tracker, and forgets an unscale without its ddp_scaler_update. ddp_fsdp_load does
    this for desc.scaler. Not collective, but the same on every rank. Errors leave *scaler unchanged:
-   DDP_ERR_CORRUPT when ddp_scaler_save cannot have stored the state; DDP_ERR_INVALID for a zeroed *scaler
-   without ddp_scaler_init. */
+   DDP_ERR_CORRUPT when the scale is not a positive f32 number, or the growth tracker is out of range;
+   DDP_ERR_INVALID for a zeroed *scaler without ddp_scaler_init. */
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state);
 
 #ifdef __cplusplus
@@ -1674,10 +1676,12 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
     DDP__FSDP_CHECK(scaler && state, "scaler or state is NULL");
     DDP__FSDP_CHECK(scaler->desc.growth_interval > 0,
                     "the scaler is not initialized; call ddp_scaler_init first");
-    if (!ddp__is_finite_nonnegative(state->scale) || (double)(float)state->scale != state->scale
-        || state->growth_tracker < 0 || state->growth_tracker > INT32_MAX - 1)
+    if (!(state->scale > 0) || !ddp__is_finite_nonnegative(state->scale)
+        || (double)(float)state->scale != state->scale || state->growth_tracker < 0
+        || state->growth_tracker > INT32_MAX - 1)
         return ddp_fail(DDP_ERR_CORRUPT,
-                        "ddp_scaler_load: scale=%g growth_tracker=%lld is not a state of ddp_scaler_save",
+                        "ddp_scaler_load: scale=%g growth_tracker=%lld is not the state of a working scaler; "
+                        "use a state that ddp_scaler_save stored while the scale was above 0",
                         state->scale, (long long)state->growth_tracker);
     scaler->scale = (float)state->scale;
     scaler->growth_tracker = (int)state->growth_tracker;
@@ -3616,7 +3620,7 @@ static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp
         if (stat(c->dir, &info) != 0) c->dir[length] = '\0';
     }
     ddp_result result = ddp__load_open_files(l);
-    if (result == DDP_OK && scaler && l->state.scaler.scale > 0) {
+    if (result == DDP_OK && scaler && l->state.scaler.scale != 0) { /* 0: saved without a scaler */
         ddp_scaler probe = *scaler; /* finds out whether the scaler would accept the checkpoint's numbers */
         result = ddp_scaler_load(&probe, &l->state.scaler);
     }
@@ -5020,6 +5024,11 @@ static void ddp__grads_detach(ddp__fsdp_unit *unit) {
    The second call in a step does nothing. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
     ddp_scaler *scaler = f->desc.scaler;
+    if (f->sums_divided && scaler && !scaler->unscaled && ddp_group_status(f->group) == DDP_OK)
+        return ddp__fsdp_invalid(
+            call, f->group,
+            "ddp_scaler_update was called between ddp_fsdp_clip_grad_norm and ddp_fsdp_step; call "
+            "ddp_fsdp_zero_grad to start the step again, and ddp_scaler_update after ddp_fsdp_step");
     if (f->sums_divided) return ddp__fsdp_device_begin(f->group);
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++)
         if (unit->trained_count && unit->reduced_count != f->desc.micro_batch_count)
@@ -5031,6 +5040,10 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
         return ddp__fsdp_invalid(
             call, f->group,
             "per_token=1, but the number of tokens of this step is unknown; call ddp_fsdp_mean first");
+    if (scaler && !(scaler->scale > 0))
+        return ddp__fsdp_invalid(call, f->group,
+                                 "the scale of desc.scaler is 0: every recent step overflowed, or the "
+                                 "scaler is not initialized; call ddp_scaler_init first");
     if (scaler && scaler->unscaled)
         return ddp__fsdp_invalid(call, f->group,
                                  "the scaler has already unscaled gradients in this step; call "
@@ -5459,7 +5472,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
                                  fsdp->desc.scaler, &saver->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* the slices point to the device's memory again */
     if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
-    if (fsdp->desc.scaler && saver->state.scaler.scale > 0)
+    if (fsdp->desc.scaler && saver->state.scaler.scale != 0)
         DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &saver->state.scaler));
     if (fsdp->desc.state) *fsdp->desc.state = saver->state;
     fsdp->step = saver->state.step;

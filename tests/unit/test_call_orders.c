@@ -579,6 +579,7 @@ static void scaler_sequence(const int *calls, int length, void *user) {
             saved_tracker = tracker;
             break;
         default:
+            if (saved_scale == 0) wanted = DDP_ERR_CORRUPT; /* of a scaler before ddp_scaler_init */
             if (!is_init) wanted = DDP_ERR_INVALID;
             result = ddp_scaler_load(&scaler, &saved);
             if (wanted != DDP_OK) break;
@@ -597,6 +598,101 @@ static void scaler_orders(void **state) {
     (void)state;
     for (int length = 1; length <= 6; length++)
         for_all_sequences(SCALER_CALLS, length, scaler_sequence, group);
+    ddp_group_destroy(group);
+}
+
+//== sharded training with a scaler =========================================================
+
+enum { FSDP_BACKWARD, FSDP_INFINITE, FSDP_CLIP, FSDP_UPDATE, FSDP_STEP, FSDP_ZERO_GRAD, FSDP_CALLS };
+static const char *const fsdp_names[FSDP_CALLS] = {"ddp_fsdp_reduce_grads",   "ddp_fsdp_reduce_grads",
+                                                   "ddp_fsdp_clip_grad_norm", "ddp_scaler_update",
+                                                   "ddp_fsdp_step",           "ddp_fsdp_zero_grad"};
+
+/* One parameter of one element, with plain SGD. A backward leaves the gradient 3, times the scale, or an
+   infinity. ddp_fsdp_clip_grad_norm and then ddp_scaler_update forgot the infinity: ddp_fsdp_step applied
+   it. */
+static void fsdp_sequence(const int *calls, int length, void *user) {
+    ddp_group *group = (ddp_group *)user;
+    float initial = 8;
+    ddp_fsdp_param param;
+    ddp_fsdp_unit_desc unit = DDP_ZERO;
+    ddp_fsdp_desc desc = DDP_ZERO;
+    ddp_scaler scaler;
+    ddp_fsdp *fsdp;
+    int reduced = 0, divided = 0, unscaled = 0, found = 0;
+    double value = 8, gradient = 0, scale = 65536;
+    memset(&param, 0, sizeof param);
+    param.param.name = "w";
+    param.param.value.data = &initial;
+    param.param.value.dtype = DDP_F32;
+    param.param.value.ndim = 1;
+    param.param.value.shape[0] = 1;
+    unit.name = "unit";
+    unit.params = &param;
+    unit.param_count = 1;
+    desc.units = &unit;
+    desc.unit_count = 1;
+    desc.optimizer.kind = DDP_OPTIMIZER_SGD;
+    desc.scaler = &scaler;
+    WORKS(ddp_scaler_init(&scaler, NULL));
+    WORKS(ddp_fsdp_create(&fsdp, group, &desc));
+    for (int i = 0; i < length; i++) {
+        ddp_result result, wanted = DDP_OK;
+        ddp_tensor shard;
+        float norm = -1;
+        int call = calls[i], ready = divided ? unscaled : reduced && !unscaled;
+        add_to_sequence(call == FSDP_INFINITE ? "infinite ddp_fsdp_reduce_grads" : fsdp_names[call]);
+        switch (call) {
+        case FSDP_BACKWARD:
+        case FSDP_INFINITE:
+            WORKS(ddp_fsdp_unshard(fsdp, 0));
+            if (reduced) wanted = DDP_ERR_INVALID;
+            if (!reduced)
+                *(float *)param.param.grad.data = call == FSDP_INFINITE ? INFINITY : (float)(3 * scale);
+            result = ddp_fsdp_reduce_grads(fsdp, 0);
+            if (reduced) break;
+            gradient = call == FSDP_INFINITE ? (double)INFINITY : 3;
+            reduced = 1;
+            break;
+        case FSDP_UPDATE:
+            if (!unscaled) wanted = DDP_ERR_INVALID;
+            result = ddp_scaler_update(&scaler);
+            if (found) scale /= 2;
+            if (found) gradient *= 2; /* a backward that came before this call had the old scale */
+            unscaled = found = 0;
+            break;
+        case FSDP_CLIP:
+        case FSDP_STEP:
+            if (!ready) wanted = DDP_ERR_INVALID;
+            result = call == FSDP_CLIP ? ddp_fsdp_clip_grad_norm(fsdp, 1e30f, &norm) : ddp_fsdp_step(fsdp, 1);
+            if (!ready) break;
+            if (call == FSDP_CLIP) expect_number("the norm", (double)norm, gradient);
+            divided = call == FSDP_CLIP;
+            unscaled = 1;
+            found = isinf(gradient);
+            if (call == FSDP_STEP && !found) value -= gradient;
+            if (call == FSDP_STEP) reduced = 0;
+            break;
+        default:
+            result = ddp_fsdp_zero_grad(fsdp);
+            if (divided) unscaled = found = 0;
+            reduced = divided = 0;
+        }
+        expect(fsdp_names[call], result, wanted);
+        if (divided && !unscaled && (call == FSDP_CLIP || call == FSDP_STEP)
+            && !strstr(ddp_last_error(), "between ddp_fsdp_clip_grad_norm and ddp_fsdp_step"))
+            failed("%s: '%s' does not name the order", sequence, ddp_last_error());
+        expect_number("found_inf", ddp_scaler_found_inf(&scaler), found);
+        WORKS(ddp_fsdp_get_shard(fsdp, 0, 0, &shard, NULL, NULL));
+        expect_number("the value", (double)*(const float *)shard.data, value);
+    }
+    ddp_fsdp_destroy(fsdp);
+}
+
+static void fsdp_orders(void **state) {
+    ddp_group *group = alone();
+    (void)state;
+    for (int length = 1; length <= 6; length++) for_all_sequences(FSDP_CALLS, length, fsdp_sequence, group);
     ddp_group_destroy(group);
 }
 
@@ -730,7 +826,8 @@ int main(void) {
         cmocka_unit_test(reducer_orders),         cmocka_unit_test(reducer_orders_of_two_ranks),
         cmocka_unit_test(accumulator_orders),     cmocka_unit_test(join_orders),
         cmocka_unit_test(clipping_inside_a_join), cmocka_unit_test(loader_orders),
-        cmocka_unit_test(scaler_orders),          cmocka_unit_test(pipeline_orders)};
+        cmocka_unit_test(scaler_orders),          cmocka_unit_test(fsdp_orders),
+        cmocka_unit_test(pipeline_orders)};
     watchdog_start(100);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1711,6 +1711,10 @@ static ddp_result scaled(ddp_group *group) {
         for (int k = 0; k < 2; k++)
             FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "ddp_scaler_update");
         RANKS_OK(group, ddp_scaler_update(&scaler));
+        /* with a scale of 0 no step would ever change a value */
+        scaler.scale = 0;
+        FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "scale of desc.scaler is 0");
+        scaler.scale = 512;
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
         RANKS_OK(group, ddp_scaler_update(&scaler));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
@@ -2201,8 +2205,10 @@ static ddp_result load_keeps_order(ddp_group *group) {
 /* Errors of the scaler are detected before values change. State that a checkpoint lacks stays unchanged. */
 static ddp_result scaler_state(ddp_group *group) {
     char folder[64], dir[100];
+    static const double scales[] = {0, 0.1, -2}; /* no scaler; no float; negative */
     for (int turn = 0; turn < 3; turn++) {
         uint64_t before, after;
+        const int fails = turn > 0;
         model m;
         ddp_scaler scaler;
         ddp_fsdp *fsdp;
@@ -2211,7 +2217,7 @@ static ddp_result scaler_state(ddp_group *group) {
         snprintf(dir, sizeof dir, "%s/a", folder);
         RANKS_OK(group, ddp_scaler_init(&scaler, NULL));
         blocks(&m, 2, 5, 3);
-        if (turn) state.scaler.scale = turn == 1 ? 0.1 : 0; /* no float; no scaler */
+        state.scaler.scale = scales[turn];
         state.rng[3] = 17;
         m.desc.state = &state;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
@@ -2224,12 +2230,11 @@ static ddp_result scaler_state(ddp_group *group) {
         RANKS_OK(group, ddp_scaler_update(&scaler));
         scaler.scale = 512;
         RANKS_OK(group, digest(group, fsdp, &m, &before));
-        if (turn == 1)
-            FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_CORRUPT, "ddp_scaler_load", "0.1");
-        else
-            RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        if (turn == 1) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_CORRUPT, "ddp_scaler_load", "0.1");
+        if (turn == 2) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_CORRUPT, "ddp_scaler_load", "-2");
+        if (!fails) RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
-        RANKS_CHECK(group, scaler.scale == 512 && (before == after) == (turn == 1), "turn %d: scale %g", turn,
+        RANKS_CHECK(group, scaler.scale == 512 && (before == after) == fails, "turn %d: scale %g", turn,
                     (double)scaler.scale);
         RANKS_OK(group, train(group, fsdp, &m, 1, 1));
         RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
@@ -2240,8 +2245,8 @@ static ddp_result scaler_state(ddp_group *group) {
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
         RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         RANKS_CHECK(group,
-                    state.step == (turn == 1 ? 2 : 1) && state.scaler.scale == 512
-                        && state.rng[3] == (turn == 1 ? 0 : 17),
+                    state.step == (fails ? 2 : 1) && state.scaler.scale == 512
+                        && state.rng[3] == (fails ? 0 : 17),
                     "turn %d: step %lld, scale %g, rng %llu", turn, (long long)state.step, state.scaler.scale,
                     (unsigned long long)state.rng[3]);
         ddp_fsdp_destroy(fsdp);

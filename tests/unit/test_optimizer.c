@@ -1017,6 +1017,15 @@ static void bad_scalers_are_told_what_is_wrong(void **state) {
     expect_bad(ddp_scaler_load(&scaler, &saved), DDP_ERR_CORRUPT, "scale=1e+300");
     saved.scale = 0.1; /* no f32 */
     expect_bad(ddp_scaler_load(&scaler, &saved), DDP_ERR_CORRUPT, "scale=0.1");
+    static const struct {
+        double scale;
+        const char *text;
+    } unusable[] = {
+        {0, "scale=0 "}, {-2, "scale=-2"}, {(double)NAN, "scale=nan"}, {(double)INFINITY, "scale=inf"}};
+    for (size_t i = 0; i < sizeof unusable / sizeof unusable[0]; i++) {
+        saved.scale = unusable[i].scale;
+        expect_bad(ddp_scaler_load(&scaler, &saved), DDP_ERR_CORRUPT, unusable[i].text);
+    }
     saved.scale = 2;
     saved.growth_tracker = -1;
     expect_bad(ddp_scaler_load(&scaler, &saved), DDP_ERR_CORRUPT, "growth_tracker=-1");
