@@ -654,7 +654,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
    The files contain exactly the parameters of the units. A tied parameter may have the name of any of its
    uses; several names must have equal bytes. Files must be regular files: symbolic links are not followed.
    Collective, also over checkpoint_group; between steps: gradients of an unfinished step are dropped. Blocks
-   the host. Every unit must be unsharded again before its values are used.
+   the host. Then reshards all units, as ddp_fsdp_step does: unshard a unit again before its values are used.
    Errors, on every rank. The model is unchanged, and the groups stay usable.
      DDP_ERR_INVALID    dir is NULL, empty, too long or a link to a missing folder
      DDP_ERR_CORRUPT    truncated, overlapping, checksum: names file, tensor and byte range
@@ -5197,8 +5197,10 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     ddp__cast_run_end(f->device, &run);
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         DDP_TRY(ddp__unit_reshard(f, unit));
+        unit->in_use = 0;
         if (f->world_size == 1 && f->keeps_full_params) unit->unsharded = 1;
     }
+    f->unshard.in_use_count = 0;
     return ddp_device_check(f->group);
 }
 
@@ -5288,8 +5290,6 @@ static ddp_result ddp__fsdp_update(ddp_fsdp *f, float lr) {
     }
     DDP_TRY(ddp__fsdp_publish(f, f->offload.host_group != NULL));
     DDP_TRY(ddp__shards_barrier(f));
-    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) unit->in_use = 0;
-    f->unshard.in_use_count = 0;
     ddp__fsdp_begin(f);
     return ddp__fsdp_prefetch(f);
 }

@@ -2202,6 +2202,46 @@ static ddp_result load_keeps_order(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
+/* A load while units are unsharded: it reshards them, and later unshards provide the loaded values. With
+   FULL_SHARD and no_reshard_after_forward, value.data pointed to the old values. */
+static ddp_result load_reshards(ddp_group *group) {
+    char folder[64], dir[100];
+    RANKS_OK(group, folder_of(group, folder, 0));
+    for (int turn = 0; turn < 8; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        uint64_t saved, trained, loaded = 99;
+        snprintf(dir, sizeof dir, "%s/%d", folder, turn);
+        blocks(&m, 3, 7, 3);
+        m.desc.strategy = (ddp_fsdp_strategy)(turn / 2);
+        m.desc.no_reshard_after_forward = turn & 1;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+        RANKS_OK(group, digest(group, fsdp, &m, &saved));
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        RANKS_OK(group, train(group, fsdp, &m, 2, 5));
+        RANKS_OK(group, digest(group, fsdp, &m, &trained));
+        RANKS_CHECK(group, trained != saved, "turn %d: nothing is trained", turn);
+        for (int u = 0; u < 3; u++) RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, 2));
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        for (int u = 0; u < 3; u++) {
+            const void *data = m.params[u].param.value.data;
+            RANKS_CHECK(group, !data == (m.desc.strategy == DDP_FSDP_FULL_SHARD), "turn %d: unit %d has %p",
+                        turn, u, data);
+            FAILS(group, ddp_fsdp_reshard(fsdp, u), DDP_ERR_INVALID, "is not unsharded");
+        }
+        for (int u = 0; u < 3; u++) {
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
+            loaded = unit_hash(loaded, &m, u);
+        }
+        RANKS_CHECK(group, loaded == saved, "turn %d: unshard after a load brings other values", turn);
+        RANKS_OK(group, train(group, fsdp, &m, 1, 6));
+        ddp_fsdp_destroy(fsdp);
+    }
+    return folder_of(group, folder, 1);
+}
+
 /* Errors of the scaler are detected before values change. State that a checkpoint lacks stays unchanged. */
 static ddp_result scaler_state(ddp_group *group) {
     char folder[64], dir[100];
@@ -2452,6 +2492,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(scaler_state);
     CASE(other_optimizer);
     CASE(load_keeps_order);
+    CASE(load_reshards);
     CASE(slices_of_larger);
     CASE(one_group_fails);
     CASE(no_checkpoint_group);
