@@ -307,15 +307,15 @@ typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } dd
 /* For ddp_launch. Zero means default, field by field. */
 typedef struct ddp_launch_desc {
     int world_size;       /* 0 = one rank per core that this process may use, at most DDP_MAX_LOCAL_RANKS, or
-                             the ranks of a launcher. Another number than the launcher's is an error */
+                             the ranks of a launcher, or of an enclosing ddp_launch. Another number than
+                             theirs is an error */
     ddp_launch_mode mode; /* 0 = processes */
     int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times. No
                              effect with threads, with one rank or under a launcher */
     const int *devices;   /* for GPU backends: the rank with local rank r uses device devices[r], on every
                              machine. Ranks that ddp_launch starts are all on one machine: there r is the
                              rank. NULL = the backend chooses */
-    int device_count;     /* entries of devices; at least one for each rank that ddp_launch starts. Under a
-                             launcher, a rank without an entry gets what NULL gives */
+    int device_count;     /* entries of devices; at least one for each rank on this machine */
     int no_affinity;      /* 1 = do not change CPU affinity, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS or the
                              thread pools of libraries */
     ddp_group_desc group; /* of the world: timeout_ms, order, name, backend, allocators ...; init_method, rank
@@ -461,8 +461,7 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    Call it before starting threads, CUDA or MPI.
    Joining: inside torchrun, mpirun, srun or another ddp_launch, it starts no rank. It creates a group of
    all ranks there, as ddp_group_create does, and runs fn on the calling thread. It returns when this fn has
-   returned, with its result. desc->world_size must be 0 or the number in the launcher's variables; inside
-   another ddp_launch it has no effect.
+   returned, with its result. desc->world_size must be 0 or the number of these ranks.
    One rank: fn runs on the calling thread, with processes as well.
    Ownership: ddp_launch creates and destroys the world; fn must not destroy it. No exception may leave fn.
    Cores: each rank that it starts gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and
@@ -478,8 +477,8 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    killed. No child, zombie or file remains.
    Threads: one per rank. ddp_launch waits for each of them, also after a failure.
    Errors: the result of fn; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status);
-   DDP_ERR_INVALID (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM; DDP_ERR_NO_MEMORY; when
-   joining, those of ddp_group_create. */
+   DDP_ERR_INVALID (also a world_size that contradicts the world it joins); DDP_ERR_SYSTEM;
+   DDP_ERR_NO_MEMORY; when joining, those of ddp_group_create. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins the world that a launcher has started, or creates a world of one rank. desc may be NULL. Collective
@@ -6799,7 +6798,8 @@ typedef struct ddp__identity {
     ddp_group *world;          /* the world of that ddp_launch, once it exists */
 } ddp__identity;
 
-/* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
+/* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. If that launch
+   has joined a launcher, or has one rank, only world_size and device_plus_1 are set. */
 static DDP__THREAD_LOCAL ddp__identity ddp__launch_identity;
 
 /* The environment variables of a launcher. Without the local ones the world is on this machine, unless
@@ -10915,13 +10915,20 @@ static ddp_result ddp__launch_join(const ddp__launch *launch) {
     const ddp_launch_desc *desc = &launch->desc;
     ddp_group *world;
     ddp_saved_error outcome = {DDP_OK, ""};
-    int saved_device = ddp__launch_identity.device_plus_1;
+    const ddp__identity saved_identity = ddp__launch_identity;
     DDP_TRY(ddp_group_create(&world, &desc->group));
-    if (desc->devices && world->local_rank < desc->device_count)
-        ddp__launch_identity.device_plus_1 = desc->devices[world->local_rank] + 1;
-    world->device_index = ddp__launch_identity.device_plus_1 - 1;
-    ddp_error_save(&outcome, launch->fn(world, launch->user));
-    ddp__launch_identity.device_plus_1 = saved_device;
+    if (desc->devices && desc->device_count < world->local_world_size) {
+        ddp_error_save(&outcome, ddp__bad("ddp_launch", world,
+                                          "device_count=%d with %d ranks on this machine; list one device "
+                                          "for each of them",
+                                          desc->device_count, world->local_world_size));
+    } else {
+        ddp__launch_identity.world_size = world->world_size;
+        if (desc->devices) ddp__launch_identity.device_plus_1 = desc->devices[world->local_rank] + 1;
+        world->device_index = ddp__launch_identity.device_plus_1 - 1;
+        ddp_error_save(&outcome, launch->fn(world, launch->user));
+        ddp__launch_identity = saved_identity;
+    }
     ddp_group_destroy(world);
     return ddp_error_restore(&outcome);
 }
@@ -10932,6 +10939,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     ddp__identity id;
     ddp_result result = DDP_OK;
     int cores = ddp__usable_cores(&launch.plan.cpus), wanted = desc ? desc->world_size : 0;
+    int outer = ddp__launch_identity.world_size; /* of the enclosing ddp_launch; 0 = none */
     if (desc) *d = *desc;
     launch.fn = fn;
     launch.user = user;
@@ -10948,7 +10956,10 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     DDP_TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
     DDP_TRY(ddp__identity_resolve(&id, &d->group, DDP__SCHEME_ENV));
     DDP_TRY(ddp__check_world_size(__func__, &id, wanted));
-    if (id.heap || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
+    DDP__NEED(!outer || !wanted || wanted == outer,
+              "desc.world_size=%d inside a ddp_launch of %d ranks; set desc.world_size to 0 to join them",
+              wanted, outer);
+    if (outer || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size,
               "device_count=%d with world_size=%d; list one device for each rank", d->device_count,
               d->world_size);

@@ -200,28 +200,38 @@ static ddp_result inner_main(ddp_group *world, void *user) {
 }
 
 static void test_launch_joins(void) {
-    int zero = 0, tag = next_tag++;
-    faults_begin("ddp_launch inside a launcher's world");
-    fflush(NULL);
-    for (int r = 0; r < 3; r++) {
-        pid_t pid = fork();
-        if (pid == 0) {
-            ddp_launch_desc desc = DDP_ZERO;
-            seen *s = &stage_shared->rank[r];
-            clear_environment();
-            for (int i = 0; i < 8 && families[0].variables[i]; i++)
-                set_variable(families[0].variables[i], r, 3, tag);
-            desc.world_size = r ? 3 : 0; /* the number of the launcher, or none */
-            s->first = ddp_launch(&desc, inner_main, &zero);
-            snprintf(s->text, sizeof s->text, "%s", ddp_last_error());
-            s->done = 1;
-            _exit(0);
+    static const int devices[3] = {0};
+    for (int listed = 3; listed >= 2; listed--) { /* entries of devices; three are needed */
+        int zero = 0, tag = next_tag++;
+        faults_begin(listed == 3 ? "ddp_launch inside a launcher's world" : "one device is missing there");
+        fflush(NULL);
+        for (int r = 0; r < 3; r++) {
+            pid_t pid = fork();
+            if (pid == 0) {
+                ddp_launch_desc desc = DDP_ZERO;
+                seen *s = &stage_shared->rank[r];
+                clear_environment();
+                for (int i = 0; i < 8 && families[0].variables[i]; i++)
+                    set_variable(families[0].variables[i], r, 3, tag);
+                desc.world_size = r ? 3 : 0; /* the number of the launcher, or none */
+                desc.devices = devices;
+                desc.device_count = listed;
+                s->first = ddp_launch(&desc, inner_main, &zero);
+                snprintf(s->text, sizeof s->text, "%s", ddp_last_error());
+                s->done = 1;
+                _exit(0);
+            }
+            stage_shared->rank[r].pid = pid;
         }
-        stage_shared->rank[r].pid = pid;
+        reap(0, 3);
+        if (listed == 3) expect_all_ok(0, 3);
+        EXPECT(stage_shared->counter == (listed == 3 ? 3 : 0), "%d ranks ran", stage_shared->counter);
+        for (int r = 0; r < 3 && listed < 3; r++) {
+            const seen *s = &stage_shared->rank[r];
+            EXPECT(s->done && s->first == DDP_ERR_INVALID && says(s->text, "device_count=2 with 3 ranks"),
+                   "rank %d: %s '%s'", r, ddp_result_name(s->first), s->text);
+        }
     }
-    reap(0, 3);
-    expect_all_ok(0, 3);
-    EXPECT(stage_shared->counter == 3, "%d ranks ran", stage_shared->counter);
 }
 
 /* Variables of an earlier job: without the comparison, the program would wait for rank 1 of that job. */

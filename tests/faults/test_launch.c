@@ -303,15 +303,40 @@ static ddp_result inside_main(ddp_group *again, void *user) {
     return DDP_OK;
 }
 
+/* A launch inside may state the number of these ranks, and lists a device for each of them. */
+static ddp_result inside_checks(ddp_group *world) {
+    static const int devices[4] = {0};
+    const int w = ddp_world_size(world);
+    const struct {
+        int world_size, has_devices, device_count;
+        const char *words; /* of its error; NULL = none */
+    } table[] = {
+        {w, 0, 0, NULL},     {w + 1, 0, 0, " inside a ddp_launch of "},          {0, 1, w, NULL},
+        {0, 1, w + 1, NULL}, {0, 1, w - 1, " on this machine; list one device"},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        ddp_launch_desc desc = DDP_ZERO;
+        desc.world_size = table[i].world_size;
+        desc.devices = table[i].has_devices ? devices : NULL;
+        desc.device_count = table[i].device_count;
+        ddp_result result = ddp_launch(&desc, inside_main, &world);
+        RANKS_CHECK(world, result == (table[i].words ? DDP_ERR_INVALID : DDP_OK), "launch %d inside: %s '%s'",
+                    (int)i, ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(world, !table[i].words || says(ddp_last_error(), table[i].words),
+                    "launch %d inside: '%s'", (int)i, ddp_last_error());
+    }
+    return DDP_OK;
+}
+
 static ddp_result again_main(ddp_group *world, void *user) {
     ddp_launch_desc desc = DDP_ZERO;
     ddp_group *again;
+    RANKS_OK(world, inside_checks(world));
     for (int i = 0; i < *(int *)user; i++) {
         RANKS_OK(world, ddp_group_create(&again, NULL));
         RANKS_OK(world, inside_main(again, &world));
         ddp_group_destroy(again);
     }
-    desc.world_size = 7; /* ignored: it starts nothing */
     RANKS_OK(world, ddp_launch(&desc, inside_main, &world));
     return ddp_barrier(world);
 }
@@ -350,6 +375,7 @@ static void test_inside(void) {
     faults_begin("a create and a launch inside");
     EXPECT(launch(RANKS_PROCESSES, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
     EXPECT(launch(RANKS_THREADS, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(launch(RANKS_PROCESSES, 1, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
     EXPECT(launch(RANKS_PROCESSES, 3, 20000, inside_without_memory_main, NULL) == DDP_OK, "%s",
            ddp_last_error());
 }
