@@ -366,7 +366,8 @@ typedef struct ddp_reducer_desc {
                                   reports those that no rank used */
     int static_graph;          /* 1 = like find_unused in the first step. Each rank must use the parameters of
                                   its first step in every later step, and no others. A gradient that no rank
-                                  uses is set to zeros in the first step only */
+                                  uses is set to zeros in the first step. Later steps leave it as it is, and
+                                  ddp_reducer_clip_grad_norm leaves it out */
     /* 0 = the gradient's: 16-bit gradients are added in f32 and rounded once. Their sums over micro-batches,
        from a ddp_accumulator or ddp_pipeline, are sent as f32. DDP_F16 or DDP_BF16: every gradient and every
        such sum is rounded to 16 bits before it is sent. This halves the bytes, and is outside the promise of
@@ -781,9 +782,9 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
    ddp_reducer_wait_mean. Not collective: every rank computes the same from equal gradients. Blocks until
    the device has computed the norm. Squares add per row (dim 0) in a fixed order and rows add exactly, so
    ddp_fsdp.h gets the same norm from its shards. A tied parameter counts once, as the sum in its first use;
-   every use is scaled. A norm that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is
-   not positive, with no_sync, when no such wait has followed the last ddp_reducer_ready, or when it has
-   failed. */
+   every use is scaled. Gradients that no rank uses under static_graph neither count nor are scaled. A norm
+   that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is not positive, with no_sync,
+   when no such wait has followed the last ddp_reducer_ready, or when it has failed. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
 /* Returns 1 when no rank used params[param_index]: with find_unused in the last step, with static_graph
@@ -11006,12 +11007,13 @@ typedef struct ddp__grad {
     int bucket;    /* -1 = in none */
     /* Parameters with the next and previous gradient in memory, on every rank; -1 = none. */
     int next_in_memory, previous_in_memory;
-    unsigned char in_place;    /* 1 = its range is reduced in place */
-    unsigned char in_arena;    /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
-    unsigned char ready;       /* announced in this step */
-    unsigned char has_f32_sum; /* this step's gradient is the parameter's f32 sum */
-    unsigned char expected;    /* waited for; 0 = static_graph has seen that this rank does not use it */
-    unsigned char unused;      /* no rank used it in the last step */
+    unsigned char in_place;     /* 1 = its range is reduced in place */
+    unsigned char in_arena;     /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
+    unsigned char ready;        /* announced in this step */
+    unsigned char has_f32_sum;  /* this step's gradient is the parameter's f32 sum */
+    unsigned char expected;     /* waited for; 0 = static_graph has seen that this rank does not use it */
+    unsigned char unused;       /* no rank used it in the last step */
+    unsigned char has_tied_sum; /* a later use has been added to this first use */
 } ddp__grad;
 
 typedef struct ddp__bucket {
@@ -11760,6 +11762,10 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     return DDP_OK;
 }
 
+/* Returns 1 if ddp_reducer_wait writes this gradient. Otherwise no rank uses it under static_graph, and its
+   memory is the caller's: it may differ between ranks. */
+static int ddp__grad_is_reduced(const ddp__grad *grad) { return grad->bucket >= 0 || grad->has_tied_sum; }
+
 /* Adds the gradients of later uses of a tied parameter to that of the first use, in definition order. */
 static void ddp__reducer_add_tied(ddp_reducer *reducer) {
     for (int i = 0; i < reducer->desc.param_count; i++) {
@@ -11768,6 +11774,7 @@ static void ddp__reducer_add_tied(ddp_reducer *reducer) {
         /* Under static_graph the first use may itself be unused, and in no bucket. */
         if (first->bucket < 0 && !first->ready) reducer->device->fill_zero(first->data, first->size_bytes);
         first->ready |= first->bucket < 0;
+        first->has_tied_sum = 1;
         reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
     }
 }
@@ -11847,7 +11854,8 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
     DDP_TRY(ddp__use_compute_stream(reducer->group));
     for (int i = 0; i < reducer->desc.param_count && loss->count > 1; i++) {
         const ddp__grad *grad = &reducer->grads[i];
-        if (grad->count) reducer->device->divide(grad->data, grad->count, grad->dtype, (uint64_t)loss->count);
+        if (grad->count && ddp__grad_is_reduced(grad))
+            reducer->device->divide(grad->data, grad->count, grad->dtype, (uint64_t)loss->count);
     }
     DDP_TRY(ddp__device_check(reducer->group));
     reducer->averaged = 1;
@@ -11882,7 +11890,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     DDP_TRY(ddp__use_compute_stream(reducer->group));
     reducer->device->fill_zero(reducer->sum_squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++)
-        if (reducer->grads[i].first_use == i)
+        if (reducer->grads[i].first_use == i && ddp__grad_is_reduced(&reducer->grads[i]))
             ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->sum_squares,
                                    &reducer->desc.params[i].grad);
     /* Only this copy makes the host wait for the device. */
@@ -11891,7 +11899,8 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     float factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
     for (int i = 0; i < reducer->desc.param_count && factor != 1; i++) {
         const ddp__grad *grad = &reducer->grads[i];
-        if (grad->count) reducer->device->scale(grad->data, grad->count, grad->dtype, factor);
+        if (grad->count && ddp__grad_is_reduced(grad))
+            reducer->device->scale(grad->data, grad->count, grad->dtype, factor);
     }
     return ddp__device_check(reducer->group);
 }

@@ -6,6 +6,8 @@
 #include "ddp.h"
 #include "../support/ranks.h"
 
+#include <math.h>
+
 enum { PARAMS = 12, ELEMENTS_MAX = 30000 };
 
 static ranks_mode run_mode;
@@ -385,6 +387,16 @@ static ddp_result unused_is_zero_here_and_reported_when_nobody_used_it(ddp_group
                 RANKS_CHECK(group, ddp_reducer_is_unused(reducer, i) == (i == nobody), "step %d parameter %d",
                             step, i);
             }
+            if (!fixed) continue;
+            /* numbers of this rank, where no gradient is reduced: they are not part of the norm */
+            float *left = (float *)m.params[nobody].grad.data, norm, least;
+            *left = (float)(rank + 1) * 100;
+            RANKS_OK(group, ddp_reducer_clip_grad_norm(reducer, 0.5f, &norm));
+            RANKS_OK(group, ddp_all_reduce(group, &norm, &least, 1, DDP_F32, DDP_OP_MIN, NULL));
+            RANKS_CHECK(group, norm == least && *left == (float)(rank + 1) * 100,
+                        "step %d: the norm is %g, on another rank %g; an unused gradient became %g", step,
+                        (double)norm, (double)least, (double)*left);
+            *left = 0;
         }
         ddp_reducer_destroy(reducer);
         model_close(&m);
@@ -450,6 +462,16 @@ static ddp_result tied_uses(ddp_group *group, int fixed) {
         }
         PASS(check_param(&m, 1, step, (uint64_t)w));
         PASS(check_param(&m, 4, step, (uint64_t)w));
+        float norm;
+        double squares = 0;
+        for (int i = 0; i < 5; i++)
+            for (size_t k = 0; k < param_elements(&m.params[i]) && i != 2; k++) {
+                double g = (double)((const float *)m.params[i].grad.data)[k];
+                squares += g * g;
+            }
+        RANKS_OK(group, ddp_reducer_clip_grad_norm(reducer, 1e30f, &norm));
+        RANKS_CHECK(group, fabs((double)norm / sqrt(squares) - 1) < 1e-5,
+                    "static_graph=%d step %d: norm %g, not %g", fixed, step, (double)norm, sqrt(squares));
     }
     ddp_reducer_destroy(reducer);
     model_close(&m);
