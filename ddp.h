@@ -637,7 +637,8 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
 /* Sends send_counts[j] elements at send + send_offsets[j] to rank j, and receives recv_counts[j] elements
    from rank j at recv + recv_offsets[j]. The arrays have W entries and are copied. Offsets NULL = packed in
    rank order. send_counts[j] on rank i must equal recv_counts[i] on rank j, also for i == j. Blocks of recv
-   must not overlap. Not in place. Errors: DDP_ERR_MISMATCH names a pair of ranks with different counts. */
+   must not overlap. Not in place. Errors: DDP_ERR_MISMATCH names a pair of ranks with different counts; with
+   one rank that is DDP_ERR_INVALID. */
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts,
                                    const size_t *send_offsets, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
@@ -5714,10 +5715,6 @@ static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *c
     ddp_bytes from = ddp__send_range(0, &t, 0), to = ddp__recv_range(0, &t, 0);
     (void)group;
     if (((ddp_saved_error *)state)->result != DDP_OK) return DDP_ERR_POISONED;
-    if (from.size != to.size)
-        return ddp_fail(
-            DDP_ERR_MISMATCH,
-            "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ; set both to the same count");
     if (to.size && t.send + from.begin != t.recv + to.begin)
         memmove(t.recv + to.begin, t.send + from.begin, to.size);
     if (t.shape & DDP__ADDS && call->op == DDP_OP_AVG && call->divisor > 1)
@@ -13391,6 +13388,10 @@ static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_wor
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank],
                        "send_count=%zu, but recv_counts[%d]=%zu; give both the same", call->count,
                        group->rank, call->recv_counts[group->rank]);
+        DDP__CALL_NEED(!call->send_counts || group->world_size > 1
+                           || call->send_counts[0] == call->recv_counts[0],
+                       "send_counts[0]=%zu, but recv_counts[0]=%zu; give both the same", call->send_counts[0],
+                       call->recv_counts[0]);
         call->count = call->send_counts ? 0 : sum;
     }
     DDP__CALL_NEED(!p2p || call->root != group->rank, "peer is this rank itself; copy the buffer");

@@ -323,7 +323,7 @@ static void still_fine(ddp_group *g) {
 static void test_collective_arguments(void **state) {
     ddp_group *g = (ddp_group *)*state;
     float a[8] = {0}, b[8] = {0};
-    size_t n[1] = {2}, off[1] = {0}, huge[1] = {SIZE_MAX / 2}, far[1] = {SIZE_MAX - 1};
+    size_t n[1] = {2}, one[1] = {1}, off[1] = {0}, huge[1] = {SIZE_MAX / 2}, far[1] = {SIZE_MAX - 1};
     const ddp_dtype bad_dtype = (ddp_dtype)99;
     const ddp_op bad_op = (ddp_op)99;
 
@@ -371,6 +371,8 @@ static void test_collective_arguments(void **state) {
     REFUSED(ddp_all_to_all_v(g, a, n, NULL, b, NULL, NULL, DDP_F32, NULL), "ddp_all_to_all_v", "recv_counts");
     REFUSED(ddp_all_to_all_v(g, a, n, off, a, n, off, DDP_F32, NULL), "ddp_all_to_all_v", "overlap");
     REFUSED(ddp_all_to_all_v(g, NULL, n, NULL, b, n, NULL, DDP_F32, NULL), "ddp_all_to_all_v", "send");
+    REFUSED(ddp_all_to_all_v(g, a, n, NULL, b, one, NULL, DDP_F32, NULL), "ddp_all_to_all_v",
+            "send_counts[0]=2, but recv_counts[0]=1");
     REFUSED(ddp_barrier(NULL), "ddp_barrier", "group");
     still_fine(g);
 }
