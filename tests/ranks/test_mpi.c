@@ -278,11 +278,11 @@ static ddp_result orders(void) {
     return DDP_OK;
 }
 
-/* ddp_launch_desc.devices is indexed by local rank. A rank without an entry has no device. */
+/* ddp_launch_desc.devices is indexed by local rank: two entries serve two ranks on each machine. */
 static ddp_result has_device(ddp_group *world, void *user) {
     int local = ddp_local_rank(world), index = ddp_group_device_index(world);
     (void)user;
-    RANKS_CHECK(world, index == (local < 2 ? 7 - local : -1), "local rank %d has device %d", local, index);
+    RANKS_CHECK(world, index == 7 - local, "local rank %d has device %d", local, index);
     return DDP_OK;
 }
 static ddp_result devices(void) {
