@@ -112,8 +112,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, events(world, mode == RANKS_TCP)); /* no messages */
     RANKS_RUN(world, ring(world));
     RANKS_RUN(world, bad_input(world));
-    if (ddp_rank(world) == 0)
-        printf("ok: %s W=%d\n", ranks_mode_name(mode), ddp_world_size(world));
+    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(mode), ddp_world_size(world));
     return DDP_OK;
 }
 
