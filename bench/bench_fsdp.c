@@ -9,12 +9,11 @@ USAGE
     appended to the file dat.
 
     All strategies, and train_gpt's DDP (ddp_reducer, ddp_accumulator, ddp_optimizer), exist in the same
-    processes and train the same model on the same tokens. They take turns of a few steps, in an order that is
-    reversed every round. A turn starts at a barrier; its time is that of the slowest rank. Each round gives one ratio
-    to NO_SHARD per strategy. Figures are medians and quartiles over rounds. "processor time" is the same
-    ratio for the processor time of all ranks: other programs disturb it less, but it counts waits that spin.
-    At the end all weights must have the same bits.
-*/
+    processes and train the same model on the same tokens. They take turns of a few steps, in an order that
+    is reversed every round. A turn starts at a barrier; its time is that of the slowest rank. Each round
+    gives one ratio to NO_SHARD per strategy. Figures are medians and quartiles over rounds. "processor
+    time" is the same ratio for the processor time of all ranks: other programs disturb it less, but it
+    counts waits that spin. At the end all weights must have the same bits. */
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
 #include "../examples/gpt/gpt.h"

@@ -126,8 +126,10 @@ static ddp_result measure(ddp_group *world, void *user) {
             int i = round & 1 ? VARIANTS - 1 - k : k;
             TRY(turn(world, &all[i], (float *)gradient, source, &seconds[i]));
         }
-        for (int i = 0; i < VARIANTS && round >= 0; i++)
-            all[i].times[round] = seconds[i], all[i].ratios[round] = seconds[i] / seconds[PLAIN];
+        for (int i = 0; i < VARIANTS && round >= 0; i++) {
+            all[i].times[round] = seconds[i];
+            all[i].ratios[round] = seconds[i] / seconds[PLAIN];
+        }
     }
     if (ddp_rank(world) == 0) {
         printf("A bucket of 25 MiB on %d ranks, medians of %d rounds\n\n", ranks, rounds);

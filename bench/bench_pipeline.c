@@ -285,8 +285,11 @@ static ddp_result waits_init(waits *m, ddp_group *world, const setup *u, const p
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_stage_cost *costs;
     int stages;
-    desc.kind = q->kind, desc.rank_count = u->ranks, desc.microbatch_count = u->microbatches;
-    desc.chunk_count = q->chunks, desc.update_interval = q->interval,
+    desc.kind = q->kind;
+    desc.rank_count = u->ranks;
+    desc.microbatch_count = u->microbatches;
+    desc.chunk_count = q->chunks;
+    desc.update_interval = q->interval;
     desc.memory_limit = q->memory * u->ranks;
     if (ddp_schedule_create(&m->schedule, &desc) != DDP_OK) {
         if (ddp_rank(world) == 0) fprintf(stderr, "left out: %s\n", ddp_last_error());
@@ -380,11 +383,16 @@ static ddp_result build_trainer(trainer *t, const setup *u, run_options *options
     run *r = &t->run;
     run_init(r, world, j);
     r->options = options;
-    r->plan.config.layers = u->layers, r->plan.config.channels = u->channels, r->plan.config.heads = 4,
+    r->plan.config.layers = u->layers;
+    r->plan.config.channels = u->channels;
+    r->plan.config.heads = 4;
     r->plan.config.context = 128;
-    r->plan.config.micro_batch = 4, r->plan.config.batch = 4 * u->microbatches,
-    r->plan.config.steps = u->steps + 1, r->plan.config.seed = 1;
-    r->plan.text_tokens = 1 << 16, r->plan.train_tokens = r->plan.text_tokens / 10 * 9;
+    r->plan.config.micro_batch = 4;
+    r->plan.config.batch = 4 * u->microbatches;
+    r->plan.config.steps = u->steps + 1;
+    r->plan.config.seed = 1;
+    r->plan.text_tokens = 1 << 16;
+    r->plan.train_tokens = r->plan.text_tokens / 10 * 9;
     r->text.count = r->text.capacity = r->plan.text_tokens;
     r->text.bytes = (uint8_t *)zeros((size_t)r->plan.text_tokens, 1);
     for (int64_t i = 0; i < r->plan.text_tokens; i++)
@@ -465,13 +473,21 @@ int main(int argc, char **argv) {
     setup u;
     memset(&u, 0, sizeof u);
     if (!gpt && (argc < 2 || strcmp(argv[1], "waits") != 0)) return usage();
-    u.ranks = gpt ? 2 : argc > 2 ? atoi(argv[2]) : 8;
-    u.layers = gpt && argc > 2 ? atoi(argv[2]) : 6;
-    u.channels = gpt && argc > 3 ? atoi(argv[3]) : 256;
-    u.microbatches = gpt ? (argc > 4 ? atoi(argv[4]) : 8) : argc > 3 ? atoi(argv[3]) : 32;
-    u.seconds = gpt ? 0 : argc > 4 ? atof(argv[4]) * 1e-3 : 0.01;
-    u.steps = argc > 5 ? atoi(argv[5]) : gpt ? 9 : 5;
-    u.dat = !gpt && argc > 6 ? argv[6] : NULL;
+    u.layers = 6;
+    u.channels = 256;
+    if (gpt) {
+        u.ranks = 2;
+        if (argc > 2) u.layers = atoi(argv[2]);
+        if (argc > 3) u.channels = atoi(argv[3]);
+        u.microbatches = argc > 4 ? atoi(argv[4]) : 8;
+        u.steps = argc > 5 ? atoi(argv[5]) : 9;
+    } else {
+        u.ranks = argc > 2 ? atoi(argv[2]) : 8;
+        u.microbatches = argc > 3 ? atoi(argv[3]) : 32;
+        u.seconds = argc > 4 ? atof(argv[4]) * 1e-3 : 0.01;
+        u.steps = argc > 5 ? atoi(argv[5]) : 5;
+        u.dat = argc > 6 ? argv[6] : NULL;
+    }
     if (u.ranks < 1 || u.ranks > DDP_MAX_LOCAL_RANKS || u.microbatches < 1 || u.microbatches > 512
         || u.steps < 1 || u.steps > STEPS_MAX)
         return usage();

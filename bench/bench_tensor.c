@@ -27,9 +27,9 @@ USAGE
 
 enum { ROUNDS_MAX = 256, VARIANTS = 7 };
 
-/* alone: 1 = rank 0 computes the whole block, and the other ranks wait. */
+/* on_rank0: 1 = only rank 0 computes, the whole block; the other ranks wait. */
 typedef struct variant {
-    int alone, sequence_parallel, chunks;
+    int on_rank0, sequence_parallel, chunks;
 } variant;
 static const variant variants[VARIANTS] = {{1, 0, 1}, {0, 0, 1}, {0, 0, 2}, {0, 0, 4},
                                            {0, 1, 1}, {0, 1, 2}, {0, 1, 4}};
@@ -53,9 +53,13 @@ static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_gr
     size_t floats = 0;
     run_init(r, world, j);
     r->options = options;
-    r->plan.config.layers = 1, r->plan.config.channels = u->channels, r->plan.config.heads = u->heads,
+    r->plan.config.layers = 1;
+    r->plan.config.channels = u->channels;
+    r->plan.config.heads = u->heads;
     r->plan.config.context = u->context;
-    r->plan.config.micro_batch = r->plan.config.batch = u->sequences, r->plan.config.seed = 1;
+    r->plan.config.micro_batch = u->sequences;
+    r->plan.config.batch = u->sequences;
+    r->plan.config.seed = 1;
     DDP_TRY(build_model(t));
     for (int i = 0; i < m->param_count; i++)
         floats += GPT_ROUND_UP((size_t)(m->pieces[i].rows * m->pieces[i].columns), 16);
@@ -85,8 +89,10 @@ static ddp_result run_block(trainer *t, figures *f, int round) {
     waiting = stats.comm_seconds;
     DDP_TRY(ddp_all_reduce(t->run.world, &seconds, &seconds, 1, DDP_F64, DDP_OP_MAX, NULL));
     DDP_TRY(ddp_all_reduce(t->run.world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
-    if (t->run.rank == 0 && round >= 0)
-        f->seconds[round] = seconds, f->waiting[round] = waiting, f->elements = (double)stats.elements_sent;
+    if (t->run.rank != 0 || round < 0) return DDP_OK;
+    f->seconds[round] = seconds;
+    f->waiting[round] = waiting;
+    f->elements = (double)stats.elements_sent;
     return DDP_OK;
 }
 
@@ -98,7 +104,7 @@ static ddp_result measure(ddp_group *world, ddp_group *one, setup *u, trainer *t
                           job *j) {
     int count = variant_count(ddp_world_size(world));
     for (int v = 0; v < count; v++) {
-        ddp_group *group = variants[v].alone ? one : world;
+        ddp_group *group = variants[v].on_rank0 ? one : world;
         if (!group) continue;
         options[v].tensor = ddp_world_size(group);
         options[v].sequence_parallel = variants[v].sequence_parallel;

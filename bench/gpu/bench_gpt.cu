@@ -148,8 +148,11 @@ static void update(bench *b) {
     d.beta2 = 0.95f;
     for (int vectors = 0; vectors < 2; vectors++) {
         size_t from = vectors ? b->matrices : 0;
-        d.master = b->master + from, d.first = b->first + from, d.second = b->second + from;
-        d.grad = b->grads + 2 * from, d.copy = b->values + 2 * from;
+        d.master = b->master + from;
+        d.first = b->first + from;
+        d.second = b->second + from;
+        d.grad = b->grads + 2 * from;
+        d.copy = b->values + 2 * from;
         d.count = vectors ? b->count - b->matrices : b->matrices;
         d.weight_decay = vectors ? 0 : 0.1f;
         ok(ddp_cuda_adamw(&d, b->stream));
@@ -230,8 +233,11 @@ static void open_model(bench *b) {
     const char *wrong;
     double rate = copy_rate(b->stream); /* before the model allocates memory */
     int device;
-    d.config = b->config, d.batch = b->batch, d.length = b->length;
-    d.recompute = b->recompute, d.graphs = !b->no_graphs && !b->notes;
+    d.config = b->config;
+    d.batch = b->batch;
+    d.length = b->length;
+    d.recompute = b->recompute;
+    d.graphs = !b->no_graphs && !b->notes;
     d.stream = b->stream;
     if (b->notes) {
         d.note = take_note;
@@ -260,7 +266,11 @@ int main(int argc, char **argv) {
     ddp_cuda_pick_desc pick = DDP_ZERO;
     char line[64];
     int device, count, status;
-    b.config.vocab = 50257, b.config.layers = 12, b.config.heads = 12, b.config.channels = 768, b.batch = 32,
+    b.config.vocab = 50257;
+    b.config.layers = 12;
+    b.config.heads = 12;
+    b.config.channels = 768;
+    b.batch = 32;
     b.length = 1024;
     const option options[] = {
         {"--layers", "N", &b.config.layers, NULL, NULL, 1, 1000, "blocks"},

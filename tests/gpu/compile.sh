@@ -8,7 +8,8 @@
 #   GPU_CUBLASLT   -DDDP_USE_CUBLASLT -lcublasLt, or empty
 #   GPU_LEVEL      kit    -O2, optimised machine code with line numbers, no symbols
 #                  check  host code with -O1 and warnings as errors, PTX that is not optimised; $GPU_BODIES is an
-#                         object with the bodies of ddp.h and ddp_fsdp.h, which are then not compiled again
+#                         object with the bodies of ddp.h and ddp_fsdp.h, $GPU_CUDA_BODIES one with those of
+#                         ddp_cuda.cuh: they are then not compiled again
 set -u
 . tests/gpu/libraries.sh
 folder=$1 program=$2
@@ -44,12 +45,14 @@ case $source in
         # Kernels are functions of the host, too: inlining all of them takes half of the compiler's time.
         set -- "$nvcc" $options -O1 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline"
         set -- "$@" -Werror all-warnings "-Xcompiler=$warnings,-Werror"
-        bodies=${GPU_BODIES:-}
-        case $program in
-        test_kernels | test_attention) bodies= ;; # they call private functions of ddp.h
+        bodies=${GPU_BODIES:-} cuda_bodies=${GPU_CUDA_BODIES:-}
+        case $program in # some use private functions
+        test_kernels | test_attention) bodies= cuda_bodies= ;;
+        test_groups | test_layers | test_pipeline | test_training) cuda_bodies= ;;
         esac
         included="-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED"
         [ -z "$bodies" ] || set -- "$@" $included "$bodies"
+        [ -z "$cuda_bodies" ] || set -- "$@" -DDDP_CUDA_IMPLEMENTATION_INCLUDED "$cuda_bodies" $GPU_CUBLASLT
     else
         set -- "$nvcc" $options -O2 -lineinfo --compress-mode=size -Xlinker -s "-Xcompiler=$warnings"
     fi

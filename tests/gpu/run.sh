@@ -101,11 +101,15 @@ build)
     have_nvcc || exit 1
     only_links=1
     find_build_libraries "$temporary"
-    GPU_ARCH=compute_90 GPU_LEVEL=check GPU_BODIES=$temporary/bodies.o
-    export GPU_BODIES
-    # The bodies of ddp.h and ddp_fsdp.h once for all programs; tests/compile/matrix.sh has nvcc compile them.
+    GPU_ARCH=compute_90 GPU_LEVEL=check GPU_BODIES=$temporary/bodies.o GPU_CUDA_BODIES=$temporary/cuda_bodies.o
+    export GPU_BODIES GPU_CUDA_BODIES
+    # The bodies of the headers once for all programs; tests/compile/matrix.sh has nvcc compile those of ddp.h.
     printf '#define DDP_IMPLEMENTATION\n#include "ddp.h"\n#include "ddp_fsdp.h"\n' >"$temporary/bodies.c"
-    "${CC:-cc}" -O1 -I. -c "$temporary/bodies.c" -o "$GPU_BODIES" || exit 1
+    printf '#define DDP_CUDA_IMPLEMENTATION\n#include "ddp_cuda.cuh"\n' >"$temporary/cuda_bodies.cu"
+    "${CC:-cc}" -O1 -I. -c "$temporary/bodies.c" -o "$GPU_BODIES" &
+    "$nvcc" -std=c++17 $(gpu_arch_flags "$GPU_ARCH") -O1 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline" \
+        ${GPU_NCCL:--DDDP_NO_NCCL} $GPU_CUBLASLT -I. -c "$temporary/cuda_bodies.cu" -o "$GPU_CUDA_BODIES" || exit 1
+    wait $! || exit 1
     programs=$(with_libraries ${PROGRAMS:-$tests bench_gpu bench_gpt})
     build_programs "$build" $programs || exit 1
     echo "built $(echo $programs) in $build: $(($(date +%s) - started)) s"
