@@ -1442,7 +1442,8 @@ DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, con
 /* Seconds that this thread has been blocked on a request; 0 = it only polls. */
 DDPDEF double ddp_p2p_waited(const void *request);
 
-/* DDP_OK, or the cause if a rank of this group is lost: see ddp_group_mark_lost. Reports each cause once. */
+/* DDP_OK, or the cause of the lowest lost rank of this group: see ddp_group_mark_lost. Reports it again only
+   after another rank has been marked. */
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group);
 /* All lost ranks of the world, packed into two words that are sent with a failure. */
 DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t words[2]);
@@ -1830,7 +1831,7 @@ typedef struct ddp__sleeper {
     int32_t waits_for;           /* rank */
 } ddp__sleeper;
 
-/* Counters of a rank. FILLED: rounds that it has written into its slot. PASSED: rounds in which it has
+/* Counters of a rank. FILLED: rounds that it has written into its slot. FINISHED: rounds in which it has
    finished with the slots of all ranks. */
 enum { DDP__FILLED, DDP__FINISHED };
 typedef struct ddp__round_counter {
@@ -3476,16 +3477,14 @@ static void ddp__request_huge_pages(unsigned char *mapping, size_t begin, size_t
     }
 }
 
-/* Allocates the pages of memory, which is mapped from `offset` of the file. A lack of memory is then an error
-   here and not a SIGBUS later. Returns 0 on such an error. Returns 1 also if the system has neither function:
-   the first access then allocates. */
+/* Allocates the pages of memory, which starts at a page and is mapped from `offset` of the file. A lack of
+   memory is then an error here and not a SIGBUS later. Returns 0 on such an error. Returns 1 also if the
+   system has neither function: the first access then allocates. */
 static int ddp__allocate_pages(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
-    size_t slack = (uintptr_t)memory % DDP__PAGE;
-    if (madvise((unsigned char *)memory - slack, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0)
-        return 1;
+    if (madvise(memory, size, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
     if (errno != EINVAL) return 0;
-    return syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0
-           || errno == EOPNOTSUPP || errno == ENOSYS;
+    return syscall(SYS_fallocate, heap->fd, 0, (long)offset, (long)size) == 0 || errno == EOPNOTSUPP
+           || errno == ENOSYS;
 }
 
 /* Creates this process's heap object for a file and maps its ddp__job. Takes ownership of fd, also on
@@ -4189,6 +4188,19 @@ static void ddp__check_missed_signal(const ddp_group *group, ddp__local *l, cons
     }
 }
 
+/* Publishes what this rank waits for: ddp_group_wait_signal, or the collective that it announced last. */
+static void ddp__publish_own_wait(const ddp_group *group, ddp__local *l, int peer) {
+    const uint64_t *words = ddp__post_of(l, l->rank, group->seq)->words;
+    uint64_t signal[2];
+    if (l->in_wait_signal) {
+        ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8);
+        call.tag = DDP__TAG_WAIT_SIGNAL;
+        ddp_call_pack(&call, signal);
+        words = signal;
+    }
+    ddp__publish_wait(group, l, words, group->seq, peer);
+}
+
 /* The second and third phase of a wait. */
 static ddp_result ddp__wait_word_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
                                       size_t stride, uint64_t target) {
@@ -4208,7 +4220,7 @@ static ddp_result ddp__wait_word_slow(ddp_group *group, ddp__local *l, int peer,
         /* The check of a process takes about 10 us: at most 1.25% of the time, for any number of ranks. */
         if (now - checked > 0.004 + 0.0008 * l->world_size) {
             checked = now;
-            ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->words, group->seq, peer);
+            ddp__publish_own_wait(group, l, peer);
             ddp__check_lost_ranks(l, words, stride, target);
             ddp__check_missed_signal(group, l, words, stride, target);
         }
