@@ -48,7 +48,7 @@ case $source in
         bodies=${GPU_BODIES:-} cuda_bodies=${GPU_CUDA_BODIES:-}
         case $program in # some use private functions
         test_kernels | test_attention) bodies= cuda_bodies= ;;
-        test_groups | test_layers | test_pipeline | test_training) cuda_bodies= ;;
+        test_groups | test_layers | test_training) cuda_bodies= ;;
         esac
         included="-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED"
         [ -z "$bodies" ] || set -- "$@" $included "$bodies"

@@ -358,7 +358,7 @@ static ddp_result aborts_and_losses(device_rank *d) {
 static ddp_result failing_copies(device_rank *d) {
 #if defined(DDP_TEST_ON_CPU)
     int rank = ddp_rank(d->group), last = ddp_world_size(d->group) - 1, device;
-    DDP__CUDA_RUNTIME->get_device(&device);
+    device_get(&device);
     for (int nth = 1; nth <= 6; nth++) { /* three rounds each way */
         ddp_group *group;
         ddp_result result;
@@ -413,7 +413,7 @@ static ddp_result failing_memory(device_rank *d) {
 #if defined(DDP_TEST_ON_CPU)
     const ddp_device *device = ddp_group_device(d->group);
     int pinned, number, last = ddp_rank(d->group) == ddp_world_size(d->group) - 1;
-    DDP__CUDA_RUNTIME->get_device(&number);
+    device_get(&number);
     for (pinned = 0; pinned < 2; pinned++) {
         void *memory = d;
         ddp_result result;
@@ -473,11 +473,11 @@ static ddp_result batches_go_up(device_rank *d) {
     for (; count < 20; count += 4) {
         RANKS_OK(d->cpu, ddp_loader_next(loader, &batch));
         memcpy(order + count, batch.indices, sizeof *order * 4);
-        RANKS_CHECK(d->cpu,
-                    DDP__CUDA_RUNTIME->memcpy_async(p.far + 1000 * count, batch.fields[0].data, 4000,
-                                                    cudaMemcpyHostToDevice, d->stream)
-                        == cudaSuccess,
-                    "copying a batch up");
+        RANKS_CHECK(
+            d->cpu,
+            device_copy(p.far + 1000 * count, batch.fields[0].data, 4000, cudaMemcpyHostToDevice, d->stream)
+                == cudaSuccess,
+            "copying a batch up");
     }
     TRY(device_down(d, p.near, p.far, 20000));
     for (int i = 0; i < 20; i++) {

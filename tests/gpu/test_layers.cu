@@ -183,7 +183,7 @@ static ddp_result mlp(place *p, ddp_tp_activation activation, int asynchronous) 
 #if defined(DDP_TEST_ON_CPU)
     if (asynchronous) {
         int device = 0;
-        DDP__CUDA_RUNTIME->get_device(&device);
+        device_get(&device);
         std::string calls = fake_record(device);
         for (const char *what : {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaStreamSynchronize",
                                  "cudaEventSynchronize", "GetHeuristic", "cublasLtCreate"})
@@ -550,7 +550,7 @@ static ddp_result failing_alone(device_rank *d) {
     static const int32_t words[4] = {0, 1, 2, 1};
     int last = ddp_world_size(d->cpu) - 1, device;
     void *memory;
-    RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->get_device(&device) == cudaSuccess, "no device");
+    RANKS_CHECK(d->cpu, device_get(&device) == cudaSuccess, "no device");
     RANKS_OK(d->cpu, ddp_device_cuda()->alloc(NULL, 1 << 14, &memory));
     for (int turn = 0; turn < 4; turn++) {
         float *x = (float *)memory;

@@ -327,7 +327,7 @@ static ddp_result without_memory(device_rank *d, both *b) {
     fake_record_from_here(); /* ranks are threads, which share it, or processes */
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     for (int step = 0; step < 3; step++) RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
-    RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->get_device(&device) == cudaSuccess, "no device");
+    RANKS_CHECK(d->cpu, device_get(&device) == cudaSuccess, "no device");
     std::string record = fake_record(device);
     RANKS_CHECK(d->cpu, record.find("cudaMemcpyAsync") != std::string::npos, "nothing was recorded");
     for (const char *call : calls)
@@ -518,7 +518,7 @@ static ddp_result untied(device_rank *d, both *b) {
     ddp_schedule *s;
     shape.rank_count = w, shape.microbatch_count = 2;
     if (w != 3) return DDP_OK;
-    RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->get_device(&device) == cudaSuccess, "no device");
+    RANKS_CHECK(d->cpu, device_get(&device) == cudaSuccess, "no device");
     RANKS_OK(d->cpu, ddp_schedule_create(&s, &shape));
     for (int nth = 1; nth <= 4; nth++) {
         ddp_pipeline_desc desc;

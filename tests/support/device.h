@@ -52,6 +52,15 @@ static const struct ddp__cuda_runtime *device_runtime(void) {
     return &table;
 }
 static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* work is late anyway */
+static cudaError_t device_stream_create(cudaStream_t *out) { return device_runtime()->stream_create(out, 0); }
+static cudaError_t device_stream_destroy(cudaStream_t stream) {
+    return device_runtime()->stream_destroy(stream);
+}
+static RANKS_UNUSED cudaError_t device_get(int *device) { return device_runtime()->get_device(device); }
+static RANKS_UNUSED cudaError_t device_copy(void *to, const void *from, size_t size_bytes,
+                                            cudaMemcpyKind kind, cudaStream_t stream) {
+    return device_runtime()->memcpy_async(to, from, size_bytes, kind, stream);
+}
 
 /* One fake GPU state per process: created by its first rank, checked when its last rank has left. */
 static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -83,6 +92,15 @@ static __global__ void device_spin(long long cycles) {
 }
 /* About 10 us. */
 static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); }
+static cudaError_t device_stream_create(cudaStream_t *out) {
+    return cudaStreamCreateWithFlags(out, cudaStreamNonBlocking);
+}
+static cudaError_t device_stream_destroy(cudaStream_t stream) { return cudaStreamDestroy(stream); }
+static RANKS_UNUSED cudaError_t device_get(int *device) { return cudaGetDevice(device); }
+static RANKS_UNUSED cudaError_t device_copy(void *to, const void *from, size_t size_bytes,
+                                            cudaMemcpyKind kind, cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, size_bytes, kind, stream);
+}
 static int device_machine(int by) {
     (void)by;
     return 0;
@@ -98,7 +116,7 @@ static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world
     pick.allow_shared = 1;
     d->cpu = world;
     RANKS_OK(world, ddp_cuda_pick(world, &pick, &device));
-    RANKS_CHECK(world, DDP__CUDA_RUNTIME->stream_create(&d->stream, 0) == cudaSuccess, "no stream");
+    RANKS_CHECK(world, device_stream_create(&d->stream) == cudaSuccess, "no stream");
     ddp_cuda_use_stream(d->stream);
     RANKS_OK(world, device_group(world, d->stream, &d->group));
     RANKS_OK(world, ddp_device_cuda()->alloc(NULL, scratch_bytes, &memory));
@@ -112,7 +130,7 @@ static RANKS_UNUSED ddp_result device_rank_close(device_rank *d) {
     ddp_device_cuda()->free(NULL, d->scratch);
     ddp_group_destroy(d->group);
     ddp_cuda_use_stream(0);
-    DDP__CUDA_RUNTIME->stream_destroy(d->stream);
+    device_stream_destroy(d->stream);
     RANKS_OK(d->cpu, ddp_cuda_check());
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     failures = device_machine(-1);
@@ -122,26 +140,22 @@ static RANKS_UNUSED ddp_result device_rank_close(device_rank *d) {
 
 /* Returns while the copy can still be in flight on the compute stream. */
 static RANKS_UNUSED ddp_result device_up(device_rank *d, void *far, const void *near, size_t size_bytes) {
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     if (size_bytes == 0) return DDP_OK;
     RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
     ddp_device_cuda()->copy(d->scratch, near, size_bytes); /* waits until the stream no longer uses scratch */
     device_delay(d->stream);
     RANKS_CHECK(d->cpu,
-                cuda->memcpy_async(far, d->scratch, size_bytes, cudaMemcpyDeviceToDevice, d->stream)
-                    == cudaSuccess,
+                device_copy(far, d->scratch, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess,
                 "copying up");
     return DDP_OK;
 }
 
 /* The contents of far as seen by work that is launched on the compute stream now. */
 static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const void *far, size_t size_bytes) {
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     if (size_bytes == 0) return DDP_OK;
     RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
     RANKS_CHECK(d->cpu,
-                cuda->memcpy_async(d->scratch, far, size_bytes, cudaMemcpyDeviceToDevice, d->stream)
-                    == cudaSuccess,
+                device_copy(d->scratch, far, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess,
                 "copying down");
     ddp_device_cuda()->copy(near, d->scratch, size_bytes);
     return DDP_OK;
