@@ -97,11 +97,11 @@ static void test_against_a_plain_loop(void **state) {
 static void test_cblas(void **state) {
     ddp_gemm g;
     (void)state;
-    each(ddp__gemm_default());
+    each(DDP__GEMM_DEFAULT);
     memset(&g, 0, sizeof g);
     g.dtype = DDP_F32, g.m = g.n = g.k = 1, g.lda = INT64_C(1) << 31, g.ldb = g.ldc = 1, g.a = a32, g.b = b32,
     g.c = c32;
-    assert_int_equal(ddp__gemm_default()(&g, NULL), DDP_ERR_INVALID);
+    assert_int_equal(DDP__GEMM_DEFAULT(&g, NULL), DDP_ERR_INVALID);
     assert_non_null(strstr(ddp_last_error(), "lda=2147483648 exceeds the CBLAS limit of"));
 }
 #endif
