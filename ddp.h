@@ -3841,6 +3841,8 @@ enum {
 /* Kinds of calls that have their own tuners: calls that reduce, calls that only move data, and calls in which
    only the root sends. */
 enum { DDP__TUNER_REDUCE, DDP__TUNER_COPY, DDP__TUNER_ONE_SENDER, DDP__TUNER_KINDS };
+/* Messages up to 256 KiB, up to 4 MiB, and larger ones. */
+enum { DDP__MESSAGE_SIZES = 3 };
 
 typedef struct ddp__local {
     ddp__heap *heap;
@@ -3865,6 +3867,7 @@ typedef struct ddp__local {
     ddp__region *regions;      /* group memory of this group; changed under heap->lock */
     uint64_t round;            /* the last round of the last call */
     ddp_tuner tuner[DDP__TUNER_KINDS][16]; /* by kind and power of two of the size */
+    ddp_tuner message_tuner[DDP_MAX_LOCAL_RANKS][DDP__MESSAGE_SIZES]; /* by peer; in seconds per byte */
     uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* round counters of the peers at the last read */
     pthread_mutex_t p2p_lock;
     ddp__request *requests, *free_requests;   /* pending sends and receives in issue order; unused ones */
@@ -5048,20 +5051,24 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
 
      inline    The message contains the data. The send is complete at once.
      in place  The receiver copies from the sender's buffer; from private memory by process_vm_readv.
-     staged    Through chunks of the channel: the sender fills one while the receiver drains another. Used for
-               private memory when both ranks block in their calls and each has a core: two cores copy, so
-               25 MiB take half the time. Also used when process_vm_readv is refused. */
+     staged    Through chunks of the channel: the sender fills one while the receiver drains another. Only for
+               private memory, if process_vm_readv is refused, or both ranks block in their calls and each has
+               a core. Two cores then copy, which is fast if they are near. Between distant cores of AMD,
+               streaming stores, or process_vm_readv, take a third of the time: a ddp_tuner of the receiver
+               chooses between the three, as for collectives. */
 
 enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
 enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
 enum { DDP__STAGE_WAITS = 1, DDP__STAGE_MOVED = 2 };
+/* THROUGH_: the chunks of the channel. With streaming stores the data passes through memory. */
+enum ddp__message_method { DDP__IN_PLACE, DDP__THROUGH_CACHE, DDP__THROUGH_MEMORY, DDP__MESSAGE_METHODS };
 
 typedef struct ddp__message {
     /* The sender sets POSTED; the receiver CLAIMED, then TAKEN; the sender FREE. Inline: the receiver sets
        FREE after CLAIMED. */
     DDP__OWN_LINE uint32_t state;
     int32_t tag;
-    int32_t staged; /* 1 = through the chunks of the channel; written by the receiver */
+    int32_t staged; /* ddp__message_method; written by the receiver */
     uint32_t dtype;
     int32_t sender_blocks; /* 1 = the sender blocks until the message is received; written by the sender */
     uint64_t count, order, address;
@@ -5082,6 +5089,8 @@ struct ddp__request {
     ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
     int done, published;   /* published: ddp__publish_wait has been called for it */
+    ddp_tuner *tuner;      /* of a receive whose method was chosen; NULL */
+    double start;          /* of its transfer */
     ddp__request *next;
 };
 
@@ -5135,7 +5144,10 @@ static void ddp__stage_progress(ddp__local *l, ddp__request *r) {
            && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
         unsigned char *stage = c->stage[*chunks % DDP__STAGES];
         size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
-        if (send)
+        if (send && r->message->staged == DDP__THROUGH_MEMORY) {
+            ddp__copy_stream(stage, (const unsigned char *)r->call.send + r->moved, n);
+            ddp__stream_end();
+        } else if (send)
             memcpy(stage, (const unsigned char *)r->call.send + r->moved, n);
         else
             memcpy((unsigned char *)r->call.recv + r->moved, stage, n);
@@ -5206,25 +5218,39 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     return !ddp__load(&l->control->poison);
 }
 
+/* Chooses the method for a claimed message from private memory. */
+static int ddp__choose_method(ddp__local *l, ddp__request *r) {
+    int size = (r->size > (size_t)256 << 10) + (r->size > (size_t)4 << 20);
+    r->tuner = &l->message_tuner[r->call.root][size];
+    r->start = ddp_now();
+    return ddp_tuner_pick(r->tuner, DDP__MESSAGE_METHODS);
+}
+
 /* The receiver's side of a claimed message. blocks: a thread of this rank blocks until the message has
-   arrived. If the sender blocks too, and ranks do not share cores, private memory is staged. */
+   arrived. Private memory may be staged if the sender blocks too, and ranks do not share cores. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r, int blocks) {
     ddp__message *m = r->message;
-    int is_inline = r->size <= DDP__INLINE, active = (int)r->channel->active;
-    int stages = blocks && m->address & DDP__PRIVATE && !active && l->spins > l->yields
-                 && ddp__load(&m->sender_blocks);
+    int is_inline = r->size <= DDP__INLINE, active = (int)r->channel->active, staged = 0;
     if (is_inline) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
     } else if (m->staged) {
+        staged = m->staged;
         ddp__stage_progress(l, r);
         r->done = r->moved == r->size;
         r->channel->active = !r->done;
-    } else if (stages || !(r->done = ddp__recv_in_place(l, r))) {
-        if (active) return; /* a channel stages one message at a time */
-        r->channel->active = 1;
-        ddp__store(&m->staged, 1);
+    } else {
+        int may_stage = blocks && m->address & DDP__PRIVATE && !active && l->spins > l->yields
+                        && ddp__load(&m->sender_blocks);
+        staged = may_stage ? ddp__choose_method(l, r) : DDP__IN_PLACE;
+        if (!staged) r->done = ddp__recv_in_place(l, r);
+        if (!r->done) {
+            if (active) return; /* a channel stages one message at a time */
+            r->channel->active = 1;
+            ddp__store(&m->staged, staged ? staged : DDP__THROUGH_CACHE);
+        }
     }
+    if (r->done && r->tuner) ddp_tuner_learn(r->tuner, staged, (ddp_now() - r->start) / (double)r->size);
     /* inline: from here on the message belongs to the sender */
     if (r->done) ddp__store(&m->state, (uint32_t)(is_inline ? DDP__FREE : DDP__TAKEN));
     ddp__wake_p2p(l, r->call.root);
