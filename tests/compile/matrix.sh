@@ -287,8 +287,9 @@ case_cuda_nccl_versions() {
 # Every program of tests/gpu and bench/gpu; case_cuda_examples has the trainer.
 case_cuda_gpu_programs() { need_cuda; build env NVCC="$NVCC" sh "$root/tests/gpu/run.sh" build "$work/programs"; }
 # The smallest example by itself. The trainer with all headers in one private file: first the trainer, then
-# ddp.h and its headers for nvcc, then the example again. PTX of sm_80, assembled for sm_90. Both run on a
-# GPU, and report a missing one. A product without a group returns an error before a device is selected.
+# ddp.h and its headers for nvcc, then the example again, and train_mlp_cuda.cu. PTX of sm_80, assembled for
+# sm_90. All run on a GPU, and report a missing one. A product without a group returns an error before a
+# device is selected.
 case_cuda_examples() {
     need_cuda
     cuda -arch=compute_80 $declared -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/examples/all_reduce_cuda.cu" -o alone.o
@@ -298,8 +299,10 @@ case_cuda_examples() {
     "$NVCC" -Wno-deprecated-gpu-targets probe.cu -lcublasLt -o probe >probe.log 2>&1 || { echo "cuBLASLt is not installed: the trainer is left out"; return 0; }
     { printf '%s\n' '#define DDP_STATIC' '#define DDP_USE_CUBLASLT' '#define main trainer_main' '#include "examples/gpt/train_gpt_cuda.cu"' '#undef main'; include
         printf '%s\n' 'namespace example {' '#define main example_main' '#include "examples/all_reduce_cuda.cu"' '#undef main' '}'
+        printf '%s\n' 'namespace mlp {' '#define main mlp_main' '#include "examples/train_mlp_cuda.cu"' '#undef main' '}'
         printf '%s\n' 'int main(int argc, char **argv) {' \
             '    ddp_gemm g = DDP_ZERO; if (ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user")) return 9;' \
+            '    if (argc == 4) return mlp::mlp_main(argc, argv);' \
             '    return argc > 2 ? trainer_main(argc, argv) : example::example_main(argc, argv);' '}'; } >unit.cu
     build "$NVCC" -std=c++17 -gencode arch=compute_80,code=sm_90 -Xcicc -O0 -Xptxas -O0 "-DDDP__HD=__host__ __device__ inline" \
         -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" unit.cu -o program -lcublasLt $nccl -lpthread -lm
@@ -308,6 +311,12 @@ case_cuda_examples() {
     [ $status -ne 9 ] || fail "a product without a group is not refused as it should be"
     if [ $status -eq 0 ]; then grep -q '^2 ranks: the sum of 1 to 2 is 3, in each' out.log || fail "$(cat out.log)"
     else grep -Eq 'rank [01]/2 ddp_cuda_group_create group=world: .*on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
+    fi
+    mkdir data # 256 images without content
+    head -c 200720 /dev/zero >data/train-images-idx3-ubyte
+    head -c 264 /dev/zero >data/train-labels-idx1-ubyte
+    if ./program --gpus 0 data >out.log 2>&1; then grep -q '^weights' out.log || fail "$(cat out.log)"
+    else grep -Eq 'rank 0/1 ddp_cuda_group_create group=world: .*on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi
     seq 1 300 >text
     if ./program --layers 1 --steps 2 text >out.log 2>&1; then grep -q '^weights hash' out.log || fail "$(cat out.log)"

@@ -2,7 +2,8 @@
     cuda_tests.cu.
 
     gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu, fake_kernel is
-                                         test_fake_kernel.cu, step_cuda is the example.
+                                         test_fake_kernel.cu, step_cuda is the example,
+                                         train_mlp_cuda is train_mlp_cuda.cu.
     Under the name train_gpt_cuda the program is that trainer, except with sanitizers. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
@@ -40,6 +41,7 @@ namespace step_cuda {
 }
 #undef ddp_launch
 #undef main
+#include "train_mlp_cuda.cu"
 #if !defined(__SANITIZE_ADDRESS__)
 #undef CUDA
 #include "train_gpt_cuda.cu"
@@ -71,6 +73,9 @@ int main(int argc, char **argv) {
     if (strcmp(name, "attention") == 0) return attention_tests::test_main();
     if (strcmp(name, "fake_kernel") == 0) return kernel_tests::test_main();
     if (strcmp(name, "step_cuda") == 0) return run_example(argc, argv);
-    printf("gpt_tests: no test is called '%s'; use gpt, attention, fake_kernel or step_cuda\n", name);
+    if (strcmp(name, "train_mlp_cuda") == 0) return train_mlp_cuda(argc, argv);
+    printf(
+        "gpt_tests: no test is called '%s'; use gpt, attention, fake_kernel, step_cuda or train_mlp_cuda\n",
+        name);
     return 2;
 }
