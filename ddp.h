@@ -1536,8 +1536,8 @@ typedef enum ddp_public_call {
         __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_##name)
 /* Begins a block that runs a callback of the user. An error line names the calls inside it by their own
    names. */
-#define DDP_USER_CALLBACK \
-    int ddp__outer_call   \
+#define DDP_USER_CALLBACK     \
+    int ddp__interrupted_call \
         __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_NO_CALL)
 DDPDEF int ddp_public_call_begin(int call);         /* returns the call that this thread was in */
 DDPDEF void ddp_public_call_end(const int *before); /* this thread is in that call again */
@@ -5816,12 +5816,12 @@ static void ddp__trace_add(ddp_group *group, enum ddp__trace_row row, const char
     memset(&event, 0, sizeof event);
     event.start = start;
     event.end = ddp_now();
-    event.row = row;
+    event.row = (int32_t)row;
     event.kind = -1;
     event.peer = -1;
     if (call) {
-        event.kind = call->kind;
-        event.dtype = call->dtype;
+        event.kind = (int32_t)call->kind;
+        event.dtype = (int32_t)call->dtype;
         event.count = call->count;
         event.seq = call->seq;
         event.peer = ddp__is_p2p(call->kind) ? call->root : -1;

@@ -37,7 +37,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         fflush(stdout);
         *named += result == DDP_ERR_TIMEOUT && names;
     }
-    /* no destroy: the groups have failed */
+    ddp_group_destroy(pair);
+    ddp_group_destroy(other);
     return DDP_OK;
 }
 
