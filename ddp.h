@@ -1125,17 +1125,14 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader);
    memory. Errors: DDP_ERR_INVALID (recording already, or a negative event_count); DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_trace_start(ddp_group *group, int64_t event_count);
 
-/* Seconds on the clock of the timeline. */
-DDPDEF double ddp_trace_now(void);
-
-/* Adds work of the caller, such as "forward", from `start` (a result of ddp_trace_now) to now. name is
+/* Adds work of the caller, such as "forward", from `start` (a result of ddp_now) to now. name is
    copied; longer than 31 bytes it is cut. Does nothing if the group does not record. Not collective. */
 DDPDEF void ddp_trace_span(ddp_group *group, const char *name, double start);
 
 /* Writes the events of all ranks as JSON to the file `path`, and deletes them. Recording continues. Only
    rank 0 reads path and writes; an existing file is replaced. Ranks of one machine share a clock; the clocks
-   of several machines are aligned at the start of this call. Collective, blocks. Errors, on every rank:
-   DDP_ERR_INVALID (path is NULL); DDP_ERR_SYSTEM (the file). */
+   of several machines are aligned at the start of this call. Collective, blocks. Errors, on every rank;
+   the events are kept: DDP_ERR_INVALID (path is NULL); DDP_ERR_SYSTEM (the file). */
 DDPDEF ddp_result ddp_trace_write(ddp_group *group, const char *path);
 
 //== backends and devices ============================================================================== >>spi
@@ -4027,7 +4024,7 @@ static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint6
 
 /* Returns the rank of the job that blocks `job_rank`: follows the published waits to a rank that does not
    wait. Returns -1 if the waits form a cycle. Returns -1 also if the group has failed: ranks then stop
-   waiting because of the failure, so the last one of the chain may not be the one that blocks. */
+   waiting because of the failure, so another one than the last of the chain may be the cause. */
 static int ddp__blocking_rank(const ddp__local *l, int job_rank, int timeout_ms) {
     uint64_t word[DDP__WAIT_WORDS];
     int blocker = job_rank;
@@ -5089,7 +5086,7 @@ struct ddp__request {
     ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
     int done, published;   /* published: ddp__publish_wait has been called for it */
-    ddp_tuner *tuner;      /* of a receive whose method was chosen; NULL */
+    ddp_tuner *tuner;      /* of a receive, if it chose the method; otherwise NULL */
     double start;          /* of its transfer */
     ddp__request *next;
 };
@@ -5845,8 +5842,6 @@ static void ddp__trace_call(ddp_group *group, const ddp_call *call, double start
                    ddp__call_title(call), call, start);
 }
 
-DDPDEF double ddp_trace_now(void) { return ddp_now(); }
-
 DDPDEF ddp_result ddp_trace_start(ddp_group *group, int64_t event_count) {
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
@@ -5940,10 +5935,9 @@ static void ddp__trace_put_event(ddp__trace_file *file, const ddp__trace_event *
                        name, start, duration, rank, e->row, arguments);
     for (int end = 0; end < 2 && e->row == DDP__TRACE_MESSAGES; end++)
         ddp__trace_put(file,
-                       "{\"name\":\"%s\",\"cat\":\"message\",\"id\":\"%d.%llu\",\"ph\":\"%s\",\"ts\":%.3f,"
+                       "{\"name\":\"%s\",\"cat\":\"message\",\"id\":\"%d.%llu\",\"ph\":\"%c\",\"ts\":%.3f,"
                        "\"pid\":%d,\"tid\":%d,\"args\":{%s}}",
-                       name, rank, seq, end ? "e" : "b", end ? start + duration : start, rank, e->row,
-                       arguments);
+                       name, rank, seq, "be"[end], start + end * duration, rank, e->row, arguments);
 }
 
 /* Names the rows of a rank. */
@@ -5993,12 +5987,12 @@ static ddp_result ddp__trace_send_all(ddp_group *group, ddp__trace_file *file) {
     return DDP_OK;
 }
 
-/* Stops or continues recording. Continuing begins without events. */
-static void ddp__trace_set_writing(ddp__trace *trace, int is_writing) {
+/* Stops or continues recording. deletes: 1 = the recorded events are deleted. */
+static void ddp__trace_set_writing(ddp__trace *trace, int is_writing, int deletes) {
     if (!trace) return;
     pthread_mutex_lock(&trace->lock);
     trace->is_writing = is_writing;
-    if (!is_writing) trace->next = 0;
+    if (deletes) trace->next = 0;
     pthread_mutex_unlock(&trace->lock);
 }
 
@@ -6007,7 +6001,7 @@ DDPDEF ddp_result ddp_trace_write(ddp_group *group, const char *path) {
     ddp__trace_file file = {-1, 0, 0};
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
-    ddp__trace_set_writing(group->trace, 1);
+    ddp__trace_set_writing(group->trace, 1, 0);
     ddp_result result = ddp_agree(group, __func__, ddp__trace_open(group, path, &file.fd), 0, "");
     if (result == DDP_OK) {
         result = ddp__trace_send_all(group, &file);
@@ -6018,7 +6012,7 @@ DDPDEF ddp_result ddp_trace_write(ddp_group *group, const char *path) {
         if (result == DDP_OK) result = ddp_agree(group, __func__, written, 0, "");
     }
     if (file.fd >= 0) close(file.fd);
-    ddp__trace_set_writing(group->trace, 0);
+    ddp__trace_set_writing(group->trace, 0, result == DDP_OK);
     return result;
 }
 

@@ -3706,8 +3706,8 @@ static ddp_result ddp__pipe_get_tie_grads(ddp_pipeline *p, int tie, ddp__pipe_ti
         t->rank[k] = p->schedule->stage_rank[stage[k]];
         if (t->rank[k] != p->rank) continue;
         t->grad[k] = ddp_param_grad(s->params[param[k]]);
-        snprintf(before, sizeof before, "%s", ddp_last_error());
         if (s->get_sharded_grad) {
+            snprintf(before, sizeof before, "%s", ddp_last_error());
             DDP_USER_CALLBACK;
             DDP_TRY(ddp__pipe_callback_error(s->get_sharded_grad(stage[k], param[k], &t->grad[k], s->user),
                                              before));

@@ -40,10 +40,10 @@ static ddp_result backward(ddp_reducer *reducer, float *grads) {
 static ddp_result train(ddp_group *world, ddp_reducer *reducer, float *grads) {
     int slow = ddp_rank(world) == ddp_world_size(world) - 1;
     for (int step = 0; step < STEPS; step++) {
-        double start = ddp_trace_now();
+        double start = ddp_now();
         sleep_ms(slow ? 15 : 5);
         ddp_trace_span(world, "forward", start);
-        start = ddp_trace_now();
+        start = ddp_now();
         DDP_TRY(backward(reducer, grads));
         ddp_trace_span(world, "backward", start);
         DDP_TRY(ddp_reducer_wait(reducer));

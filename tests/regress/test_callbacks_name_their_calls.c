@@ -28,7 +28,7 @@ static const char *const names[CALLBACKS] = {
     "step_fn",   "log_fn", "init_fn",          "bucket hook", "unshard", "reshard", "reduce_grad",
     "wait_grad", "update", "get_sharded_grad", "forward",     "gemm",    "fetch"};
 
-/* Ranks are threads. wrong: a line that names another call, by the callback; seen: the callback was called. */
+/* Ranks are threads. By callback: wrong: a line that names another call; seen: the callback was called. */
 static char wrong[CALLBACKS][300], folder[64];
 static int seen[CALLBACKS];
 

@@ -1,8 +1,9 @@
 /*  test_creates_over_tcp.c - a create call that the tcp backend does not support leaves the group usable.
 
-    The create calls start collectives or messages in advance. The tcp backend refuses those on every rank, and
+    The create calls start collectives or messages in advance. The tcp backend refuses those on every rank.
     ddp_tp_create with chunks and ddp_pipeline_create then failed the group: each later call returned
-    DDP_ERR_POISONED. Their error lines named a collective, not the field, and ddp_recv, not the create call. */
+    DDP_ERR_POISONED. The error lines named a collective, not the field, and ddp_recv, not the create
+    call. */
 #include "../../ddp_pipeline.h"
 #include "../../ddp_tensor.h"
 #include "../support/inner.h"

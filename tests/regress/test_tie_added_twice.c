@@ -1,8 +1,8 @@
 /*  test_tie_added_twice.c - a tie of two uses that a ddp_reducer or ddp_fsdp adds itself is an error.
 
-    Stage 1 has one parameter with two uses, whose gradients are 1 and 10. A reducer with both of them leaves 11
-    in the first one. ddp_pipeline_create accepted a tie of the two as well, and after a step both gradients
-    were 21. A ddp_fsdp with both uses adds them in its step, which then took 22. */
+    Stage 1 has one parameter with two uses; their gradients are 1 and 10. A reducer with both of them leaves
+    11 in the first one. ddp_pipeline_create accepted a tie of the two as well, and after a step both
+    gradients were 21. A ddp_fsdp with both uses adds them in its step, which then took 22. */
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
 #include "../support/ranks.h"

@@ -941,7 +941,8 @@ static ddp_result bad_input(ddp_group *world) {
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 0: param_count=2");
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: stage 1 has no params[2]");
-    tie.second_stage = 0, tie.second_param = 0; /* a later parameter would be accepted */
+    tie.second_stage = 0;
+    tie.second_param = 0; /* a later parameter would be accepted */
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID,
                "ties[0]: first_stage=0 first_param=0 second_stage=0 second_param=0; use stages 0 to ");

@@ -582,8 +582,8 @@ static void test_save_inside_a_batch_that_a_load_cut(void **state) {
 }
 
 /* The error of a save states when one works: after whole rounds, or at the end of an epoch that ends before
-   them. It stated the samples that were left of the batch: 2, where only the 8th save worked. With drop_last no
-   save worked, even after the end. */
+   them. It stated the samples that were left of the batch: 2, where only the 8th save worked. With drop_last
+   no save worked, even after the end. */
 static void test_advice_inside_a_batch_that_a_load_cut(void **state) {
     (void)state;
     for (int w = 1; w < 5; w++)

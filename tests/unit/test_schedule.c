@@ -1447,7 +1447,8 @@ static void profile(void **state) {
     assert_string_equal(ddp_last_error(),
                         "ddp_pipeline_profile: input gradient of layer 2 failed: DDP_ERR_ENGINE");
     memset(&r, 0, sizeof r);
-    r.fails = 1, r.reason = "my own reason";
+    r.fails = 1;
+    r.reason = "my own reason";
     assert_int_equal(ddp_pipeline_profile(&desc, cost), DDP_ERR_ENGINE);
     assert_string_equal(ddp_last_error(),
                         "ddp_pipeline_profile: input gradient of layer 2 failed: my own reason");
