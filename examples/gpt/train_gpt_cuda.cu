@@ -45,7 +45,31 @@ STEP
 DETERMINISM
     Gradients are summed in f32, in the tree order of train_gpt, for every --dtype. The same --batch and
     --micro-batch give the same weights on any number of GPUs along dp, with any strategy, in every run. --tp
-    and the GPU model can change the bits.
+    and the GPU model can change the bits. With two flags, only a part of this promise holds:
+
+        --order any            NCCL chooses the order of sums over ranks, along dp and tp. The bits can depend
+                               on the number of GPUs along dp, the strategy and NCCL's version. With one GPU
+                               along both, they do not change.
+        --reduce-dtype bf16    Gradients are rounded to 16 bits before they are sent, and sums over ranks once
+                               more. This halves the bytes. The strategies optim and none then also add
+                               micro-batches in 16 bits. The bits can depend on the number of GPUs along dp
+                               and on the strategy, but every run with the same flags has the same bits.
+
+COST OF THE TREE
+    Bytes that a rank sends in a reduce-scatter of P bytes over W = N G ranks, N nodes of G = 8 GPUs with one
+    network card each. An all-reduce sends twice as many. The tree is an all-to-all, a local tree and, in an
+    all-reduce, an all-gather.
+
+                                              per rank          of these, through its network card
+        one node, ring or tree                P (W - 1) / W     -
+        N nodes, ring of NCCL                 P (W - 1) / W     P (W - 1) / (W G)
+        N nodes, flat tree                    P (W - 1) / W     P (N - 1) / N
+        N nodes, tree inside nodes first      < 2 P             P (N - 1) / (N G)
+
+    Inside a node the tree sends the bytes of the ring, but in up to three stages, each of which waits for the
+    one before. Across nodes a flat tree sends G^2 (N - 1) / (G N - 1) times the bytes of the ring through
+    each card: 4.3 times for 2 nodes, 7.1 for 8, at most 8. A tree that reduces inside each node first sends
+    no more than the ring. ddp_cuda_group_create documents when sums over ranks take which way.
 
 CHECKPOINTS
     --checkpoint FILE writes the format of train_gpt: f32 values and moments, which both programs can resume.
@@ -57,8 +81,9 @@ CHECKPOINTS
 #include "gpt_cuda.cuh"
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
-#define TRAIN_PROMISE \
-    "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit."
+#define TRAIN_PROMISE                                                                                      \
+    "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit,\n" \
+    "except with --order any or --reduce-dtype bf16."
 #define TRAIN_RANKS "one per entry of --gpus, or as many as --stages and --tp need"
 #include "checkpoint.h"
 #include "folder.h"
@@ -72,6 +97,10 @@ static const flag FLAGS[] = {
     {"--gpus", FLAG_TEXT, NOT_SAVED, AT(gpus), 0, 0,
      "LIST devices, such as 0,2: local rank r uses entry r modulo the length; default: its local rank"},
     {"--dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0, "NAME dtype of the model: bf16 (default) or f32"},
+    {"--order", FLAG_TEXT, NOT_SAVED, AT(order), 0, 0,
+     "NAME order of sums over ranks: tree (default; fixed) or any (NCCL's; sends less between nodes)"},
+    {"--reduce-dtype", FLAG_TEXT, NOT_SAVED, AT(reduce_dtype), 0, 0,
+     "NAME dtype in which gradients are added over ranks: f32 (default) or bf16 (half the bytes)"},
     {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
      "NAME sharding: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
     {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, DDP_MAX_LOCAL_RANKS,
@@ -151,6 +180,11 @@ static const char *stray_gpu(const run_options *o) {
     return NULL;
 }
 
+/* Whether the value of a flag is one of two names. NULL is the default. */
+static int is_one_of(const char *value, const char *one, const char *other) {
+    return !value || !strcmp(value, one) || !strcmp(value, other);
+}
+
 /* Checks single flags. Returns the number of ranks to start if --ranks is not set. */
 static int check_flags(run_options *o) {
     int gpus[GPU_LIST], strategy = find_strategy(o->strategy), count = read_gpus(o->gpus, gpus);
@@ -161,8 +195,12 @@ static int check_flags(run_options *o) {
     if (o->wrong[0]) return 1;
     if (strategy == STRATEGY_COUNT)
         snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: use full, grad, optim or none", o->strategy);
-    else if (o->dtype && strcmp(o->dtype, "bf16") && strcmp(o->dtype, "f32"))
+    else if (!is_one_of(o->dtype, "bf16", "f32"))
         snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: use bf16 or f32", o->dtype);
+    else if (!is_one_of(o->order, "tree", "any"))
+        snprintf(o->wrong, sizeof o->wrong, "--order %.60s: use tree or any", o->order);
+    else if (!is_one_of(o->reduce_dtype, "f32", "bf16"))
+        snprintf(o->wrong, sizeof o->wrong, "--reduce-dtype %.60s: use f32 or bf16", o->reduce_dtype);
     else if (count < 0)
         snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s: use up to %d device numbers, such as 0,2", o->gpus,
                  GPU_LIST);
@@ -227,7 +265,9 @@ typedef struct mark {
 /* One rank. */
 typedef struct trainer {
     struct run run;
-    ddp_dtype dtype;
+    ddp_dtype dtype;        /* of the model */
+    ddp_dtype reduce_dtype; /* of sums of gradients over ranks */
+    ddp_order order;        /* of sums over ranks */
     ddp_fsdp_strategy strategy;
     int pp, dp, tp, stage, replica, tensor_rank;
     int device, sharing; /* GPU of this rank, and the number of ranks on it */
@@ -306,7 +346,7 @@ static int is_folder(const char *path) {
 
 //== plan ===================================================================================================
 
-/* Sets the shape of the mesh, dtype and strategy from the flags. */
+/* Sets the shape of the mesh, dtypes, order and strategy from the flags. */
 static void set_mesh(trainer *t) {
     const run_options *o = t->run.options;
     t->pp = o->stages ? o->stages : 1;
@@ -314,6 +354,9 @@ static void set_mesh(trainer *t) {
     t->dp = t->run.world_size / (t->pp * t->tp);
     if (t->dp < 1) t->dp = 1;
     t->dtype = o->dtype && !strcmp(o->dtype, "f32") ? DDP_F32 : DDP_BF16;
+    t->reduce_dtype = DDP_F32; /* a single rank along dp sends nothing */
+    if (t->dp > 1 && o->reduce_dtype && !strcmp(o->reduce_dtype, "bf16")) t->reduce_dtype = DDP_BF16;
+    t->order = o->order && !strcmp(o->order, "any") ? DDP_ORDER_ANY : DDP_ORDER_TREE;
     t->strategy = (ddp_fsdp_strategy)find_strategy(o->strategy);
 }
 
@@ -632,6 +675,8 @@ static double fsdp_bytes(const trainer *t) {
     int reduce_each = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD;
     double all = 0, largest = 0, own, bytes = 0, sums, buffers;
     double element = (double)element_bytes(t), grad_element = t->pp > 1 ? 4 : element;
+    double reduce_element = (double)ddp_dtype_size(t->reduce_dtype);
+    double sent_element = reduce_element > element ? reduce_element : element;
     double shards = strategy == DDP_FSDP_NO_SHARD ? 1 : t->dp;
     double tied = t->pp > 1 ? 0 : (double)t->run.infos[0].count;
     for (int u = t->first_unit; u < t->end_unit; u++) {
@@ -662,8 +707,8 @@ static double fsdp_bytes(const trainer *t) {
     }
     if (grad_element < 4 && !reduce_each) /* cast before the reduction */
         bytes += largest * (levels > 0 || strategy == DDP_FSDP_NO_SHARD ? 4 : grad_element);
-    if (t->dp > 1 && strategy != DDP_FSDP_NO_SHARD) bytes += 2 * largest * 4; /* send and receive buffers */
-    if (t->dp > 1) bytes += tree_bytes(largest * 4);
+    if (t->dp > 1 && strategy != DDP_FSDP_NO_SHARD) bytes += 2 * largest * sent_element; /* send, receive */
+    if (t->dp > 1 && t->order == DDP_ORDER_TREE) bytes += tree_bytes(largest * reduce_element);
     for (int64_t m = t->pp > 1 ? t->micro_count : 0; m > 0; m >>= 1)
         bytes += all * 4;                                     /* ddp_pipeline's sums */
     if (t->pp > 1 && element < 4) bytes += largest * element; /* bf16_grads */
@@ -679,7 +724,7 @@ static double needed_bytes(const trainer *t) {
     bytes += 0.5 * MIB; /* sums of squares, flags and other small buffers */
     bytes += (2.0 * t->micro_count + t->slots) * (double)gpt_cuda_batch_ints((int)tokens) * 4;
     if (t->pp > 1) bytes += (2.0 * t->slots + 4) * 2 * boundary;
-    if (t->tp > 1) bytes += tree_bytes(boundary);
+    if (t->tp > 1 && t->order == DDP_ORDER_TREE) bytes += tree_bytes(boundary);
     return bytes;
 }
 
@@ -768,8 +813,7 @@ static ddp_result pick_gpu(trainer *t) {
     return ddp_cuda_pick(t->run.world, &pick, &t->device);
 }
 
-/* Creates the GPU group of a CPU group. Sums are in tree order, so they do not depend on the transport.
-   Collective. */
+/* Creates the GPU group of a CPU group. In tree order, sums do not depend on the transport. Collective. */
 static ddp_result group_gpus(trainer *t, ddp_group *control, const char *name, ddp_group **out) {
     int mine[DDP_MAX_LOCAL_RANKS], ranks = ddp_local_world_size(control);
     ddp_cuda_desc desc = DDP_ZERO;
@@ -777,7 +821,7 @@ static ddp_result group_gpus(trainer *t, ddp_group *control, const char *name, d
     desc.devices = mine;
     desc.device_count = ranks < DDP_MAX_LOCAL_RANKS ? ranks : DDP_MAX_LOCAL_RANKS;
     desc.allow_shared = 1;
-    desc.order = DDP_ORDER_TREE;
+    desc.order = t->order;
     desc.name = name;
     desc.stream = t->stream;
     return ddp_cuda_group_create(out, control, &desc);
@@ -922,7 +966,7 @@ static ddp_result build_shards(trainer *t) {
     desc.unit_count = t->pp > 1 ? 1 : t->unit_count;
     desc.strategy = fsdp_strategy(t);
     desc.param_dtype = t->dtype;
-    desc.reduce_dtype = DDP_F32;
+    desc.reduce_dtype = t->reduce_dtype;
     desc.micro_batch_count = t->pp > 1 ? 1 : t->micro_count;
     desc.overwrite_gradients = 1; /* backward writes every gradient of a unit */
     desc.offload = o->offload ? DDP_FSDP_OFFLOAD_HOST : DDP_FSDP_OFFLOAD_NONE;

@@ -6,8 +6,8 @@
     MiB of the first GPU (4,096). Status 3, with lines on stderr: wrong order on the GPU; anything left after
     a successful run; unless ranks share a GPU, a call that waits for the device where the trainer promises
     not to wait. The last line of stderr has the number of checked halves of steps, the graphs they launched,
-    the products outside of graphs, the maximum memory of the first GPU, and the maximum KiB of host
-    memory. */
+    the products outside of graphs, the bytes that the first GPU passed to ncclReduceScatter and ncclSend, the
+    maximum memory of the first GPU, and the maximum KiB of host memory. */
 #define SAMPLE_BYTES 8
 #define VALIDATION_WINDOWS 8
 
@@ -29,7 +29,21 @@ static bool waits(const std::string &text) {
     return begins(text, "cudaMemcpyAsync(") && text.find("host") != std::string::npos;
 }
 
+/* The bytes that a line of the record passes to ncclReduceScatter or ncclSend; otherwise 0. */
+static size_t reduced_by(const std::string &text) {
+    if (!begins(text, "ncclReduceScatter(") && !begins(text, "ncclSend(")) return 0;
+    for (size_t at = text.find(", "); at != std::string::npos; at = text.find(", ", at + 2)) {
+        size_t count;
+        char dtype[8];
+        if (sscanf(text.c_str() + at, ", %zu %7[a-z0-9]", &count, dtype) != 2) continue;
+        if (!strcmp(dtype, "f32")) return 4 * count;
+        return !strcmp(dtype, "bf16") || !strcmp(dtype, "f16") ? 2 * count : count;
+    }
+    return 0;
+}
+
 static int steps_watched, steps_waited, graphs_launched, products_launched;
+static size_t reduced;
 static thread_local int watched;
 struct watcher {
     size_t from;
@@ -46,6 +60,7 @@ struct watcher {
             if (fake.lines[i].device != fake_me.device) continue;
             graphs_launched += begins(text, "cudaGraphLaunch("),
                 products_launched += begins(text, "cublasLtMatmul(");
+            if (fake_me.device == 0) reduced += reduced_by(text);
             if (waits(text) && steps_waited++ < 3 && !getenv("DDP_TEST_GPUS"))
                 fprintf(stderr, "inside of a step: %s\n", text.c_str());
         }
@@ -79,7 +94,7 @@ static int train_gpt_cuda(int argc, char **argv) {
     if (wrong) fprintf(stderr, "train_gpt_cuda: %d things are out of order on the machine\n", wrong);
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    fprintf(stderr, "watched %d, graphs %d, products %d, held %zu, resident %ld\n", steps_watched,
-            graphs_launched, products_launched, fake.device[0].most, usage.ru_maxrss);
+    fprintf(stderr, "watched %d, graphs %d, products %d, reduced %zu, held %zu, resident %ld\n",
+            steps_watched, graphs_launched, products_launched, reduced, fake.device[0].most, usage.ru_maxrss);
     return wrong ? 3 : 0;
 }
