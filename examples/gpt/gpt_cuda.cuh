@@ -79,6 +79,9 @@ typedef struct gpt_cuda_desc {
     int graphs; /* 1 = capture forward and backward of each unit, and each gpt_cuda_micro_batch, as a CUDA
                    graph in the second call with the same pointers. Needs a stream other than 0, and no tensor
                    group */
+    /* 1 = wte and head.weight have one gradient, the same memory in both tables: the backward of the embedding
+       adds to what that of the head has written. 0 = each overwrites its own */
+    int tied_grads;
     ddp_group *tensor; /* GPUs of tensor parallelism; NULL = none. Unit calls are then collective */
     int tensor_ranks; /* 0 = size of tensor, or 1. gpt_cuda_check, _bytes, _flops and _param_boxes do not need
                           the group */
@@ -144,9 +147,9 @@ GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *model, int unit, int slot, vo
                                          const int32_t *batch, const void *in, void *out);
 
 /* Backward of a unit for the mean of the B T losses, after its forward in the same slot with the same values,
-   batch and in. Overwrites grads, a table like values. d_out, d_in: gradients of output and input, (B T, C),
-   may be the same memory; NULL = gpt_cuda_d_stream_of(model). The head has no d_out, the embedding no d_in.
-   Asynchronous. */
+   batch and in. Overwrites grads, a table like values; see also tied_grads. d_out, d_in: gradients of output
+   and input, (B T, C), may be the same memory; NULL = gpt_cuda_d_stream_of(model). The head has no d_out, the
+   embedding no d_in. Asynchronous. */
 GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *model, int unit, int slot, void *const *values,
                                           void *const *grads, const int32_t *batch, const void *in,
                                           const void *d_out, void *d_in);
@@ -783,12 +786,13 @@ static __global__ void GPT_CUDA__THREADS(256)
     }
 }
 
-/* Row of d_wte for each distinct token of the batch: the sum of d_out over its positions. Other rows must be
-   zero already. A block of 8 warps has one token and 32 packs of columns. Warps alternate positions and are
-   added in order. */
+/* Row of d_wte for each distinct token of the batch: the sum of d_out over its positions, added to the row if
+   `add` is 1. Other rows are not written. A block of 8 warps has one token and 32 packs of columns. Warps
+   alternate positions and are added in order. */
 template <class T>
 static __global__ void GPT_CUDA__THREADS(256)
-    gpt_cuda__embed_backward_kernel(T *d_wte, const T *d_out, const int32_t *batch, int rows, int C) {
+    gpt_cuda__embed_backward_kernel(T *d_wte, const T *d_out, const int32_t *batch, int rows, int C,
+                                    int add) {
     enum { K = 16 / sizeof(T), WARPS = 8 };
     GPT_CUDA_SHARED(float, sums, WARPS * 32 * K);
     const int32_t *order = batch + 2 * (size_t)rows, *begin = order + rows;
@@ -815,11 +819,14 @@ static __global__ void GPT_CUDA__THREADS(256)
     if (warp != 0 || j >= C) return;
     for (int other = 1; other < WARPS; other++)
         for (int i = 0; i < K; i++) sum[i] += sums[(other * K + i) * 32 + lane];
-    T rounded[K];
-    for (int i = 0; i < K; i++) rounded[i] = gpt_cuda_from_float<T>(sum[i]);
+    T row[K];
     gpt_cuda_load<1>(&from, order + from);
     gpt_cuda_load<1>(&token, batch + from);
-    gpt_cuda_store<K>(d_wte + (size_t)token * (size_t)C + j, rounded);
+    T *d_row = d_wte + (size_t)token * (size_t)C + j;
+    if (add) gpt_cuda_load<K>(row, d_row);
+    for (int i = 0; i < K; i++)
+        row[i] = gpt_cuda_from_float<T>(add ? gpt_cuda_to_float(row[i]) + sum[i] : sum[i]);
+    gpt_cuda_store<K>(d_row, row);
 }
 
 /* d_wpe (context, C): the sum of d_out over the sequences, in order. Positions from T on become 0. One warp
@@ -1075,13 +1082,15 @@ static ddp_result gpt_cuda__embed_backward(gpt_cuda *m, void *d_wte, void *d_wpe
     const gpt_config *c = &m->desc.config;
     int C = c->channels, width = 32 * 16 / (int)sizeof(T), tokens = m->rows < c->vocab ? m->rows : c->vocab;
     size_t bytes = (size_t)c->vocab * (size_t)C * sizeof(T);
-    cudaError_t error = cudaMemsetAsync(d_wte, 0, bytes, m->desc.stream);
-    if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaMemsetAsync", "the gradient of wte");
-    gpt_cuda__note(m, "embedding gradient, zeros", 0, (double)bytes);
-    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__embed_backward_kernel<T>,
-                            dim3((unsigned)tokens, (unsigned)((C + width - 1) / width)), 256, 0,
-                            m->desc.stream, (T *)d_wte, (const T *)d_out, batch, m->rows, C));
-    gpt_cuda__note(m, "embedding backward", 0, 2.0 * m->rows * C * sizeof(T));
+    if (!m->desc.tied_grads) {
+        cudaError_t error = cudaMemsetAsync(d_wte, 0, bytes, m->desc.stream);
+        if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaMemsetAsync", "the gradient of wte");
+        gpt_cuda__note(m, "embedding gradient, zeros", 0, (double)bytes);
+    }
+    DDP_TRY(GPT_CUDA_LAUNCH(
+        gpt_cuda__embed_backward_kernel<T>, dim3((unsigned)tokens, (unsigned)((C + width - 1) / width)), 256,
+        0, m->desc.stream, (T *)d_wte, (const T *)d_out, batch, m->rows, C, m->desc.tied_grads));
+    gpt_cuda__note(m, "embedding backward", 0, (2.0 + m->desc.tied_grads) * m->rows * C * sizeof(T));
     DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__position_backward_kernel<T>, (unsigned)(c->context + 7) / 8, 256, 0,
                             m->desc.stream, (T *)d_wpe, (const T *)d_out, m->desc.batch, m->desc.length,
                             c->context, C));

@@ -22,6 +22,19 @@ RANKS
     grad reduce gradients after each micro-batch. With --stages each rank has one stage, which is one FSDP
     unit, as in train_gpt_3d.
 
+TIED EMBEDDING
+    The embedding and the head share the matrix wte. --tied-grads chooses the number of its gradients:
+
+        separate   One per use, as in train_gpt_fsdp. Both are reduced, and added afterwards. With --stages
+                   the uses are on different ranks. This is the default. It has the same bits with and
+                   without --stages.
+        merged     One for both uses. The embedding's backward adds to what the head's has written, so wte is
+                   reduced once. Unit 0, which has the matrix, stays unsharded from the first forward of a
+                   micro-batch to the last backward. The strategy full then gathers wte once per micro-batch
+                   instead of up to four times, and needs memory for one more unit. The bits are the same on
+                   any number of GPUs along dp and with any strategy, but not those of `separate`. Not with
+                   --stages. With --order any this is the default.
+
 STEP
     The host enqueues a step and does not wait within it. While the device computes step s, the host packs the
     windows of step s + 1, which a copy stream transfers, and enqueues the micro-batches of step s + 1. Only
@@ -101,6 +114,10 @@ static const flag FLAGS[] = {
      "NAME order of sums over ranks: tree (default; fixed) or any (NCCL's; sends less between nodes)"},
     {"--reduce-dtype", FLAG_TEXT, NOT_SAVED, AT(reduce_dtype), 0, 0,
      "NAME dtype in which gradients are added over ranks: f32 (default) or bf16 (half the bytes)"},
+    {"--tied-grads", FLAG_TEXT, NOT_SAVED, AT(tied_grads), 0, 0,
+     "NAME gradients of the matrix that embedding and head share: separate (one per use) or\n"
+     "                        merged (reduced once; not with --stages). Default: separate; with --order any\n"
+     "                        and without --stages merged"},
     {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
      "NAME sharding: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
     {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, DDP_MAX_LOCAL_RANKS,
@@ -201,6 +218,13 @@ static int check_flags(run_options *o) {
         snprintf(o->wrong, sizeof o->wrong, "--order %.60s: use tree or any", o->order);
     else if (!is_one_of(o->reduce_dtype, "f32", "bf16"))
         snprintf(o->wrong, sizeof o->wrong, "--reduce-dtype %.60s: use f32 or bf16", o->reduce_dtype);
+    else if (!is_one_of(o->tied_grads, "separate", "merged"))
+        snprintf(o->wrong, sizeof o->wrong, "--tied-grads %.60s: use separate or merged", o->tied_grads);
+    else if (o->tied_grads && o->tied_grads[0] == 'm' && o->stages > 1)
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--tied-grads merged: with --stages %d embedding and head are on different ranks; use "
+                 "--tied-grads separate",
+                 o->stages);
     else if (count < 0)
         snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s: use up to %d device numbers, such as 0,2", o->gpus,
                  GPU_LIST);
@@ -268,6 +292,7 @@ typedef struct trainer {
     ddp_dtype dtype;        /* of the model */
     ddp_dtype reduce_dtype; /* of sums of gradients over ranks */
     ddp_order order;        /* of sums over ranks */
+    int merges_tied;        /* wte has one gradient for both uses; see TIED EMBEDDING */
     ddp_fsdp_strategy strategy;
     int pp, dp, tp, stage, replica, tensor_rank;
     int device, sharing; /* GPU of this rank, and the number of ranks on it */
@@ -357,6 +382,7 @@ static void set_mesh(trainer *t) {
     t->reduce_dtype = DDP_F32; /* a single rank along dp sends nothing */
     if (t->dp > 1 && o->reduce_dtype && !strcmp(o->reduce_dtype, "bf16")) t->reduce_dtype = DDP_BF16;
     t->order = o->order && !strcmp(o->order, "any") ? DDP_ORDER_ANY : DDP_ORDER_TREE;
+    t->merges_tied = o->tied_grads ? o->tied_grads[0] == 'm' : t->order == DDP_ORDER_ANY && t->pp == 1;
     t->strategy = (ddp_fsdp_strategy)find_strategy(o->strategy);
 }
 
@@ -391,6 +417,7 @@ static void describe_model(trainer *t) {
     d->graphs = !o->no_graphs && !o->profile && t->tp == 1;
     d->first_unit = t->first_unit;
     d->end_unit = t->end_unit;
+    d->tied_grads = t->merges_tied;
     d->tensor_ranks = t->tp;
     d->tensor_rank = t->tensor_rank;
 }
@@ -573,9 +600,14 @@ static void describe_slice(trainer *t, slice *s, ddp_fsdp_param *p, int boxes) {
         p->param.grad.dtype = DDP_F32; /* ddp_pipeline sums micro-batches */
 }
 
+/* Whether a parameter is a use of wte that has no slices of its own. */
+static int uses_wte(const trainer *t, int param) {
+    return (t->pp > 1 || t->merges_tied) && t->run.infos[param].tied_to >= 0;
+}
+
 /* Lists the parameters for ddp_fsdp: units as in train_gpt_fsdp, or one unit for the stage. The head's matrix
-   is tied to the embedding. With stages the first and the last stage both have "wte", with the same rows and
-   gradients. */
+   is tied to the embedding; with merges_tied it is left out. With stages the first and the last stage both
+   have "wte", with the same rows and gradients. */
 static ddp_result build_slices(trainer *t) {
     size_t room = 3 * (size_t)t->param_count;
     int fsdp_units = t->pp > 1 ? 1 : t->unit_count;
@@ -588,7 +620,7 @@ static ddp_result build_slices(trainer *t) {
     for (int i = 0; i < t->param_count; i++) {
         gpt_cuda_box box[3];
         int unit = t->pp > 1 ? 0 : t->run.infos[i].unit, boxes = gpt_cuda_param_boxes(&t->desc, i, box);
-        if (t->pp > 1 && t->run.infos[i].tied_to >= 0) boxes = 0;
+        if (uses_wte(t, i)) boxes = 0;
         t->slice_of[i] = t->slice_count;
         for (int k = 0; k < boxes; k++) {
             slice *s = &t->slices[t->slice_count];
@@ -635,17 +667,15 @@ static int unit_params(const trainer *t, int unit, int *first) {
     return GPT_BLOCK_PARAMS;
 }
 
-/* Parameter with the slices of `param`: with stages the head's matrix has the slices of "wte". */
-static int sliced_param(const trainer *t, int param) {
-    return t->pp > 1 && t->run.infos[param].tied_to >= 0 ? 0 : param;
-}
+/* Parameter with the slices of `param`. */
+static int sliced_param(const trainer *t, int param) { return uses_wte(t, param) ? 0 : param; }
 
-/* Elements of a unit of the model on this rank. */
+/* Elements of a unit of the model on this rank. With merges_tied, wte counts only in unit 0. */
 static size_t unit_elements(const trainer *t, int unit) {
     int first, count = unit_params(t, unit, &first);
     size_t elements = 0;
     for (int i = first; i < first + count; i++) {
-        int from = sliced_param(t, i);
+        int from = t->merges_tied ? i : sliced_param(t, i);
         for (int k = t->slice_of[from]; k < t->slice_of[from + 1]; k++)
             elements += (size_t)(t->slices[k].at.rows * t->slices[k].at.columns);
     }
@@ -678,7 +708,7 @@ static double fsdp_bytes(const trainer *t) {
     double reduce_element = (double)ddp_dtype_size(t->reduce_dtype);
     double sent_element = reduce_element > element ? reduce_element : element;
     double shards = strategy == DDP_FSDP_NO_SHARD ? 1 : t->dp;
-    double tied = t->pp > 1 ? 0 : (double)t->run.infos[0].count;
+    double tied = t->pp > 1 || t->merges_tied ? 0 : (double)t->run.infos[0].count;
     for (int u = t->first_unit; u < t->end_unit; u++) {
         double elements = (double)unit_elements(t, u);
         all += elements;
@@ -694,11 +724,12 @@ static double fsdp_bytes(const trainer *t) {
         if (t->pp > 1)
             bytes += largest * element;
         else if (t->dp > 1)
-            bytes += 3 * largest * element;
+            bytes += (3 + t->merges_tied) * largest * element;
     }
     if (reduce_each) {
         buffers = t->dp > 1 ? 3 : 2;
         if (t->pp > 1) buffers = 1;
+        buffers += t->merges_tied; /* unit 0 keeps one */
         bytes += buffers * largest * grad_element + (levels + 1) * all * 4 / shards;
     } else {
         sums = levels; /* f32; a single micro-batch is summed in place */
@@ -1368,7 +1399,7 @@ static void cast_bf16_grads(const trainer *t, int unit, void **grads, int widen)
     int first, count = unit_params(t, unit, &first);
     size_t at = 0;
     for (int i = 0; i < count; i++) {
-        int from = t->run.infos[first + i].tied_to >= 0 ? 0 : first + i;
+        int from = sliced_param(t, first + i);
         for (int k = t->slice_of[from]; k < t->slice_of[from + 1]; k++) {
             void *narrow = t->bf16_grads + at;
             if (widen)
@@ -1403,15 +1434,19 @@ static ddp_result gather(trainer *t, int unit) {
     return DDP_OK;
 }
 
-/* Forward through the units up to last_unit. compute 0: only takes part in the collectives. Collective. */
+/* Forward through the units up to last_unit. compute 0: only takes part in the collectives. With merges_tied
+   unit 0 stays unsharded, because the head uses wte: end with `backward` or `reshard_wte`. Collective. */
 static ddp_result forward(trainer *t, int last_unit, int compute) {
     for (int unit = 0; unit <= last_unit; unit++) {
         DDP_TRY(gather(t, unit));
         if (compute) DDP_TRY(unit_forward(t, unit, 0, NULL, NULL));
-        DDP_TRY(ddp_fsdp_reshard(t->fsdp, unit));
+        if (unit > 0 || !t->merges_tied) DDP_TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return DDP_OK;
 }
+
+/* Ends a forward that no backward follows. */
+static ddp_result reshard_wte(trainer *t) { return t->merges_tied ? ddp_fsdp_reshard(t->fsdp, 0) : DDP_OK; }
 
 /* Reduces the gradients of a unit and reshards it. Collective. */
 static ddp_result reduce(trainer *t, int unit) {
@@ -1677,6 +1712,7 @@ static ddp_result validate(trainer *t, double *loss) {
                 DDP_TRY(place_tokens(t, 0));
             }
             DDP_TRY(forward(t, t->unit_count - 1, t->validating < end));
+            DDP_TRY(reshard_wte(t));
             if (t->validating < end) DDP_TRY(gpt_cuda_loss(t->model, 0, &t->sums[0][0]));
         }
         CUDA(cudaStreamSynchronize(t->stream));
@@ -1812,6 +1848,7 @@ static ddp_result generate(trainer *t) {
         fill_table(t, t->unit_count - 1, 0, values);
         if (result == DDP_OK) result = gpt_cuda_logits(t->model, 0, values, at - start - 1, (float *)logits);
         if (result == DDP_OK) result = ddp_fsdp_reshard(t->fsdp, t->unit_count - 1);
+        if (result == DDP_OK) result = reshard_wte(t);
         if (result != DDP_OK) break;
         t->memory->copy(near, logits, (size_t)vocab * sizeof *near);
         tokens[at] = gpt_sample(near, vocab, 0.8f, gpt_sample_draw((uint64_t)r->plan.config.seed, at));

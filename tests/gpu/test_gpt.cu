@@ -270,6 +270,11 @@ static ddp_result embedding(device_rank *d, ddp_dtype dtype, int C, int V, int B
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__embed_backward, far_dte, far_dpe, far_batch, f.up(dy)));
     GPT_TRY(near(f, "token gradient", f.down(far_dte, dte.size()), floats(dte.begin(), dte.end()),
                  unit_round(f)));
+    m.desc.tied_grads = 1;
+    for (double &x : dte) x *= 2;
+    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__embed_backward, far_dte, far_dpe, far_batch, f.up(dy)));
+    GPT_TRY(near(f, "token gradient, added", f.down(far_dte, dte.size()), floats(dte.begin(), dte.end()),
+                 2 * unit_round(f)));
     return near(f, "position gradient", f.down(far_dpe, dpe.size()), floats(dpe.begin(), dpe.end()),
                 unit_round(f));
 }
@@ -688,6 +693,26 @@ static ddp_result whole(device_rank *d, const gpt_cuda_desc &desc, double tolera
     return DDP_OK;
 }
 
+/* One gradient for both uses of wte: the sum of the two, also when backward runs again. */
+static ddp_result tied(device_rank *d, gpt_cuda_desc desc, double tolerance) {
+    desc.tied_grads = 1;
+    pair p(d, desc);
+    gpt_param info;
+    GPT_TRY(pair_open(&p, 1));
+    const int *tokens = p.batches[0].data(), head = gpt_param_head(&desc.config);
+    gpt_model_forward_backward(&p.cpu, tokens, tokens + desc.batch * desc.length, desc.batch, desc.length,
+                               NULL, NULL);
+    gpt_param_info(&desc.config, 0, &info);
+    for (int64_t i = 0; i < info.count; i++) p.cpu.grads[0][i] += p.cpu.grads[head][i];
+    p.grads.back()[6] = p.grads[0][0];
+    for (int time = 0; time < 2; time++) {
+        GPT_TRY(forward(&p, 0, 0));
+        GPT_TRY(backward(&p, 0, 0));
+        GPT_TRY(compare_gradients(&p, 0, tolerance));
+    }
+    return DDP_OK;
+}
+
 /* The calls of a step of two micro-batches: graphs and no other products, or kernels. A later step allocates
    nothing. */
 static ddp_result recorded(device_rank *d, int later, size_t want) {
@@ -840,6 +865,7 @@ static ddp_result variants(device_rank *d, ddp_dtype dtype) {
     desc.recompute = 1, desc.graphs = 0;
     GPT_TRY(whole(d, desc, tolerance, &again));
     GPT_TRY(same(f, "with recomputation", again, bits));
+    GPT_TRY(tied(d, plain(d, dtype), tolerance));
     return many_pointers(d, plain(d, dtype));
 }
 

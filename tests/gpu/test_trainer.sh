@@ -1,9 +1,9 @@
 #!/bin/sh
 # examples/gpt/train_gpt_cuda.cu on a GPU, which all ranks share. Ten steps have the losses of train_gpt in f32,
 # and similar ones in bf16. The weights are the same with every strategy on 1, 2 and 4 ranks, with stages,
-# without graphs, with recomputation, and in a second run; --tp has similar losses. Checkpoints go to
-# train_gpt and back. With optimizer state in host memory a model steps under a memory limit that is too small
-# otherwise.
+# without graphs, with recomputation, and in a second run; --tp, --order any and --tied-grads merged have similar
+# losses. Checkpoints go to train_gpt and back. With optimizer state in host memory a model steps under a memory
+# limit that is too small otherwise.
 # usage: test_trainer.sh path/of/train_gpt_cuda path/of/train_gpt [one | many]
 #   one    tests of one rank: losses, a second run, no graphs, recomputation, offloading
 #   many   tests of 2 and 4 ranks, and checkpoints. Default: both.
@@ -82,6 +82,12 @@ many_ranks() {
     train_with mesh "$program" $run --stages 2 --ranks 4 --schedule GPipe $processes
     same_hash one stages
     same_hash one mesh
+    train_with merged "$program" $run --tied-grads merged
+    train_with merged4 "$program" $run --tied-grads merged --ranks 4 --threads-as-ranks
+    train_with any "$program" $run --order any --reduce-dtype bf16 --ranks 2 $processes
+    near merged one 0.03
+    same_hash merged merged4
+    near any one 0.03
     train_with cut "$program" $run --dtype f32 --tp 2 $processes
     train_with cut_mesh "$program" $run --dtype f32 --tp 2 --stages 2 --threads-as-ranks
     near cut whole 0.0002

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The trainer on the fake GPU: the losses of train_gpt, within 1e-4 in f32, similar in bf16. The weights are
 # the same on any number of ranks along dp, with every strategy, with stages, graphs or recomputation, and
-# similar with --tp. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and back. Inside a step the
+# similar with --tp, --order any, --reduce-dtype or --tied-grads merged. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and back. Inside a step the
 # host never waits. Invalid input is one sentence.
 # usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; the program is
 # support/gpt_tests.cu under that name, with llmc in the same folder
@@ -83,14 +83,25 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
         cuda "$way" $short --strategy ${way% *} --ranks ${way#* }
         same_hash one "$way"
     done
+    # One gradient for both uses of wte: other bits, but the same ones with every strategy and number of ranks.
+    # wte has 256 x 32 elements of 4 bytes, of which a rank sends three quarters. Two steps were watched.
+    cuda merged $short --tied-grads merged
+    near merged one
+    [ "$(hash_of merged)" != "$(hash_of one)" ] || fail "--tied-grads merged changed nothing"
+    for way in 'full 4' 'grad 2' 'optim 2' 'none 2'; do
+        cuda "merged $way" $short --tied-grads merged --strategy ${way% *} --ranks ${way#* }
+        same_hash merged "merged $way"
+    done
+    saved=$(($(number 'full 4' reduced) - $(number 'merged full 4' reduced)))
+    [ $saved = 49152 ] || fail "one gradient of wte saved $saved bytes"
     # NCCL's order and 16 bits: other bits, similar losses. A rank passes NCCL its block of the sum in 2 bytes
     # per element. In tree order it sends three blocks in 4 bytes, and some bytes of the norm.
     cuda any $short --ranks 4 --order any --reduce-dtype bf16
     near any one
     [ "$(hash_of any)" != "$(hash_of one)" ] || fail "--order any --reduce-dtype bf16 changed nothing"
-    norm=$(($(number 'full 4' reduced) - 6 * $(number any reduced)))
+    norm=$(($(number 'merged full 4' reduced) - 6 * $(number any reduced)))
     [ "$(number any reduced)" -gt 10000 ] && [ $norm -ge 0 ] && [ $norm -lt 5000 ] ||
-        fail "$(number any reduced) bytes were reduced in bf16, $(number 'full 4' reduced) in the tree"
+        fail "$(number any reduced) bytes were reduced in bf16, $(number 'merged full 4' reduced) in the tree"
     cuda stages $short --stages 2 --reduce-dtype bf16 --timeline stages.json
     cuda mesh $short --stages 2 --ranks 4 --strategy grad --schedule GPipe --profile
     same_hash one stages
@@ -112,7 +123,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     same_hash cut cut_stages
 }
 # The memory held is at least half of the estimate, and never more than it.
-for name in one 'full 1' 'full plain' 'full 4' any 'optim 2' stages cut again 'single f32' 'single bf16'; do
+for name in one 'full 1' 'full plain' 'full 4' 'merged full 4' 'merged grad 2' any 'optim 2' stages cut again 'single f32' 'single bf16'; do
     expected=$(sed -n 's/.* of each rank.s GPU: \([0-9.]*\) MiB expected.*/\1/p' "$name.all")
     awk "BEGIN { held = $(number "$name" held) / 1048576; exit !(held <= $expected && held >= $expected / 2) }" ||
         fail "$name: $expected MiB were expected, $(number "$name" held) bytes held"
@@ -170,7 +181,7 @@ rm stages.json
     short="$run --steps 4 --dtype f32"
     cuda saved $short --ranks 2 --checkpoint here.ckpt
     cuda saved_folder $short --ranks 2 --stages 2 --checkpoint here/
-    cuda saved_cut $short --tp 2 --checkpoint cut/
+    cuda saved_cut $short --tp 2 --tied-grads merged --checkpoint cut/
     train_with saved_whole "$trainers/train_gpt" $run --steps 4 --ranks 1 --checkpoint whole.ckpt
     train_with end "$trainers/train_gpt" --resume whole.ckpt --steps 6 --ranks 1
     train_with end_here "$trainers/train_gpt" --resume here.ckpt --steps 6 --ranks 1
@@ -181,7 +192,7 @@ rm stages.json
     cuda from_whole --resume whole.ckpt --steps 6 --dtype f32 --ranks 2 --strategy optim
     cuda from_here --resume here.ckpt --steps 6 --dtype f32 --stages 2
     cuda from_folder --resume here --steps 6 --dtype f32
-    cuda from_made --resume made --steps 6 --dtype f32 --ranks 2
+    cuda from_made --resume made --steps 6 --dtype f32 --ranks 2 --tied-grads merged
     cuda from_cut --resume made_cut --steps 6 --dtype f32 --tp 2
     for name in end_here end_folder end_cut from_whole from_here from_folder from_made from_cut; do
         grep -q 'continues after step 4' "$name.out" || fail "$name does not report where it continues"
@@ -276,6 +287,8 @@ before=$(state)
     wrong "use bf16 or f32" $short --dtype f16 text
     wrong "use tree or any" $short --order ring text
     wrong "use f32 or bf16" $short --reduce-dtype f16 text
+    wrong "use separate or merged" $short --tied-grads both text
+    wrong "with --stages 2 embedding and head are on different ranks" $short --tied-grads merged --stages 2 text
     wrong "such as 0,2" $short --gpus first text
     wrong "put commas between devices: --gpus 0,2" $short --gpus 0 2 text
     wrong "device 9 does not exist" $short --gpus 9 text
