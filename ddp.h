@@ -1240,6 +1240,13 @@ DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float
 /* The two streams of a device: the caller's own, and the one for communication of a group. */
 typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
 
+/* One copy of a device's copy_many. */
+typedef struct ddp_copy_range {
+    void *dst;
+    const void *src;
+    size_t count; /* elements */
+} ddp_copy_range;
+
 /* A device: functions for its memory, streams and arithmetic. All pointers are to memory of this device. The
    table of the CPU is ddp_device_cpu().
 
@@ -1260,6 +1267,10 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
     X(fill_zero, void, (void *dst, size_t size_bytes))                                                       \
     /* converts count elements; floats are rounded to nearest even */                                        \
     X(cast, void, (void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count))      \
+    /* casts each range, with few launches; equal dtypes keep their bits. No range writes what another one   \
+       reads or writes. See ddp_copy_list */                                                                 \
+    X(copy_many, void,                                                                                       \
+      (const ddp_copy_range *ranges, int range_count, ddp_dtype dst_dtype, ddp_dtype src_dtype))             \
     /* dst = left + right; dst may equal left or right */                                                    \
     X(add, void, (void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype))            \
     /* multiplies count elements by factor */                                                                \
@@ -1336,6 +1347,21 @@ DDPDEF ddp_result ddp_device_begin(ddp_group *group);
 DDPDEF ddp_result ddp_device_check(ddp_group *group);
 /* Adds the squares of a tensor's elements, row by row of its first dimension, to *sum on the device. */
 DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor);
+
+enum { DDP_COPY_RANGES = 64 }; /* ranges that a ddp_copy_list collects */
+/* Collects copies and casts for copy_many. Zero-initialise it and set device. */
+typedef struct ddp_copy_list {
+    const ddp_device *device;
+    ddp_dtype dst_dtype, src_dtype; /* of all ranges */
+    int range_count;
+    ddp_copy_range ranges[DDP_COPY_RANGES];
+} ddp_copy_list;
+/* Adds a range of count elements, which ddp_copy_list_end copies at the latest. A list that is full, or has
+   other dtypes, is copied first. Ranges that continue the last one on both sides are joined. */
+DDPDEF void ddp_copy_list_add(ddp_copy_list *list, void *dst, ddp_dtype dst_dtype, const void *src,
+                              ddp_dtype src_dtype, size_t count);
+DDPDEF void ddp_copy_list_end(ddp_copy_list *list); /* copies the rest, and empties the list */
+
 /* The group's device: ddp_group_desc.device, or the CPU. */
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 
@@ -5687,6 +5713,12 @@ static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out
 static void ddp__cpu_copy(void *dst, const void *src, size_t size_bytes) { memcpy(dst, src, size_bytes); }
 static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, size_bytes); }
 
+static void ddp__cpu_copy_many(const ddp_copy_range *ranges, int range_count, ddp_dtype dst_dtype,
+                               ddp_dtype src_dtype) {
+    for (int i = 0; i < range_count; i++)
+        ddp__cast(ranges[i].dst, dst_dtype, ranges[i].src, src_dtype, ranges[i].count);
+}
+
 static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     const void *sources[2] = {left, right};
     ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__HINT_CACHED);
@@ -5699,6 +5731,32 @@ DDPDEF ddp_result ddp_device_begin(ddp_group *group) {
 
 DDPDEF ddp_result ddp_device_check(ddp_group *group) {
     return group && group->device->check ? group->device->check(group) : DDP_OK;
+}
+
+DDPDEF void ddp_copy_list_end(ddp_copy_list *list) {
+    if (list->range_count)
+        list->device->copy_many(list->ranges, list->range_count, list->dst_dtype, list->src_dtype);
+    list->range_count = 0;
+}
+
+DDPDEF void ddp_copy_list_add(ddp_copy_list *list, void *dst, ddp_dtype dst_dtype, const void *src,
+                              ddp_dtype src_dtype, size_t count) {
+    const ddp_copy_range range = {dst, src, count};
+    int same_dtypes = dst_dtype == list->dst_dtype && src_dtype == list->src_dtype;
+    if (count == 0) return;
+    if (list->range_count && same_dtypes) {
+        ddp_copy_range *last = &list->ranges[list->range_count - 1];
+        const char *dst_end = (const char *)last->dst + last->count * ddp_dtype_size(dst_dtype);
+        const char *src_end = (const char *)last->src + last->count * ddp_dtype_size(src_dtype);
+        if (dst == (const void *)dst_end && src == (const void *)src_end) {
+            last->count += count;
+            return;
+        }
+    }
+    if (!same_dtypes || list->range_count == DDP_COPY_RANGES) ddp_copy_list_end(list);
+    list->dst_dtype = dst_dtype;
+    list->src_dtype = src_dtype;
+    list->ranges[list->range_count++] = range;
 }
 
 DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor) {
@@ -5716,6 +5774,7 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
         ddp__cpu_copy,
         ddp__cpu_fill_zero,
         ddp__cast,
+        ddp__cpu_copy_many,
         ddp__cpu_add,
         ddp__scale,
         ddp__divide,
@@ -11258,35 +11317,34 @@ static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count
 static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     unsigned char *flat = (unsigned char *)reducer->flat;
+    ddp_copy_list list = DDP_ZERO;
+    list.device = reducer->device;
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->order[k]];
         size_t bytes = grad->range_count * ddp_dtype_size(bucket->wire);
-        unsigned char *from = pack ? grad->data : flat;
-        unsigned char *to = pack ? flat : grad->data;
         if (!grad->range_count || grad->in_place) continue;
-        if (bucket->wire == bucket->dtype)
-            reducer->device->copy(to, from, bytes);
-        else if (pack)
-            reducer->device->cast(to, bucket->wire, from, bucket->dtype, grad->range_count);
+        if (pack)
+            ddp_copy_list_add(&list, flat, bucket->wire, grad->data, bucket->dtype, grad->range_count);
         else
-            reducer->device->cast(to, bucket->dtype, from, bucket->wire, grad->range_count);
+            ddp_copy_list_add(&list, grad->data, bucket->dtype, flat, bucket->wire, grad->range_count);
         reducer->bytes_copied += bytes;
         flat += bytes;
     }
+    ddp_copy_list_end(&list);
 }
 
 /* The same for a bucket of f32 sums. Gradients without a sum in this step are cast to f32. The sums of a
    range have the distances of its gradients, see ddp_place_sums. */
 static void ddp__bucket_copy_f32(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
-    const ddp_device *device = reducer->device;
     const ddp__grad *range_head = NULL; /* the first of the range */
+    ddp_copy_list list = DDP_ZERO;
+    list.device = reducer->device;
     unsigned char *flat = (unsigned char *)reducer->flat, *flat_range = flat;
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->order[k]];
         unsigned char *sum = (unsigned char *)reducer->desc.params[reducer->order[k]].sum.data,
                       *f32_data = sum;
-        size_t bytes = grad->count * sizeof(float);
         if (!grad->count) continue;
         if (grad->range_count) {
             range_head = grad;
@@ -11298,13 +11356,14 @@ static void ddp__bucket_copy_f32(ddp__bucket *bucket, int pack) {
         if (!range_head->in_place) f32_data = flat_range + offset;
         if (pack && grad->has_f32_sum && f32_data == sum) continue;
         if (!pack)
-            device->cast(grad->data, bucket->dtype, f32_data, DDP_F32, grad->count);
+            ddp_copy_list_add(&list, grad->data, bucket->dtype, f32_data, DDP_F32, grad->count);
         else if (grad->has_f32_sum)
-            device->copy(f32_data, sum, bytes);
+            ddp_copy_list_add(&list, f32_data, DDP_F32, sum, DDP_F32, grad->count);
         else
-            device->cast(f32_data, DDP_F32, grad->data, bucket->dtype, grad->count);
-        reducer->bytes_copied += bytes;
+            ddp_copy_list_add(&list, f32_data, DDP_F32, grad->data, bucket->dtype, grad->count);
+        reducer->bytes_copied += grad->count * sizeof(float);
     }
+    ddp_copy_list_end(&list);
 }
 
 /* Reduces one bucket. A gradient that was not announced counts as zeros. */

@@ -385,7 +385,9 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
      alloc        blocks until the memory is zeroed: any stream may use it at once.
      copy         between device pointers, it is in stream order. If either side is host memory, it is
                   complete on return.
-     the others   are in stream order and return at once; add, divide and cast accept any alignment.
+     copy_many    is one launch per 64 ranges, of device memory only.
+     the others   are in stream order and return at once; add, divide, cast and copy_many accept any
+                  alignment.
    The functions act on the current device of the calling thread. Calls on a group with this device set the
    thread's current device and stream to the group's device and compute stream. */
 
@@ -471,8 +473,8 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #define DDP__CUDA_THREADS 256           /* threads per block */
 #define DDP__CUDA_BLOCKS 4096           /* largest grid: some waves on any GPU; kernels loop over the rest */
 #define DDP__CUDA_TREE_MAX_SOURCES 8191 /* most sources of a reduction: 4 * 2^11 - 1 */
-#define DDP__CUDA_LAUNCH_RANGES 64      /* tensors per launch: a kernel's arguments are limited to 4 KiB */
-#define DDP__CUDA_CHUNK ((size_t)16384) /* elements of a tensor that one block copies */
+#define DDP__CUDA_LAUNCH_RANGES DDP_COPY_RANGES /* per launch: a kernel's arguments are limited to 4 KiB */
+#define DDP__CUDA_CHUNK ((size_t)16384)         /* elements of a tensor that one block copies */
 
 /* Every call of the CUDA runtime goes through this table. */
 typedef struct ddp__cuda_runtime {
@@ -1423,19 +1425,21 @@ static ddp_result ddp__cuda_tree_reduce(const ddp__cuda_tree_call *call, ddp_dty
 }
 
 //== lists of tensors ======================================================================= >>impl-multi
-/* Conversion and scaling: ddp_cuda_flatten and ddp_cuda_unflatten for lists of tensors, cast and scale of the
-   device for one tensor. */
+/* Copies, casts and scaling of lists of ranges: copy_many, cast and scale of the device, ddp_cuda_flatten and
+   ddp_cuda_unflatten. */
 
 /* Computes dst = src * factor, rounded once. dst may be src. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
-    enum { WIDTH = D == S && sizeof(typename ddp__cuda_type<D>::store) == 2 ? 8 : 4 };
+    typedef typename ddp__cuda_type<D>::store dst_type;
+    typedef typename ddp__cuda_type<S>::store src_type;
+    enum { WIDTH = D == S && sizeof(dst_type) == 2 ? 8 : 4 };
     void *dst;
     const void *src;
     float factor;
     const float *factor_at; /* device memory with the factor; NULL = use `factor` */
     template <int N> DDP__HD void run(size_t at) const {
-        typename ddp__cuda_type<S>::store in[N];
-        typename ddp__cuda_type<D>::store out[N];
+        src_type in[N];
+        dst_type out[N];
         float by = factor;
         if (factor_at) ddp__cuda_load<1>(&by, factor_at, 0);
         ddp__cuda_load<N>(in, src, at);
@@ -1448,19 +1452,30 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
     }
 };
 
-/* One launch for up to 64 tensors. Tensor r has chunks first[r] to first[r + 1] - 1. Reads dtype S, writes
-   dtype D. A block finds the tensor of its chunk by bisection. */
-template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_ranges {
-    typedef ddp__cuda_convert<D, S, M> convert;
-    void *flat;
-    int range_count, pack; /* pack: 1 = tensors to flat, 0 = flat to tensors */
-    float factor;
-    ddp_cuda_range range[DDP__CUDA_LAUNCH_RANGES];
+/* Copies the bits of elements. */
+template <class T> struct ddp__cuda_move {
+    typedef T dst_type, src_type;
+    enum { WIDTH = 16 / sizeof(T) };
+    void *dst;
+    const void *src;
+    template <int N> DDP__HD void run(size_t at) const {
+        T value[N];
+        ddp__cuda_load<N>(value, src, at);
+        ddp__cuda_store<N>(value, dst, at);
+    }
+};
+
+/* One launch for up to 64 ranges, each processed by a copy of f: a ddp__cuda_convert or ddp__cuda_move. Range
+   r has chunks first[r] to first[r + 1] - 1. A block finds the range of its chunk by bisection. */
+template <class F> struct ddp__cuda_ranges {
+    F f;
+    int range_count;
+    ddp_copy_range range[DDP__CUDA_LAUNCH_RANGES];
     size_t first[DDP__CUDA_LAUNCH_RANGES + 1];
 
     DDP__HD void chunk(size_t number, size_t thread, size_t threads) const {
-        typedef typename ddp__cuda_type<D>::store out_type;
-        typedef typename ddp__cuda_type<S>::store in_type;
+        typedef typename F::dst_type dst_type;
+        typedef typename F::src_type src_type;
         int low = 0, high = range_count;
         while (high - low > 1) {
             int middle = (low + high) / 2;
@@ -1469,36 +1484,31 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_ranges {
             else
                 high = middle;
         }
-        const ddp_cuda_range &r = range[low];
+        const ddp_copy_range &r = range[low];
         size_t at = (number - first[low]) * DDP__CUDA_CHUNK;
         size_t n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
-        convert f = {(out_type *)r.data + at, (const in_type *)flat + r.offset + at, factor, NULL};
-        if (pack) {
-            f.dst = (out_type *)flat + r.offset + at;
-            f.src = (const in_type *)r.data + at;
-        }
-        uint32_t mask = ddp__cuda_aligned_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type),
-                                                convert::WIDTH);
-        mask = ddp__cuda_aligned_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
-        ddp__cuda_run_elements(f, ddp__cuda_vectors_of(mask, n, convert::WIDTH), thread, threads);
+        F own = f;
+        own.dst = (dst_type *)r.dst + at;
+        own.src = (const src_type *)r.src + at;
+        uint32_t mask = ddp__cuda_aligned_heads((1u << F::WIDTH) - 1, own.dst, sizeof(dst_type), F::WIDTH);
+        mask = ddp__cuda_aligned_heads(mask, own.src, sizeof(src_type), F::WIDTH);
+        ddp__cuda_run_elements(own, ddp__cuda_vectors_of(mask, n, F::WIDTH), thread, threads);
     }
 };
 
+/* A list of copies: dst = src * factor. Equal dtypes with factor 1 keep their bits. Other ranges are
+   floats. */
 typedef struct ddp__cuda_ranges_call {
-    void *flat;
-    const ddp_cuda_range *ranges;
-    int range_count, pack;
+    const ddp_copy_range *ranges;
+    int range_count;
+    ddp_dtype dst_dtype, src_dtype;
     float factor;
     cudaStream_t stream;
     const char *function;
 } ddp__cuda_ranges_call;
 
-template <ddp_dtype D, ddp_dtype S>
-static ddp_result ddp__cuda_ranges_launch(const ddp__cuda_ranges_call *call) {
-    typedef typename ddp__cuda_type<D>::math dst_math;
-    typedef typename ddp__cuda_type<S>::math src_math;
-    typedef decltype(dst_math() + src_math()) M;
-    ddp__cuda_ranges<D, S, M> f = {call->flat, 0, call->pack, call->factor, {}, {0}};
+template <class F> static ddp_result ddp__cuda_launch_ranges(const ddp__cuda_ranges_call *call, F function) {
+    ddp__cuda_ranges<F> f = {function, 0, {}, {0}};
     for (int done = 0; done < call->range_count; done += f.range_count) {
         f.range_count = call->range_count - done;
         if (f.range_count > DDP__CUDA_LAUNCH_RANGES) f.range_count = DDP__CUDA_LAUNCH_RANGES;
@@ -1512,21 +1522,61 @@ static ddp_result ddp__cuda_ranges_launch(const ddp__cuda_ranges_call *call) {
     return DDP_OK;
 }
 
-static ddp_result ddp__cuda_convert_ranges(const ddp__cuda_ranges_call *call, ddp_dtype dst, ddp_dtype src) {
+static ddp_result ddp__cuda_copy_ranges(const ddp__cuda_ranges_call *call) {
+    ddp_dtype dst = call->dst_dtype, src = call->src_dtype;
+    if (dst == src && call->factor == 1.0f) {
+        size_t size = ddp_dtype_size(dst);
+        if (size == 1) return ddp__cuda_launch_ranges(call, ddp__cuda_move<uint8_t>{});
+        if (size == 2) return ddp__cuda_launch_ranges(call, ddp__cuda_move<uint16_t>{});
+        if (size == 4) return ddp__cuda_launch_ranges(call, ddp__cuda_move<uint32_t>{});
+        return ddp__cuda_launch_ranges(call, ddp__cuda_move<uint64_t>{});
+    }
     if (!ddp_is_float(dst) || !ddp_is_float(src))
         return ddp_fail(DDP_ERR_INVALID, "%s: cannot convert %s to %s; use floating-point dtypes",
                         call->function, ddp_dtype_name(src), ddp_dtype_name(dst));
-    if (call->range_count < 0 || (call->range_count && (!call->ranges || !call->flat)))
-        return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d is negative, or flat or ranges is NULL",
-                        call->function, call->range_count);
-    for (int i = 0; i < call->range_count; i++)
-        if (call->ranges[i].count && !call->ranges[i].data)
-            return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
     return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(dst, [&](auto D) {
         return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(src, [&](auto S) {
-            return ddp__cuda_ranges_launch<decltype(D)::value, decltype(S)::value>(call);
+            typedef typename ddp__cuda_type<decltype(D)::value>::math dst_math;
+            typedef typename ddp__cuda_type<decltype(S)::value>::math src_math;
+            typedef decltype(dst_math() + src_math()) M;
+            const ddp__cuda_convert<decltype(D)::value, decltype(S)::value, M> f = {NULL, NULL, call->factor,
+                                                                                    NULL};
+            return ddp__cuda_launch_ranges(call, f);
         });
     });
+}
+
+/* Copies tensors of `dtype` into a flat buffer (pack 1), or out of it (pack 0). */
+static ddp_result ddp__cuda_copy_flat(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *tensors,
+                                      int tensor_count, ddp_dtype dtype, int pack,
+                                      ddp__cuda_ranges_call *call) {
+    ddp_copy_range ranges[DDP__CUDA_LAUNCH_RANGES];
+    if (!ddp_is_float(flat_dtype) || !ddp_is_float(dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: cannot convert %s to %s; use floating-point dtypes",
+                        call->function, ddp_dtype_name(pack ? dtype : flat_dtype),
+                        ddp_dtype_name(pack ? flat_dtype : dtype));
+    if (tensor_count < 0 || (tensor_count && (!tensors || !flat)))
+        return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d is negative, or flat or ranges is NULL",
+                        call->function, tensor_count);
+    for (int i = 0; i < tensor_count; i++)
+        if (tensors[i].count && !tensors[i].data)
+            return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
+    call->ranges = ranges;
+    call->dst_dtype = pack ? flat_dtype : dtype;
+    call->src_dtype = pack ? dtype : flat_dtype;
+    for (int done = 0; done < tensor_count; done += call->range_count) {
+        call->range_count = tensor_count - done;
+        if (call->range_count > DDP__CUDA_LAUNCH_RANGES) call->range_count = DDP__CUDA_LAUNCH_RANGES;
+        for (int i = 0; i < call->range_count; i++) {
+            const ddp_cuda_range *tensor = &tensors[done + i];
+            void *at = (char *)flat + tensor->offset * ddp_dtype_size(flat_dtype);
+            ranges[i].dst = pack ? at : tensor->data;
+            ranges[i].src = pack ? tensor->data : at;
+            ranges[i].count = tensor->count;
+        }
+        DDP_TRY(ddp__cuda_copy_ranges(call));
+    }
+    return DDP_OK;
 }
 
 //== sums of squares by rows ================================================================= >>impl-rows
@@ -2808,26 +2858,31 @@ static void ddp__cuda_device_fill_zero(void *dst, size_t size_bytes) {
             "ddp_device_cuda fill_zero", "cudaMemsetAsync");
 }
 
-static ddp_result ddp__cuda_convert_one(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
-                                        size_t count, float factor, const char *function) {
-    ddp_cuda_range range = {dst, count, 0};
-    ddp__cuda_ranges_call call = {dst, &range, 1, 0, factor, ddp__cuda_this_thread.stream, function};
-    call.flat = (void *)src; /* unflatten only reads it */
-    return ddp__cuda_convert_ranges(&call, dst_dtype, src_dtype);
+/* One or more ranges. A failure is stored. */
+static void ddp__cuda_device_convert(const ddp_copy_range *ranges, int range_count, ddp_dtype dst_dtype,
+                                     ddp_dtype src_dtype, float factor, const char *function) {
+    const ddp__cuda_ranges_call call = {
+        ranges, range_count, dst_dtype, src_dtype, factor, ddp__cuda_this_thread.stream, function};
+    ddp__cuda_save_failure(ddp__cuda_copy_ranges(&call));
 }
 
 static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
                                   size_t count) {
+    const ddp_copy_range range = {dst, src, count};
     cudaError_t error;
     if (count == 0 || (dst == src && dst_dtype == src_dtype)) return;
     if (dst_dtype != src_dtype) {
-        ddp__cuda_save_failure(
-            ddp__cuda_convert_one(dst, dst_dtype, src, src_dtype, count, 1.0f, "ddp_device_cuda cast"));
+        ddp__cuda_device_convert(&range, 1, dst_dtype, src_dtype, 1.0f, "ddp_device_cuda cast");
         return;
     }
     error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * ddp_dtype_size(dst_dtype),
                                             cudaMemcpyDeviceToDevice, ddp__cuda_this_thread.stream);
     ddp__cuda_save_error(error, "ddp_device_cuda cast", "cudaMemcpyAsync");
+}
+
+static void ddp__cuda_device_copy_many(const ddp_copy_range *ranges, int range_count, ddp_dtype dst_dtype,
+                                       ddp_dtype src_dtype) {
+    ddp__cuda_device_convert(ranges, range_count, dst_dtype, src_dtype, 1.0f, "ddp_device_cuda copy_many");
 }
 
 static void ddp__cuda_device_add(void *dst, const void *left, const void *right, size_t count,
@@ -2839,9 +2894,9 @@ static void ddp__cuda_device_add(void *dst, const void *left, const void *right,
 }
 
 static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
+    const ddp_copy_range range = {data, data, count};
     if (count && ddp_is_float(dtype))
-        ddp__cuda_save_failure(
-            ddp__cuda_convert_one(data, dtype, data, dtype, count, factor, "ddp_device_cuda scale"));
+        ddp__cuda_device_convert(&range, 1, dtype, dtype, factor, "ddp_device_cuda scale");
 }
 
 static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
@@ -4972,14 +5027,14 @@ DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const vo
 
 DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                    int range_count, ddp_dtype dtype, float factor, cudaStream_t stream) {
-    ddp__cuda_ranges_call call = {flat, ranges, range_count, 1, factor, stream, "ddp_cuda_flatten"};
-    return ddp__cuda_convert_ranges(&call, flat_dtype, dtype);
+    ddp__cuda_ranges_call call = {NULL, 0, dtype, dtype, factor, stream, "ddp_cuda_flatten"};
+    return ddp__cuda_copy_flat(flat, flat_dtype, ranges, range_count, dtype, 1, &call);
 }
 
 DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                      int range_count, ddp_dtype dtype, float factor, cudaStream_t stream) {
-    ddp__cuda_ranges_call call = {(void *)flat, ranges, range_count, 0, factor, stream, "ddp_cuda_unflatten"};
-    return ddp__cuda_convert_ranges(&call, dtype, flat_dtype);
+    ddp__cuda_ranges_call call = {NULL, 0, dtype, dtype, factor, stream, "ddp_cuda_unflatten"};
+    return ddp__cuda_copy_flat((void *)flat, flat_dtype, ranges, range_count, dtype, 0, &call);
 }
 
 DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor,

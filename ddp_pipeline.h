@@ -3634,6 +3634,8 @@ static int ddp__pipe_plan_sum(ddp__pipe_sums *sums, int interval, int microbatch
    result is stored in the step's buffer. */
 static void ddp__pipe_run_sum_step(const ddp_pipeline *p, const ddp__pipe_stage *s, ddp__pipe_sum_step step,
                                    int newest) {
+    ddp_copy_list copies = DDP_ZERO;
+    copies.device = p->device;
     for (int i = 0; i < s->desc.param_count; i++) {
         const ddp__pipe_grad_place *g = &s->sums.gradients[i];
         void *grad = s->desc.params[i]->grad.data;
@@ -3641,18 +3643,22 @@ static void ddp__pipe_run_sum_step(const ddp_pipeline *p, const ddp__pipe_stage 
         unsigned char *out = (unsigned char *)grad;
         unsigned char *right = out;
         if (!g->bytes) continue;
+        if (step.side < 0) { /* an f32 sum of earlier steps is in the buffer already */
+            if (g->sum_dtype == g->dtype || newest < 0)
+                ddp_copy_list_add(&copies, buffer, g->sum_dtype, grad, g->dtype, g->count);
+            continue;
+        }
         if (g->sum_dtype != g->dtype && newest >= 0) {
             out = right = s->sums.memory + (size_t)newest * s->sums.bytes + g->at;
         } else if (g->sum_dtype != g->dtype) {
-            right = step.side < 0 ? buffer : p->f32_grad;
+            right = p->f32_grad;
             out = buffer;
             p->device->cast(right, DDP_F32, grad, g->dtype, g->count);
-        } else if (step.side < 0) {
-            p->device->copy(buffer, grad, g->bytes);
         }
         if (step.side == 0) p->device->add(out, right, buffer, g->count, g->sum_dtype);
         if (step.side > 0) p->device->add(out, buffer, right, g->count, g->sum_dtype);
     }
+    ddp_copy_list_end(&copies);
 }
 
 /* Ends the sum over the micro-batches of an update. The sum is in grad.data; for 16-bit gradients it is in
@@ -3662,6 +3668,8 @@ static void ddp__pipe_finish_sum(const ddp_pipeline *p, const ddp__pipe_stage *s
     int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
     int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
     int divides = p->interval > 1 && (before || without_reduce);
+    ddp_copy_list casts = DDP_ZERO;
+    casts.device = p->device;
     for (int i = 0; i < s->desc.param_count; i++) {
         const ddp__pipe_grad_place *g = &s->sums.gradients[i];
         int f32_grad = sum >= 0 && g->sum_dtype != g->dtype;
@@ -3669,10 +3677,11 @@ static void ddp__pipe_finish_sum(const ddp_pipeline *p, const ddp__pipe_stage *s
         void *data = f32_grad ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
         if (g->bytes && divides) p->device->divide(data, g->count, g->sum_dtype, (uint64_t)p->interval);
         if (!g->bytes || !f32_grad) continue;
-        p->device->cast(grad, g->dtype, data, DDP_F32, g->count);
+        ddp_copy_list_add(&casts, grad, g->dtype, data, DDP_F32, g->count);
         if (s->desc.reduce_grad) s->desc.params[i]->sum.data = data;
         s->desc.params[i]->sum.is_set = s->desc.reduce_grad != NULL;
     }
+    ddp_copy_list_end(&casts);
 }
 
 /* Adds the gradients of a micro-batch, which are in grad.data. */

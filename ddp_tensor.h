@@ -1062,12 +1062,14 @@ static void ddp__tensor_strided_copy_all(const ddp__tensor_strided *s, const ddp
                                          const char *in, char *out) {
     int64_t index[DDP_MAX_NDIM] = {0};
     int outer = s->ndim;
+    ddp_copy_list runs = DDP_ZERO;
+    runs.device = device;
     if (by_plane) outer = s->ndim > 2 ? s->ndim - 2 : 0;
     for (int d = 0; d >= 0;) {
         if (by_plane)
             ddp__tensor_copy_plane(s, in, out);
         else
-            device->copy(out, in, s->run_bytes);
+            ddp_copy_list_add(&runs, out, DDP_U8, in, DDP_U8, s->run_bytes);
         for (d = outer - 1; d >= 0; d--) {
             in += s->dim[d].in_stride;
             out += s->dim[d].out_stride;
@@ -1077,6 +1079,7 @@ static void ddp__tensor_strided_copy_all(const ddp__tensor_strided *s, const ddp
             index[d] = 0;
         }
     }
+    ddp_copy_list_end(&runs);
 }
 
 /* A device with memory of its own copies long runs itself. Short runs are copied to the host, rearranged

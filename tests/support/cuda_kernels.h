@@ -926,6 +926,70 @@ static void check_device(void) {
     buffer_free(&c);
 }
 
+/* 70 ranges in one call, against the CPU: of several lengths, at any address, some of them empty. Bytes
+   outside of all ranges stay as they are. */
+static void copy_many_case(ddp_dtype to, ddp_dtype from) {
+    static const size_t lengths[] = {5, 0, 1, 300, 3, 16385, 64, 17};
+    size_t to_size = ddp_dtype_size(to), from_size = ddp_dtype_size(from), to_at = 0, from_at = 0;
+    ddp_copy_range near[TENSORS], far[TENSORS];
+    for (int i = 0; i < TENSORS; i++) {
+        size_t count = lengths[i % 8];
+        from_at += (size_t)(i % 5);
+        to_at += 1 + (size_t)(i % 3) * 8;
+        near[i].dst = (void *)to_at;
+        near[i].src = (void *)from_at;
+        near[i].count = count;
+        from_at += count * from_size;
+        to_at += count * to_size;
+    }
+    buffer in = buffer_make(from_at), out = buffer_make(to_at);
+    unsigned char *want = (unsigned char *)malloc(out.bytes);
+    memset(out.host, 0x5a, out.bytes);
+    memset(want, 0x5a, out.bytes);
+    for (int i = 0; i < TENSORS; i++) {
+        size_t dst = (size_t)near[i].dst, src = (size_t)near[i].src;
+        far[i].dst = out.device + dst;
+        far[i].src = in.device + src;
+        far[i].count = near[i].count;
+        near[i].dst = want + dst;
+        near[i].src = in.host + src;
+        fill(in.host + src, near[i].count, from, 1);
+    }
+    buffer_up(&in);
+    buffer_up(&out);
+    ddp_device_cpu()->copy_many(near, TENSORS, to, from);
+    gpu->copy_many(far, TENSORS, to, from);
+    buffer_down(&out);
+    if (to == from) check_that(memcmp(out.host, want, out.bytes) == 0, "copy_many %s", ddp_dtype_name(to));
+    for (size_t at = 0, next; at < out.bytes; at = next) { /* a NaN may have other bits after a cast */
+        int i = 0;
+        next = at + 1;
+        while (i < TENSORS && (!near[i].count || (unsigned char *)near[i].dst != want + at)) i++;
+        if (i < TENSORS) next = at + near[i].count * to_size;
+        check_that(i < TENSORS ? same(out.host + at, want + at, near[i].count, to) : out.host[at] == want[at],
+                   "copy_many %s to %s: byte %zu of range %d", ddp_dtype_name(from), ddp_dtype_name(to), at,
+                   i);
+    }
+    free(want);
+    buffer_free(&in);
+    buffer_free(&out);
+}
+
+static void check_copy_many(void) {
+    for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++)
+        copy_many_case(all_dtypes[d], all_dtypes[d]);
+    for (int a = 0; a < 4; a++)
+        for (int b = 0; b < 4; b++)
+            if (a != b) copy_many_case(float_dtypes[a], float_dtypes[b]);
+    gpu->copy_many(NULL, 0, DDP_F32, DDP_F32);
+    check_that(ddp_cuda_check() == DDP_OK, "%s", ddp_last_error());
+    const ddp_copy_range one = {NULL, NULL, 1};
+    gpu->copy_many(&one, 1, DDP_F32, DDP_I32);
+    check_that(ddp_cuda_check() == DDP_ERR_INVALID
+                   && strstr(ddp_last_error(), "ddp_device_cuda copy_many: cannot convert i32 to f32"),
+               "%s", ddp_last_error());
+}
+
 /* ---- all of them ---- */
 
 static int table_line(const char *name, void (*run)(void)) {
@@ -949,6 +1013,7 @@ static int kernel_checks(void) {
     failed += table_line("optimizers of the table", check_updates);
     failed += table_line("clip, trust ratios", check_steer);
     failed += table_line("8-bit blocks", check_quantise);
+    failed += table_line("copies of many ranges", check_copy_many);
     return failed;
 }
 

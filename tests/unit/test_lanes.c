@@ -153,6 +153,12 @@ static void lane_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, 
     (void)count;
     fail();
 }
+/* Equal dtypes. */
+static void lane_copy_many(const ddp_copy_range *ranges, int range_count, ddp_dtype to, ddp_dtype from) {
+    assert_int_equal(to, from);
+    for (int i = 0; i < range_count; i++)
+        lane_copy(ranges[i].dst, ranges[i].src, ranges[i].count * ddp_dtype_size(to));
+}
 static void lane_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     item *i = put(here, entered, ADD);
     i->dst = dst;

@@ -630,6 +630,78 @@ static void casts_between_other_types(void **state) {
     assert_memory_equal(half, other, sizeof half);
 }
 
+/* ---- lists of copies ---- */
+
+static void many_ranges_are_copied_or_cast(void **state) {
+    float from[300], to[300];
+    uint16_t half[300];
+    ddp_copy_range ranges[100];
+    (void)state;
+    for (int i = 0; i < 300; i++) from[i] = (float)(i + 1);
+    memset(to, 0, sizeof to);
+    for (int i = 0; i < 100; i++) { /* backwards, every third is empty */
+        ranges[i].dst = to + 3 * (99 - i);
+        ranges[i].src = from + 3 * i;
+        ranges[i].count = (size_t)(i % 3);
+    }
+    ddp_device_cpu()->copy_many(ranges, 100, DDP_F32, DDP_F32);
+    for (int i = 0; i < 300; i++) {
+        int range = 99 - i / 3;
+        assert_true(to[i] == (i % 3 < range % 3 ? from[3 * range + i % 3] : 0.0f));
+    }
+    for (int i = 0; i < 100; i++) {
+        ranges[i].dst = half + 3 * i;
+        ranges[i].count = 3;
+    }
+    ddp_device_cpu()->copy_many(ranges, 100, DDP_BF16, DDP_F32);
+    for (int i = 0; i < 300; i++) assert_int_equal(half[i], half_nearest((double)from[i], 1));
+    ddp_device_cpu()->copy_many(NULL, 0, DDP_F32, DDP_F32);
+}
+
+static int list_calls, list_ranges; /* of counted_copy_many */
+static void counted_copy_many(const ddp_copy_range *ranges, int range_count, ddp_dtype to, ddp_dtype from) {
+    list_calls++;
+    list_ranges += range_count;
+    ddp_device_cpu()->copy_many(ranges, range_count, to, from);
+}
+
+/* A list joins neighbours, and copies when it is full, when the dtypes change, and at its end. */
+static void a_list_of_copies_makes_few_calls(void **state) {
+    static float from[1000], to[1000];
+    uint16_t half[8];
+    ddp_device counted = *ddp_device_cpu();
+    ddp_copy_list list = DDP_ZERO;
+    (void)state;
+    counted.copy_many = counted_copy_many;
+    list.device = &counted;
+    for (int i = 0; i < 1000; i++) from[i] = (float)(i + 1);
+    ddp_copy_list_end(&list);
+    ddp_copy_list_add(&list, to, DDP_F32, from, DDP_F32, 0);
+    ddp_copy_list_end(&list);
+    assert_int_equal(list_calls, 0);
+    for (int i = 0; i < 10; i++)
+        ddp_copy_list_add(&list, to + i, DDP_F32, from + i, DDP_F32, 1); /* 1 range */
+    ddp_copy_list_add(&list, to + 11, DDP_F32, from + 10, DDP_F32, 1);   /* 2 */
+    ddp_copy_list_add(&list, to + 12, DDP_F32, from + 12, DDP_F32, 1);   /* 3 */
+    assert_int_equal(list_calls, 0);
+    ddp_copy_list_add(&list, half, DDP_BF16, from, DDP_F32, 4);
+    assert_int_equal(list_calls, 1);
+    assert_int_equal(list_ranges, 3);
+    ddp_copy_list_add(&list, half + 4, DDP_BF16, from + 4, DDP_F32, 4);
+    ddp_copy_list_end(&list);
+    assert_int_equal(list_calls, 2);
+    assert_int_equal(list_ranges, 4);
+    for (int i = 0; i < 10; i++) assert_true(to[i] == (float)(i + 1));
+    assert_true(to[10] == 0 && to[11] == 11 && to[12] == 13);
+    for (int i = 0; i < 8; i++) assert_int_equal(half[i], half_nearest((double)from[i], 1));
+    for (int i = 0; i < 200; i++) ddp_copy_list_add(&list, to + 5 * i, DDP_F32, from + 5 * i, DDP_F32, 4);
+    assert_int_equal(list_calls, 5);
+    ddp_copy_list_end(&list);
+    assert_int_equal(list_calls, 6);
+    assert_int_equal(list_ranges, 204);
+    for (int i = 20; i < 1000; i++) assert_true(to[i] == (i % 5 < 4 ? (float)(i + 1) : 0.0f));
+}
+
 /* ---- exact sums ---- */
 
 static double exact_of(const double *values, size_t count) {
@@ -836,6 +908,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(all_halves_survive_a_round_trip),
         cmocka_unit_test(casts_round_once_to_nearest_even),
         cmocka_unit_test(casts_between_other_types),
+        cmocka_unit_test(many_ranges_are_copied_or_cast),
+        cmocka_unit_test(a_list_of_copies_makes_few_calls),
         cmocka_unit_test(one_value_sums_to_itself),
         cmocka_unit_test(huge_and_tiny_cancel_exactly),
         cmocka_unit_test(infinities_and_nan_propagate),

@@ -88,6 +88,12 @@ static void far_free(ddp_group *group, void *memory) {
     if (memory) arena_live--;
 }
 static void far_copy(void *dst, const void *src, size_t size) { memcpy(real_of(dst), real_of(src), size); }
+static void far_copy_many(const ddp_copy_range *ranges, int range_count, ddp_dtype to, ddp_dtype from) {
+    for (int i = 0; i < range_count; i++) {
+        const ddp_copy_range r = {real_of(ranges[i].dst), real_of(ranges[i].src), ranges[i].count};
+        ddp_device_cpu()->copy_many(&r, 1, to, from);
+    }
+}
 static void far_fill_zero(void *dst, size_t size) { memset(real_of(dst), 0, size); }
 static void far_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count) {
     ddp_device_cpu()->cast(real_of(dst), to, real_of(src), from, count);
@@ -134,7 +140,7 @@ static int setup(void **state) {
     far_device = *ddp_device_cpu();
     far_device.name = "far";
     far_device.alloc = far_alloc, far_device.free = far_free, far_device.copy = far_copy,
-    far_device.fill_zero = far_fill_zero, far_device.cast = far_cast;
+    far_device.fill_zero = far_fill_zero, far_device.cast = far_cast, far_device.copy_many = far_copy_many;
     near_group = group_of_one("near", NULL, 0);
     far_group = group_of_one("far", &far_device, 0);
     poor_group = group_of_one("poor", NULL, 1);
