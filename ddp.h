@@ -376,9 +376,11 @@ typedef struct ddp_reducer_desc {
     ddp_bucket_hook hook;       /* NULL = all-reduce */
     void *hook_user;            /* passed to hook */
     int skip_initial_broadcast; /* 1 = values and buffers are already equal on all ranks */
-    const ddp_tensor *buffers;  /* tensors that are not trained; create broadcasts them from rank 0 */
-    int buffer_count;           /* entries of buffers */
-    int per_token; /* 1 = gradients are those of a loss summed over tokens (or samples): ddp_reducer_wait
+    /* Tensors that are not trained, such as running statistics: create broadcasts them from rank 0, and
+       ddp_reducer_sync_buffers before each step */
+    const ddp_tensor *buffers;
+    int buffer_count; /* entries of buffers */
+    int per_token;    /* 1 = gradients are those of a loss summed over tokens (or samples): ddp_reducer_wait
                       gives sums, ddp_reducer_wait_mean the mean. Sums are larger than averages and may
                       overflow DDP_F16 */
 } ddp_reducer_desc;
@@ -427,9 +429,12 @@ typedef struct ddp_join_desc {
     /* Only for shadow; set on all ranks, or NULL on all. ddp_join_step calls it on a rank without a batch,
        after each step of zeros. It does what the other ranks do after ddp_reducer_wait: clipping, the
        optimizer step, the learning rate. Values then stay equal. NULL = at the end, values of parameters are
-       broadcast from the lowest rank of those active in the last step. Optimizer state and buffers are not */
+       broadcast from the lowest rank of those active in the last step. Optimizer state is not */
     ddp_result (*step_fn)(void *user);
     void *user; /* passed to step_fn */
+    /* Equal on all ranks. 1 = each ddp_join_step broadcasts the reducer's buffers, from the
+       lowest rank that has a batch. The caller then makes no calls of ddp_reducer_sync_buffers */
+    int sync_buffers;
 } ddp_join_desc;
 
 //== api ============================================================================================= >>api
@@ -718,7 +723,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
    except addresses; a hook or a grad.data is NULL on all ranks or on none. Parameters agree in count, name,
    shape, dtype and order.
    Ownership: the params array and its names stay with the caller and must outlive the reducer.
-   desc->buffers is read only during the call.
+   desc->buffers is copied. The memory of the buffers must outlive the reducer if ddp_reducer_sync_buffers
+   or a ddp_join uses it.
    Other calls: ddp_reducer_ready issues the buckets that it completes, so ranks may issue them at different
    points. Make other collective calls on the group, also those of another reducer, before the first
    ddp_reducer_ready of a step or after its ddp_reducer_wait.
@@ -777,6 +783,14 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
    micro-batches, since the divisor does not change. Not collective, but the same on every rank. Errors:
    DDP_ERR_INVALID between the first ready of a step and its ddp_reducer_wait. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
+
+/* Broadcasts desc.buffers from root to all ranks, in one packed message. Call it before the forward of a
+   step, as PyTorch DDP does with broadcast_buffers: a rank changes running statistics by its own data. With
+   no_sync on, or without buffers, it does nothing. The first call allocates the message.
+   Collective, with the same root; blocks. With a ddp_join in mode shadow, set ddp_join_desc.sync_buffers
+   instead. Errors: DDP_ERR_INVALID for an invalid root, between the first ddp_reducer_ready of a step and its
+   ddp_reducer_wait, and in a step of a ddp_join in which other ranks have no batch. */
+DDPDEF ddp_result ddp_reducer_sync_buffers(ddp_reducer *reducer, int root);
 
 /* Scales all gradients by max_norm / norm when their global L2 norm exceeds max_norm. *norm (may be NULL)
    is the norm before scaling. Call it after ddp_reducer_wait, or with per_token after
@@ -850,7 +864,8 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
    epoch has ended, on all ranks. Without per_token, end the step with ddp_reducer_wait. It then divides by
    *active * micro_batch_count. With per_token, end it with ddp_reducer_wait_mean, on every rank.
    Shadow: a rank without a batch runs steps of zeros inside the call, until no rank has a batch. It then
-   returns *active 0 together with the others.
+   returns *active 0 together with the others. At this end every rank receives the reducer's buffers from the
+   lowest rank that was active in the last step.
    Stop: if one rank has no batch, *active is 0 on all. The others drop theirs.
    Collective, blocks. Errors: DDP_ERR_INVALID while ddp_reducer_wait has not ended the step before; those of
    ddp_reducer_wait; the result of step_fn. After an error of step_fn call ddp_group_abort: the other ranks
@@ -1526,6 +1541,7 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
     X(ddp_group_split) X(ddp_group_alloc) X(ddp_group_free) X(ddp_group_destroy)                   \
     X(ddp_mesh_create) X(ddp_mesh_destroy) X(ddp_mean_reduce) X(ddp_trace_write)                   \
     X(ddp_reducer_create) X(ddp_reducer_ready) X(ddp_reducer_wait) X(ddp_reducer_wait_mean)        \
+    X(ddp_reducer_sync_buffers)                                                                    \
     X(ddp_reducer_destroy) X(ddp_accumulator_create) X(ddp_accumulator_ready)                      \
     X(ddp_accumulator_destroy) X(ddp_join_step)                                                    \
     X(ddp_loader_create) X(ddp_loader_seek) X(ddp_loader_save) X(ddp_loader_load)                  \
@@ -11118,12 +11134,12 @@ typedef struct ddp__bucket {
 struct ddp_reducer {
     ddp_group *group;
     const ddp_device *device;
-    ddp_reducer_desc desc; /* with defaults resolved; hook and buffers as given */
+    ddp_reducer_desc desc; /* with defaults resolved; buffers: a copy */
     int active_ranks;      /* ranks that the average is over: world_size, or fewer during a join */
     int shadow;            /* 1 = this rank has no batch in this step, and contributes zeros */
     int no_sync;
     ddp_accumulator *accumulators; /* those with this reducer */
-    /* These and ready_order: one allocation, an entry per parameter. */
+    /* These, ready_order and desc.buffers: one allocation, an entry per parameter or buffer. */
     ddp__bucket *buckets;
     ddp__grad *grads;
     int *order; /* parameters, bucket by bucket */
@@ -11137,8 +11153,9 @@ struct ddp_reducer {
        reduced. */
     void *arena, *flat;
     size_t arena_bytes, flat_bytes;
-    void *scratch;     /* small agreements between ranks, and scratch */
-    void *sum_squares; /* of all gradients: a ddp_exact_sum on the device */
+    void *packed_buffers; /* group memory: the message of ddp_reducer_sync_buffers; NULL before the first */
+    void *scratch;        /* small agreements between ranks, and scratch */
+    void *sum_squares;    /* of all gradients: a ddp_exact_sum on the device */
     /* These three: of the present step. The thread that reduces a bucket writes them. */
     double comm_seconds;
     size_t bytes_reduced, bytes_copied;
@@ -11591,14 +11608,18 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
                              && (count == 0 || desc->buffers[i].data),
                          "buffer %d: data, dtype or shape is invalid; fill in its ddp_tensor", i);
     }
-    size_t n = (size_t)desc->param_count,
-           bytes_per_param = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
-    reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group, n * bytes_per_param);
+    size_t n = (size_t)desc->param_count, buffer_count = (size_t)desc->buffer_count;
+    size_t bytes_per_param = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
+    reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group,
+                                                     n * bytes_per_param + buffer_count * sizeof(ddp_tensor));
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
     reducer->grads = (ddp__grad *)(reducer->buckets + n); /* in the order of decreasing alignment */
-    reducer->order = (int *)(reducer->grads + n);
+    ddp_tensor *buffers = (ddp_tensor *)(reducer->grads + n);
+    reducer->order = (int *)(buffers + buffer_count);
     reducer->ready_order = reducer->order + n;
     reducer->desc = *desc;
+    reducer->desc.buffers = buffers;
+    if (buffer_count) memcpy(buffers, desc->buffers, buffer_count * sizeof *buffers);
     if (desc->bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
     if (desc->first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
     if (desc->micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
@@ -11656,6 +11677,45 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     return DDP_OK;
 }
 
+/* Copies the buffers to the packed message, or back. */
+static void ddp__buffers_copy(const ddp_reducer *reducer, int to_message) {
+    unsigned char *place = (unsigned char *)reducer->packed_buffers;
+    for (int i = 0; i < reducer->desc.buffer_count; i++) {
+        void *data = reducer->desc.buffers[i].data;
+        size_t size_bytes = ddp_tensor_bytes(&reducer->desc.buffers[i]);
+        if (!size_bytes) continue;
+        if (to_message)
+            reducer->device->copy(place, data, size_bytes);
+        else
+            reducer->device->copy(data, place, size_bytes);
+        place += ddp_round_up(size_bytes, DDP__ALIGN);
+    }
+}
+
+/* Broadcasts the buffers from root. Several buffers are packed into one message. */
+static ddp_result ddp__reducer_broadcast_buffers(ddp_reducer *reducer, int root) {
+    ddp_group *group = reducer->group;
+    const ddp_tensor *last = NULL; /* the last buffer that is not empty */
+    size_t message_bytes = 0;
+    int count = 0;
+    for (int i = 0; i < reducer->desc.buffer_count; i++) {
+        size_t size_bytes = ddp_tensor_bytes(&reducer->desc.buffers[i]);
+        if (!size_bytes) continue;
+        message_bytes += ddp_round_up(size_bytes, DDP__ALIGN);
+        last = &reducer->desc.buffers[i];
+        count++;
+    }
+    if (count == 0 || group->world_size == 1) return DDP_OK;
+    if (count == 1) return ddp_broadcast(group, last->data, ddp_tensor_bytes(last), DDP_U8, root, NULL);
+    if (!reducer->packed_buffers) DDP_TRY(ddp_group_alloc(group, message_bytes, &reducer->packed_buffers));
+    DDP_TRY(ddp__use_compute_stream(group));
+    if (group->rank == root) ddp__buffers_copy(reducer, 1);
+    DDP_TRY(ddp_broadcast(group, reducer->packed_buffers, message_bytes, DDP_U8, root, NULL));
+    DDP_TRY(ddp__use_compute_stream(group));
+    if (group->rank != root) ddp__buffers_copy(reducer, 0);
+    return ddp__device_check(group);
+}
+
 /* Waits for the buckets in flight. reduce_rest: 1 = also reduces the buckets that are not issued yet.
    Returns the first failure. */
 static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int reduce_rest) {
@@ -11710,6 +11770,7 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
 
 /* Collective if group memory was allocated. */
 static void ddp__reducer_free(ddp_reducer *reducer) {
+    ddp_group_free(reducer->group, reducer->packed_buffers);
     ddp_group_free(reducer->group, reducer->flat);
     ddp_group_free(reducer->group, reducer->arena);
     reducer->device->free(reducer->group, reducer->sum_squares);
@@ -11959,6 +12020,24 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     reducer->no_sync = on != 0;
     if (on) reducer->averaged = 0; /* gradients will accumulate on this rank only */
     return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_reducer_sync_buffers(ddp_reducer *reducer, int root) {
+    DDP_PUBLIC_CALL(ddp_reducer_sync_buffers);
+    DDP__NEED(reducer, "reducer is NULL");
+    DDP__REDUCER_NEED(reducer, root >= 0 && root < reducer->group->world_size,
+                      "root=%d is not a rank of the group; use 0 to %d", root,
+                      reducer->group->world_size - 1);
+    if (reducer->no_sync) return DDP_OK;
+    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0,
+                      "%d parameters of this step are already ready; call ddp_reducer_sync_buffers between "
+                      "ddp_reducer_wait and the next backward",
+                      reducer->ready_count);
+    DDP__REDUCER_NEED(reducer, reducer->active_ranks == reducer->group->world_size,
+                      "only %d of %d ranks have a batch in this step of a ddp_join; set "
+                      "ddp_join_desc.sync_buffers instead",
+                      reducer->active_ranks, reducer->group->world_size);
+    return ddp__reducer_broadcast_buffers(reducer, root);
 }
 
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
@@ -12248,7 +12327,8 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
        divided by   2 ranks     1        1
 
    Rank 1 is inside one call of ddp_join_step during steps 1 and 2. With desc.step_fn it makes the optimizer
-   steps itself, and nothing is broadcast. With DDP_JOIN_STOP all ranks end when the first one ends. */
+   steps itself, and no parameter is broadcast. With DDP_JOIN_STOP all ranks end when the first one ends.
+   Buffers are broadcast at the end of a shadow join; with desc.sync_buffers before each of its steps, too. */
 struct ddp_join {
     ddp_join_desc desc;
     int lowest_active;   /* lowest rank with a batch in the last step that any rank made */
@@ -12294,11 +12374,14 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
             int broadcast = join->has_stale_ranks && !join->desc.step_fn;
             join->has_stale_ranks = 0;
             reducer->active_ranks = world_size;
-            return broadcast ? ddp__reducer_broadcast(reducer, reducer->desc.param_count, join->lowest_active)
-                             : DDP_OK;
+            if (broadcast)
+                DDP_TRY(ddp__reducer_broadcast(reducer, reducer->desc.param_count, join->lowest_active));
+            return ddp__reducer_broadcast_buffers(reducer, join->lowest_active);
         }
         join->has_stale_ranks |= count < world_size;
         reducer->active_ranks = count;
+        if (join->desc.sync_buffers && !reducer->no_sync)
+            DDP_TRY(ddp__reducer_broadcast_buffers(reducer, join->lowest_active));
         if (have_batch) *active = count;
         if (have_batch) return DDP_OK;
         reducer->shadow = 1;

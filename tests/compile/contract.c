@@ -74,6 +74,7 @@ FUNCTION(ddp_reducer_create, ddp_result, (ddp_reducer **, ddp_group *, const ddp
 FUNCTION(ddp_reducer_ready, ddp_result, (ddp_reducer *, int));
 FUNCTION(ddp_reducer_wait, ddp_result, (ddp_reducer *));
 FUNCTION(ddp_reducer_no_sync, ddp_result, (ddp_reducer *, int));
+FUNCTION(ddp_reducer_sync_buffers, ddp_result, (ddp_reducer *, int));
 FUNCTION(ddp_reducer_get_stats, ddp_result, (const ddp_reducer *, ddp_reducer_stats *));
 FUNCTION(ddp_reducer_destroy, void, (ddp_reducer *));
 FUNCTION(ddp_accumulator_create, ddp_result, (ddp_accumulator **, ddp_group *, const ddp_accumulator_desc *));

@@ -307,6 +307,82 @@ static ddp_result values_and_buffers_come_from_rank_0(ddp_group *group, void *us
     return DDP_OK;
 }
 
+/* Buffers that each rank changes in a step: 7 bytes, none, 5 floats. */
+typedef struct buffers {
+    unsigned char bytes[7];
+    float numbers[5];
+    ddp_tensor tensors[3];
+} buffers;
+
+static void buffers_set(buffers *b, int value) {
+    memset(b->bytes, value, sizeof b->bytes);
+    for (int i = 0; i < 5; i++) b->numbers[i] = (float)value;
+}
+
+static void buffers_open(buffers *b, ddp_reducer_desc *desc, int count) {
+    const ddp_tensor tensors[3] = {
+        {b->bytes, DDP_U8, 1, {7}}, {NULL, DDP_F32, 1, {0}}, {b->numbers, DDP_F32, 1, {5}}};
+    memcpy(b->tensors, tensors, sizeof tensors);
+    buffers_set(b, 0);
+    desc->buffers = b->tensors;
+    desc->buffer_count = count;
+}
+
+/* The first `count` buffers have the value. */
+static int buffers_are(const buffers *b, int count, int value) {
+    for (int i = 0; i < 7; i++)
+        if (b->bytes[i] != value) return 0;
+    for (int i = 0; i < 5 && count == 3; i++)
+        if (b->numbers[i] != (float)value) return 0;
+    return 1;
+}
+
+/* Each rank changes its buffers; then all have those of the root. One buffer is sent without packing. */
+static ddp_result buffers_follow_the_root(ddp_group *group, void *user) {
+    int w = ddp_world_size(group), rank = ddp_rank(group);
+    (void)user;
+    for (int count = 0; count <= 3; count++) {
+        model m;
+        buffers b;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        model_open(&m, group, 3);
+        desc = model_desc(&m);
+        buffers_open(&b, &desc, count);
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        memset(b.tensors, 0, sizeof b.tensors); /* create has copied them */
+        for (int step = 0; step < 4; step++) {
+            int own = 1 + rank + 10 * step, of_root = 1 + step % w + 10 * step;
+            buffers_set(&b, own);
+            RANKS_OK(group, ddp_reducer_no_sync(reducer, 1));
+            RANKS_OK(group, ddp_reducer_sync_buffers(reducer, step % w));
+            RANKS_CHECK(group, buffers_are(&b, 3, own), "no_sync: step %d", step);
+            RANKS_OK(group, ddp_reducer_no_sync(reducer, 0));
+            RANKS_OK(group, ddp_reducer_sync_buffers(reducer, step % w));
+            RANKS_CHECK(group, buffers_are(&b, count, count ? of_root : own), "%d buffers: step %d", count,
+                        step);
+            PASS(checked_step(&m, reducer, step, 0, (uint64_t)w));
+        }
+        for (int root = -1; root <= w; root += w + 1)
+            RANKS_CHECK(group,
+                        ddp_reducer_sync_buffers(reducer, root) == DDP_ERR_INVALID
+                            && strstr(ddp_last_error(), "ddp_reducer_sync_buffers")
+                            && strstr(ddp_last_error(), "is not a rank of the group"),
+                        "%s", ddp_last_error());
+        RANKS_OK(group, ddp_reducer_ready(reducer, 2));
+        RANKS_CHECK(group,
+                    ddp_reducer_sync_buffers(reducer, 0) == DDP_ERR_INVALID
+                        && strstr(ddp_last_error(), "1 parameters of this step are already ready"),
+                    "%s", ddp_last_error());
+        for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+        RANKS_OK(group, ddp_reducer_wait(reducer));
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    RANKS_CHECK(group, ddp_reducer_sync_buffers(NULL, 0) == DDP_ERR_INVALID, "%s", ddp_last_error());
+    return DDP_OK;
+}
+
 //== order and use ==========================================================================
 
 typedef struct seen {
@@ -865,6 +941,51 @@ static ddp_result uneven_inputs(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
+/* Rank r has r + 2 batches, and each step adds r + 1 to its buffers. Before a step all ranks have the buffers
+   of the lowest rank with a batch. At the end they have those of the last rank, the only one in the last
+   step. */
+static ddp_result buffers_of_uneven_inputs(ddp_group *group, void *user) {
+    int w = ddp_world_size(group), rank = ddp_rank(group);
+    (void)user;
+    for (int sync = 0; sync < 2; sync++) {
+        model m;
+        buffers b;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        ddp_join *join;
+        ddp_join_desc join_desc = DDP_ZERO;
+        int steps = 0, want = 0, active;
+        model_open(&m, group, 3);
+        desc = model_desc(&m);
+        buffers_open(&b, &desc, 3);
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        join_desc.reducer = reducer;
+        join_desc.sync_buffers = sync;
+        RANKS_OK(group, ddp_join_create(&join, group, &join_desc));
+        for (;; steps++) {
+            RANKS_OK(group, ddp_join_step(join, steps < rank + 2, &active));
+            if (!active) break;
+            if (steps > 0) want += (steps < 2 ? 0 : steps - 1) + 1; /* of the lowest rank with a batch */
+            RANKS_CHECK(group, buffers_are(&b, 3, sync ? want : steps * (rank + 1)), "step %d: %g", steps,
+                        (double)b.numbers[0]);
+            RANKS_CHECK(group,
+                        active == w || sync
+                            || (ddp_reducer_sync_buffers(reducer, rank) == DDP_ERR_INVALID
+                                && strstr(ddp_last_error(), "set ddp_join_desc.sync_buffers instead")),
+                        "step %d: %s", steps, ddp_last_error());
+            buffers_set(&b, (int)b.numbers[0] + rank + 1);
+            for (int i = 2; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+            RANKS_OK(group, ddp_reducer_wait(reducer));
+        }
+        want = sync ? w * (w + 1) / 2 + w : w * (w + 1);
+        RANKS_CHECK(group, buffers_are(&b, 3, want), "end: %g, want %d", (double)b.numbers[0], want);
+        ddp_join_destroy(join);
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
 /* A rank that leaves before its first step, with static_graph and find_unused. */
 static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
     int rank = ddp_rank(group), w = ddp_world_size(group);
@@ -1195,6 +1316,7 @@ int main(int argc, char **argv) {
         {"averages", averages, DDP_OK},
         {"sixteen_bit_communication", sixteen_bit_communication, DDP_OK},
         {"values_and_buffers_come_from_rank_0", values_and_buffers_come_from_rank_0, DDP_OK},
+        {"buffers_follow_the_root", buffers_follow_the_root, DDP_OK},
         {"buckets_follow_rank_0", buckets_follow_rank_0, DDP_OK},
         {"unused_is_zero_here_and_reported_when_nobody_used_it",
          unused_is_zero_here_and_reported_when_nobody_used_it, DDP_OK},
@@ -1207,6 +1329,7 @@ int main(int argc, char **argv) {
         {"a_rank_dies_in_the_middle_of_a_step", a_rank_dies_in_the_middle_of_a_step, DDP_ERR_PEER_LOST},
         {"destroy_in_the_middle_of_a_step", destroy_in_the_middle_of_a_step, DDP_OK},
         {"uneven_inputs", uneven_inputs, DDP_OK},
+        {"buffers_of_uneven_inputs", buffers_of_uneven_inputs, DDP_OK},
         {"a_rank_without_any_batch", a_rank_without_any_batch, DDP_OK},
         {"means_are_over_tokens", means_are_over_tokens, DDP_OK},
         {"tokens_of_uneven_inputs", tokens_of_uneven_inputs, DDP_OK},

@@ -1,9 +1,11 @@
-/*  test_training.c - parts of a training loop around the step (examples/extras/training.h): metrics count every
-    sample once, drift is detected and named, and rank 0 prepares for longer than a timeout.
+/*  test_training.c - parts of a training loop (examples/extras/training.h and batch_norm.h): metrics count
+    every sample once, drift is detected and named, rank 0 prepares for longer than a timeout, and batch norm
+    over all ranks has the bits of one rank.
 
     test_training BACKEND [W ...]     one of support/ranks.h */
 #include "../../ddp.h"
 #include "../support/ranks.h"
+#include "batch_norm.h"
 #include "training.h"
 
 #include <signal.h>
@@ -297,6 +299,170 @@ static ddp_result rank0_prepares(ddp_group *world) {
     return DDP_OK;
 }
 
+//== batch norm =============================================================================
+
+enum { BN_SAMPLES = 10, BN_CHANNELS = 3, BN_SPACE = 11, BN_VALUES = BN_SAMPLES * BN_CHANNELS * BN_SPACE };
+
+/* Rank r has samples first to end - 1: none on rank 1 of 3 or more, the rest on the last rank. */
+static void bn_part(int w, int rank, int *first, int *end) {
+    int each = w == 1 ? BN_SAMPLES : BN_SAMPLES / w;
+    *first = rank < 2 ? rank * each : (rank - (w > 2)) * each;
+    *end = rank == w - 1 ? BN_SAMPLES : *first + each;
+    if (w > 2 && rank == 1) *end = *first;
+}
+
+/* Training forward and backward of all samples in f64, straight from the definition. */
+typedef struct bn_reference {
+    double mean[BN_CHANNELS], variance[BN_CHANNELS]; /* variance: biased */
+    double y[BN_VALUES], dx[BN_VALUES], d_weight[BN_CHANNELS], d_bias[BN_CHANNELS];
+} bn_reference;
+
+static void bn_compute(bn_reference *r, const float *weight, const float *bias, const float *x,
+                       const float *dy) {
+    double n = BN_SAMPLES * BN_SPACE;
+    memset(r, 0, sizeof *r);
+    for (int pass = 0; pass < 4; pass++) /* mean, variance, sums of gradients, results */
+        for (int i = 0; i < BN_VALUES; i++) {
+            int c = i / BN_SPACE % BN_CHANNELS;
+            double away = x[i] - r->mean[c], inv_std = 1 / sqrt(r->variance[c] + 1e-5);
+            if (pass == 0) r->mean[c] += x[i] / n;
+            if (pass == 1) r->variance[c] += away * away / n;
+            if (pass == 2) r->d_bias[c] += dy[i];
+            if (pass == 2) r->d_weight[c] += dy[i] * away * inv_std;
+            if (pass < 3) continue;
+            r->y[i] = away * inv_std * weight[c] + bias[c];
+            r->dx[i] = weight[c] * inv_std * (dy[i] - r->d_bias[c] / n - away * inv_std * r->d_weight[c] / n);
+        }
+}
+
+static int bn_near(double a, double b) { return fabs(a - b) <= 1e-5 * (1 + fabs(b)); }
+
+/* Over all ranks, with different numbers of samples: the values of the definition, and the bits of one rank
+   with all samples. Then an evaluation by the running statistics. */
+static ddp_result batch_norm_over_ranks(ddp_group *world) {
+    static const float weight[BN_CHANNELS] = {1.5f, -0.5f, 0.25f}, bias[BN_CHANNELS] = {0.1f, 0, -2};
+    int w = ddp_world_size(world), first, end;
+    float x[BN_VALUES], dy[BN_VALUES], y[BN_VALUES], dx[BN_VALUES], all_y[BN_VALUES], all_dx[BN_VALUES];
+    float d[4][BN_CHANNELS]; /* d_weight, d_bias over ranks; of one rank */
+    bn_reference want;
+    batch_norm_desc desc = DDP_ZERO;
+    batch_norm *norm, *single;
+    bn_part(w, ddp_rank(world), &first, &end);
+    for (int i = 0; i < BN_VALUES; i++) {
+        x[i] = (float)(ranks_mix((uint64_t)i) % 1000) / 100 + (float)(i / BN_SPACE % BN_CHANNELS) * 50;
+        dy[i] = (float)(ranks_mix((uint64_t)(i + 5000)) % 1000) / 1000 - 0.4f;
+    }
+    bn_compute(&want, weight, bias, x, dy);
+    desc.channels = BN_CHANNELS;
+    RANKS_OK(world, batch_norm_create(&single, &desc));
+    desc.group = world;
+    RANKS_OK(world, batch_norm_create(&norm, &desc));
+    float *at_x = x + first * BN_CHANNELS * BN_SPACE, *at_dy = dy + first * BN_CHANNELS * BN_SPACE;
+    int count = (end - first) * BN_CHANNELS * BN_SPACE, from = first * BN_CHANNELS * BN_SPACE;
+    for (int step = 0; step < 2; step++) {
+        RANKS_OK(world, batch_norm_forward(norm, weight, bias, at_x, y, end - first, BN_SPACE, 1));
+        RANKS_OK(world, batch_norm_forward(single, weight, bias, x, all_y, BN_SAMPLES, BN_SPACE, 1));
+        RANKS_OK(world,
+                 batch_norm_backward(norm, weight, at_x, at_dy, dx, d[0], d[1], end - first, BN_SPACE));
+        memcpy(all_dx, dy, sizeof dy); /* in place */
+        RANKS_OK(world,
+                 batch_norm_backward(single, weight, x, all_dx, all_dx, d[2], d[3], BN_SAMPLES, BN_SPACE));
+        for (int i = 0; i < count; i++) {
+            RANKS_CHECK(world, bn_near(y[i], want.y[from + i]) && bn_near(dx[i], want.dx[from + i]),
+                        "value %d: y %g, dx %g; expected %g, %g", from + i, (double)y[i], (double)dx[i],
+                        want.y[from + i], want.dx[from + i]);
+            RANKS_CHECK(world, y[i] == all_y[from + i] && dx[i] == all_dx[from + i],
+                        "value %d has other bits on one rank", from + i);
+        }
+        for (int c = 0; c < BN_CHANNELS; c++) {
+            double n = BN_SAMPLES * BN_SPACE, kept = step ? 0.81 : 0.9, mean = (1 - kept) * want.mean[c];
+            double variance = kept + (1 - kept) * want.variance[c] * n / (n - 1);
+            RANKS_CHECK(world, bn_near(d[2][c], want.d_weight[c]) && bn_near(d[3][c], want.d_bias[c]),
+                        "channel %d: d_weight %g, d_bias %g; expected %g, %g", c, (double)d[2][c],
+                        (double)d[3][c], want.d_weight[c], want.d_bias[c]);
+            RANKS_CHECK(world, bn_near(d[0][c] * w, d[2][c]) && bn_near(d[1][c] * w, d[3][c]),
+                        "channel %d: the averages over ranks are %g, %g", c, (double)d[0][c],
+                        (double)d[1][c]);
+            RANKS_CHECK(world,
+                        bn_near(norm->running_mean[c], mean) && bn_near(norm->running_var[c], variance),
+                        "channel %d: running mean %g, variance %g; expected %g, %g", c,
+                        (double)norm->running_mean[c], (double)norm->running_var[c], mean, variance);
+        }
+    }
+    RANKS_CHECK(world, norm->forward_count == 2, "%lld forwards", (long long)norm->forward_count);
+    RANKS_OK(world, batch_norm_forward(norm, NULL, NULL, x, y, 1, BN_SPACE, 0));
+    for (int i = 0; i < BN_CHANNELS * BN_SPACE; i++) {
+        int c = i / BN_SPACE;
+        double expected = (x[i] - norm->running_mean[c]) / sqrt(norm->running_var[c] + 1e-5);
+        RANKS_CHECK(world, bn_near(y[i], expected), "evaluation of value %d: %g", i, (double)y[i]);
+    }
+    ddp_tensor buffers[3];
+    batch_norm_buffers(norm, buffers);
+    RANKS_CHECK(world,
+                buffers[0].data == norm->running_mean && buffers[1].data == norm->running_var
+                    && buffers[2].data == &norm->forward_count && buffers[2].dtype == DDP_I64
+                    && ddp_tensor_count(&buffers[2]) == 1 && ddp_tensor_count(&buffers[1]) == BN_CHANNELS,
+                "buffers %p", buffers[0].data);
+    batch_norm_destroy(norm);
+    batch_norm_destroy(single);
+    return DDP_OK;
+}
+
+/* An invalid argument on the last rank is an error on all ranks, and the next call works. */
+static ddp_result batch_norm_bad_input(ddp_group *world) {
+    int w = ddp_world_size(world), wrong = ddp_rank(world) == w - 1;
+    float x[8] = {1, 2, 3, 4, 5, 6, 7, 8}, y[8], d[2][2];
+    const float *weight = d[0], *none = NULL;
+    batch_norm_desc desc = DDP_ZERO;
+    batch_norm *norm = (batch_norm *)&desc;
+    REFUSED(world, batch_norm_create(&norm, &desc), DDP_ERR_INVALID, "channels=0; use 1 to 1048576");
+    RANKS_CHECK(world, !norm, "a failed create returns %p", (void *)norm);
+    desc.channels = 2;
+    desc.momentum = 1.5f;
+    REFUSED(world, batch_norm_create(&norm, &desc), DDP_ERR_INVALID, "momentum=1.5; use 0 to 1");
+    desc.momentum = 0;
+    desc.eps = NAN;
+    REFUSED(world, batch_norm_create(&norm, &desc), DDP_ERR_INVALID, "eps=nan");
+    desc.eps = 0;
+    REFUSED(world, batch_norm_create(NULL, &desc), DDP_ERR_INVALID, "out or desc is NULL");
+    REFUSED(world, batch_norm_forward(NULL, NULL, NULL, x, y, 1, 1, 1), DDP_ERR_INVALID, "norm is NULL");
+    REFUSED(world, batch_norm_backward(NULL, NULL, x, x, y, NULL, NULL, 1, 1), DDP_ERR_INVALID,
+            "norm is NULL");
+    desc.group = world;
+    RANKS_OK(world, batch_norm_create(&norm, &desc));
+    memset(d, 0, sizeof d);
+    REFUSED(world, batch_norm_backward(norm, NULL, x, x, y, NULL, NULL, 4, 1), DDP_ERR_INVALID,
+            "the training forward is missing");
+    REFUSED(world, batch_norm_forward(norm, NULL, NULL, x, y, wrong && w == 1, 1, 1), DDP_ERR_INVALID,
+            w == 1 ? ": 1 values per channel" : ": 0 values per channel");
+    struct {
+        const float *x, *weight;
+        int samples, space;
+        const char *text;
+    } cases[] = {{NULL, NULL, 4, 1, "x or y is NULL"},
+                 {x, weight, 4, 1, "only one of weight and bias is NULL"},
+                 {x, NULL, -1, 1, "samples is negative"},
+                 {x, NULL, 4, 0, "space is below 1"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        REFUSED(world,
+                batch_norm_forward(norm, wrong ? cases[i].weight : none, NULL, wrong ? cases[i].x : x, y,
+                                   wrong ? cases[i].samples : 4, wrong ? cases[i].space : 1, 1),
+                DDP_ERR_INVALID, wrong ? cases[i].text : "1 other ranks have an invalid argument");
+    RANKS_CHECK(world, norm->running_mean[0] == 0 && norm->running_var[1] == 1 && norm->forward_count == 0,
+                "a failed forward has changed the running statistics");
+    REFUSED(world, batch_norm_forward(norm, NULL, NULL, NULL, y, 1, 1, 0), DDP_ERR_INVALID,
+            "batch_norm_forward: x or y is NULL"); /* an evaluation is not collective */
+    RANKS_OK(world, batch_norm_forward(norm, NULL, NULL, x, y, 4, 1, 1));
+    REFUSED(world, batch_norm_backward(norm, NULL, x, x, y, NULL, NULL, wrong ? 3 : 4, 1), DDP_ERR_INVALID,
+            "in the forward before; pass the same samples");
+    REFUSED(world, batch_norm_backward(norm, wrong ? weight : none, x, x, y, NULL, NULL, 4, 1),
+            DDP_ERR_INVALID, wrong ? "only some of weight" : "1 other ranks have an invalid argument");
+    RANKS_OK(world, batch_norm_backward(norm, weight, x, x, y, d[0], d[1], 4, 1));
+    batch_norm_destroy(norm);
+    batch_norm_destroy(NULL);
+    return DDP_OK;
+}
+
 static ddp_result all_tests(ddp_group *world, void *user) {
     (void)user;
     RANKS_RUN(world, counts_once(world));
@@ -307,6 +473,8 @@ static ddp_result all_tests(ddp_group *world, void *user) {
     RANKS_RUN(world, drift_bad_input(world));
     RANKS_RUN(world, drift_wrong_on_one(world));
     RANKS_RUN(world, rank0_prepares(world));
+    RANKS_RUN(world, batch_norm_over_ranks(world));
+    RANKS_RUN(world, batch_norm_bad_input(world));
     return DDP_OK;
 }
 
