@@ -57,8 +57,8 @@ CONCEPTS
     Stream     The user's stream of a group (ddp_cuda_set_stream): calls on the group are ordered with it.
                The reducer, the accumulator, clipping and the optimizers compute on it.
                The thread's stream (ddp_cuda_use_stream): direct calls of the functions of ddp_device_cuda()
-               and of ddp_cuda_gemm run on it. Calls on a group set it to the user's stream of that group.
-               The kernels below take their stream as an argument.
+               run on it. Calls on a group set it to the user's stream of that group.
+               ddp_cuda_gemm and the kernels below take their stream as an argument.
     Element    The code for one element also compiles for the CPU, where tests compare it with ddp.h. A kernel
                only distributes elements over threads, 16 bytes at a time where all its pointers allow it.
     Order      ddp_cuda_reduce_tree adds in the order of DDP_ORDER_TREE, and sums of squares in that of
@@ -84,8 +84,8 @@ CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
     DDP_NO_NCCL              build without NCCL. Supported versions of NCCL: 2.18 to 2.30
-    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt. Also
-                             declares ddp_cuda_gemm. Without it, layers use a plain kernel, which is slow
+    DDP_USE_CUBLASLT         declares ddp_cuda_gemm, matrix products by cuBLASLt: link with -lcublasLt. The
+                             layers of ddp_tensor.h use it. Without it, they use a plain kernel, which is slow
     Compile the implementation without --use_fast_math and -ftz=true. They flush subnormal numbers to zero,
     which the CPU keeps, and nvcc defines no macro by which this header could reject them.
 
@@ -108,6 +108,9 @@ NOT DONE HERE
 
 /* Elements that share a scale in ddp_cuda_quantise8. */
 #define DDP_CUDA_QUANT_BLOCK 256
+
+/* Bytes of device memory that a group keeps for ddp_cuda_gemm: NVIDIA's advice for its largest devices. */
+#define DDP_CUDA_GEMM_WORKSPACE_BYTES ((size_t)32 << 20)
 
 #ifdef __cplusplus
 extern "C" {
@@ -201,6 +204,38 @@ typedef struct ddp_cuda_step_desc {
     uint64_t first_index; /* stochastic: index of element 0 among all parameters */
 } ddp_cuda_step_desc;
 
+#if defined(DDP_USE_CUBLASLT)
+/* The last operation of a product, on p = op(a) op(b) + addend. GELU is the tanh form, as in GPT-2:
+   gelu(x) = x s(1.5957691216057307 (x + 0.044715 x^3)), s(x) = 1 / (1 + exp(-x)). */
+typedef enum ddp_cuda_epilogue {
+    DDP_CUDA_EPILOGUE_NONE = 0,  /* c = p */
+    DDP_CUDA_EPILOGUE_BIAS,      /* c = p + bias, for every row */
+    DDP_CUDA_EPILOGUE_GELU,      /* aux = p + bias, c = gelu(aux) */
+    DDP_CUDA_EPILOGUE_GELU_GRAD, /* c = p gelu'(aux) */
+    DDP_CUDA_EPILOGUE_BIAS_GRAD  /* c = p, and bias_grad[i] = the sum of row i of op(a) */
+} ddp_cuda_epilogue;
+
+/* For ddp_cuda_gemm: c (m, n) = op(a) op(b). op(a) is (m, k), and op(b) is (k, n). Zero means default, field
+   by field. All pointers are device memory. The struct itself is host memory, read before the call
+   returns. */
+typedef struct ddp_cuda_gemm_desc {
+    int64_t m, n, k;       /* may be 0 */
+    const void *a, *b;     /* required; row-major: a is (m, k), or (k, m) with trans_a; b is (k, n), or
+                                   (n, k) with trans_b */
+    void *c;               /* required; row-major; overlaps no other array, except that it may be addend */
+    int64_t lda, ldb, ldc; /* elements from row to row. 0 = no gaps */
+    int trans_a, trans_b;  /* 1 = op transposes */
+    ddp_dtype dtype;       /* of every array. 0 = F32; F64, F16, BF16 */
+    const void *addend;    /* NULL = none; (m, n) with ldc, added to the product. c = c + op(a) op(b) if it
+                                   is c */
+    ddp_cuda_epilogue epilogue; /* 0 = none */
+    const void *bias;           /* BIAS, GELU: required, n elements */
+    void *bias_grad;            /* BIAS_GRAD: required, m elements, overwritten */
+    void *aux;                  /* GELU: required, written. GELU_GRAD: required, read. (m, n) without gaps */
+    int allow_tf32;             /* 1 = F32 factors may be rounded to TF32 (10 bits of mantissa) */
+} ddp_cuda_gemm_desc;
+#endif
+
 //== api =========================================================================================== >>api
 
 /* Chooses the device of this rank, makes it current for the calling thread and stores its number in *device.
@@ -279,12 +314,11 @@ DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group);
    only with a backend of your own that accepts device memory. */
 DDPDEF const ddp_device *ddp_device_cuda(void);
 
-/* Sets the stream of the calling thread, for its direct calls of functions of ddp_device_cuda() and of
-   ddp_cuda_gemm. Returns the previous one. stream is one of the device that is current in those calls, and
-   stays the caller's. It does not change the stream of any group: see ddp_cuda_set_stream. A call on a group
-   of GPUs sets the thread's stream to the user's stream of that group: call this function again after it.
-   Does not block. Initially 0: CUDA's default stream. It and all other streams wait for each other, except
-   non-blocking ones. */
+/* Sets the stream of the calling thread, for its direct calls of functions of ddp_device_cuda(). Returns the
+   previous one. stream is one of the device that is current in those calls, and stays the caller's. It does
+   not change the stream of any group: see ddp_cuda_set_stream. A call on a group of GPUs sets the thread's
+   stream to the user's stream of that group: call this function again after it. Does not block. Initially 0:
+   CUDA's default stream. It and all other streams wait for each other, except non-blocking ones. */
 DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 
 /* Returns the first failure, since the last ddp_cuda_check of this thread, of its calls of functions of
@@ -293,22 +327,22 @@ DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 DDPDEF ddp_result ddp_cuda_check(void);
 
 #if defined(DDP_USE_CUBLASLT)
-struct ddp_gemm;
-/* Multiplies f32 or f64 matrices in device memory by cuBLASLt. Shapes and strides are in struct ddp_gemm of
-   ddp_tensor.h. Declared only with DDP_USE_CUBLASLT. The layers of ddp_tensor.h use this function on a group
-   of GPUs when ddp_tp_desc.gemm is NULL.
-   Enqueued on the thread's stream (ddp_cuda_use_stream). The group's device must be current. *gemm is read
-   before the call returns. Not collective.
-   user is a group of GPUs. It keeps a cuBLASLt handle and a workspace of 32 MiB, from the first call until it
-   is destroyed. This first call blocks, and cannot be captured into a graph. Products with one group share
-   the workspace: they must not run at the same time on two streams.
-   Bits: the same for the same sizes, flags and alignment of pointers, on the same GPU model and version of
-   cuBLASLt. They are not those of the CPU.
-   Errors: DDP_ERR_INVALID for another dtype or a group without GPUs; DDP_ERR_NO_MEMORY; DDP_ERR_ENGINE names
+/* Multiplies matrices in device memory by cuBLASLt, on `stream`. Declared only with DDP_USE_CUBLASLT.
+   group is a group of GPUs. It keeps a cuBLASLt handle and DDP_CUDA_GEMM_WORKSPACE_BYTES, from the first
+   product until it is destroyed. This first call blocks, and cannot be captured into a CUDA graph. Later
+   calls do not block. The group's device must be current. Not collective.
+   Products with one group share the workspace: they must not run at the same time on two streams.
+   Sums over k are in f32, in f64 for F64. The result rounds once to dtype. If cuBLASLt does not support an
+   epilogue, and for GELU in F32 and F64, the product rounds to dtype, and kernels of this header follow.
+   Bits: the same for the same sizes, strides, flags and alignment up to 16 bytes, on the same GPU model and
+   version of cuBLASLt. They are not those of the CPU.
+   Errors: DDP_ERR_INVALID names the field, and nothing is enqueued; DDP_ERR_NO_MEMORY; DDP_ERR_ENGINE names
    cuBLASLt's status. */
-DDPDEF ddp_result ddp_cuda_gemm(const struct ddp_gemm *gemm, void *user);
-/* Like ddp_cuda_gemm, but cuBLASLt may round f32 factors to TF32 (10 bits of mantissa). f64 is computed as
-   there. To use it for layers, set ddp_tp_desc.gemm to it and gemm_user to the group. */
+DDPDEF ddp_result ddp_cuda_gemm(ddp_group *group, const ddp_cuda_gemm_desc *desc, cudaStream_t stream);
+struct ddp_gemm;
+/* A ddp_tp_desc.gemm that may round f32 factors to TF32: ddp_cuda_gemm with allow_tf32, on the thread's
+   stream. Set gemm_user to a group of GPUs. With ddp_tp_desc.gemm NULL, the layers on a group of GPUs use
+   ddp_cuda_gemm without TF32. */
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
 #endif
 
@@ -436,6 +470,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <string.h>
 #include <time.h>
 #include <type_traits>
+#include <utility>
 #include <unistd.h>
 
 /* Includes the kernel types of ddp_fsdp.h and ddp_tensor.h if these headers exist. The rest of such a header
@@ -448,9 +483,6 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include "ddp_tensor.h"
 #endif
 #undef DDP__KERNELS_ONLY
-#if defined(DDP_USE_CUBLASLT) && !defined(DDP_TENSOR_KERNELS_H)
-#error "DDP_USE_CUBLASLT is for the layers of ddp_tensor.h: put that header beside ddp_cuda.cuh"
-#endif
 
 #if !defined(DDP__HD)
 #define DDP__HD __host__ __device__ __forceinline__
@@ -948,6 +980,16 @@ template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store
         return ddp__cuda_type<D>::save(ddp__cuda_round_odd(x));
     else
         return ddp__cuda_type<D>::save((math)x);
+}
+
+/* GELU in its tanh form is x times the gate sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). */
+template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
+template <class T> static DDP__HD T ddp__cuda_gelu_gate(T x) {
+    return ddp__cuda_sigmoid((T)1.5957691216057307 * (x + (T)0.044715 * x * x * x));
+}
+/* Returns the derivative of GELU at x. s: the gate there. */
+template <class T> static DDP__HD T ddp__cuda_gelu_slope(T x, T s) {
+    return s + x * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * x * x);
 }
 
 /* Returns the minimum or maximum of floats. They follow IEEE 754-2019: NaN if either is NaN, and
@@ -2189,7 +2231,6 @@ template <class T> static DDP__HD void ddp__cuda_layer_store(void *base, int64_t
     ddp__cuda_store<1>(&x, base, (size_t)i);
 }
 #endif
-template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
 
 /* Returns word e % 4 of block e / 4 of Philox 4x32-10 (Salmon et al. 2011). */
 static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
@@ -2239,9 +2280,8 @@ template <class T> struct ddp__cuda_gemm_cell {
         ddp__cuda_layer_store<T>(g.c, i * g.ldc + j, sum);
     }
 };
-static ddp_result ddp__cuda_plain_gemm(const ddp_gemm *g) {
-    if (g->dtype == DDP_F32) return ddp__cuda_launch_cells<ddp__cuda_gemm_cell<float>>(g->m, g->n, *g);
-    return ddp__cuda_launch_cells<ddp__cuda_gemm_cell<double>>(g->m, g->n, *g);
+template <class T> static ddp_result ddp__cuda_plain_gemm(const ddp_gemm *g) {
+    return ddp__cuda_launch_cells<ddp__cuda_gemm_cell<T>>(g->m, g->n, *g);
 }
 
 /* y = x, for matrices with a distance between rows. */
@@ -2279,21 +2319,18 @@ static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *
 /* Activation, or its backward if dy is not NULL. A gated row has `columns` gates and `columns` ups:
 
        forward    out[i][j] = f(gate) * up            x: | gate gate ... | up up ... |
-       backward   the gradients of x, with the same layout
-
-   GELU is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), the tanh form. */
+       backward   the gradients of x, with the same layout */
 template <class T> struct ddp__cuda_activation_cell {
     ddp_tp_activation activation;
     int64_t columns;
     const void *x, *dy;
     void *out;
-    static DDP__HD T gelu_argument(T x) { return (T)1.5957691216057307 * (x + (T)0.044715 * x * x * x); }
     DDP__HD void cell(int64_t i, int64_t j) const {
         int gated = activation == DDP_TP_SILU_GATED;
         int64_t at = i * columns + j, from = gated ? at + i * columns : at;
         T value = ddp__cuda_layer_load<T>(x, from),
           up = gated ? ddp__cuda_layer_load<T>(x, from + columns) : 1;
-        T s = ddp__cuda_sigmoid(activation == DDP_TP_GELU ? gelu_argument(value) : value);
+        T s = activation == DDP_TP_GELU ? ddp__cuda_gelu_gate(value) : ddp__cuda_sigmoid(value);
         if (!dy) {
             T y = value * s * up;
             if (activation == DDP_TP_RELU) y = value < 0 ? 0 : value; /* NaN stays NaN */
@@ -2307,7 +2344,7 @@ template <class T> struct ddp__cuda_activation_cell {
         } else if (gated) {
             d *= up * s * (1 + value * (1 - s));
         } else {
-            d *= s + value * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * value * value);
+            d *= ddp__cuda_gelu_slope(value, s);
         }
         ddp__cuda_layer_store<T>(out, from, d);
     }
@@ -2924,40 +2961,49 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
 }
 
 //== products by cuBLASLt ================================================================ >>impl-products
-/* Matrix products for the layers of ddp_tensor.h. A group caches the algorithm that cuBLASLt chose for each
-   of the last DDP__CUDA_LT_ALGORITHMS kinds of products. */
+/* ddp_cuda_gemm, and the product of the layers of ddp_tensor.h. A group caches its choice for each of the
+   last DDP__CUDA_LT_ALGORITHMS kinds of products: an algorithm of cuBLASLt that includes the epilogue, or one
+   without it, followed by kernels of this section. */
 
 #if defined(DDP_USE_CUBLASLT)
-#define DDP__CUDA_LT_WORKSPACE_BYTES \
-    ((size_t)32 << 20) /* workspace: NVIDIA's advice for its largest devices */
 #define DDP__CUDA_LT_ALGORITHMS 64
+#define DDP__CUDA_LT_ALIGN 16 /* bytes: a larger alignment does not change the algorithm */
 
-/* State of a group. The key of an algorithm: sizes, strides, dtype and flags, alignment. */
+/* The choice for products of one kind. The key: sizes, strides, flags, alignment. */
+typedef struct ddp__cuda_algorithm {
+    int64_t key[8];
+    cublasLtMatmulAlgo_t algo;
+    int separate; /* 1 = without the epilogue, which kernels compute afterwards */
+} ddp__cuda_algorithm;
+
+/* State of a group. */
 typedef struct ddp__cuda_cublaslt {
     cublasLtHandle_t handle;
     void *workspace;
-    int next;
-    struct {
-        int64_t key[8];
-        cublasLtMatmulAlgo_t algo;
-    } algorithms[DDP__CUDA_LT_ALGORITHMS];
+    int next; /* the entry that the next new kind replaces */
+    ddp__cuda_algorithm algorithms[DDP__CUDA_LT_ALGORITHMS];
 } ddp__cuda_cublaslt;
-typedef struct ddp__cuda_lt_call {
+
+/* One product, from the check of its desc to its launch. */
+typedef struct ddp__cuda_product {
+    const char *function; /* the public function, for errors */
+    ddp_group *group;
+    ddp_cuda_gemm_desc desc; /* with all defaults filled in */
+    cudaStream_t stream;
+    ddp__cuda_cublaslt *state;
+    uint32_t align; /* bytes: the alignment that all arrays have */
     cublasLtMatmulDescOpaque_t product;
     cublasLtMatrixLayoutOpaque_t a, b, c;
-} ddp__cuda_lt_call;
+} ddp__cuda_product;
 
-static const char *ddp__cuda_gemm_name(int tf32) { return tf32 ? "ddp_cuda_gemm_tf32" : "ddp_cuda_gemm"; }
-
-static ddp_result ddp__cuda_lt_result(ddp_group *group, const ddp_gemm *g, int tf32, cublasStatus_t status,
-                                      const char *call) {
+static ddp_result ddp__cuda_lt_result(const ddp__cuda_product *p, cublasStatus_t status, const char *call) {
+    const ddp_cuda_gemm_desc *d = &p->desc;
     if (status == CUBLAS_STATUS_SUCCESS) return DDP_OK;
     return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
-                    "rank %d/%d group=%s %s %s m=%lld n=%lld k=%lld: "
-                    "%s: %s (%s)",
-                    ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp__cuda_gemm_name(tf32),
-                    ddp_dtype_name(g->dtype), (long long)g->m, (long long)g->n, (long long)g->k, call,
-                    cublasLtGetStatusString(status), cublasLtGetStatusName(status));
+                    "rank %d/%d group=%s %s %s m=%lld n=%lld k=%lld epilogue=%d: %s: %s (%s)",
+                    ddp_rank(p->group), ddp_world_size(p->group), ddp_group_name(p->group), p->function,
+                    ddp_dtype_name(d->dtype), (long long)d->m, (long long)d->n, (long long)d->k,
+                    (int)d->epilogue, call, cublasLtGetStatusString(status), cublasLtGetStatusName(status));
 }
 
 static void ddp__cuda_cublaslt_close(ddp_group *group, void *state) {
@@ -2968,55 +3014,139 @@ static void ddp__cuda_cublaslt_close(ddp_group *group, void *state) {
 }
 
 /* Creates the group's state at the first product, or the part that an earlier failure left out. */
-static ddp_result ddp__cuda_cublaslt_open(ddp_group *group, const ddp_gemm *g, int tf32,
-                                          ddp__cuda_cublaslt **out) {
-    ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
-    ddp__cuda_cublaslt *p = (ddp__cuda_cublaslt *)(streams->cublaslt ? streams->cublaslt
-                                                                     : ddp_host_alloc(group, sizeof *p));
-    if (!p) return DDP_ERR_NO_MEMORY;
-    streams->cublaslt = p;
+static ddp_result ddp__cuda_cublaslt_open(ddp__cuda_product *p) {
+    ddp__cuda_streams *streams = ddp__cuda_streams_of(p->group);
+    if (!streams->cublaslt) streams->cublaslt = ddp_host_alloc(p->group, sizeof *p->state);
+    p->state = (ddp__cuda_cublaslt *)streams->cublaslt;
+    if (!p->state) return DDP_ERR_NO_MEMORY;
     streams->close_cublaslt = ddp__cuda_cublaslt_close;
-    *out = p;
-    if (!p->workspace) DDP_TRY(ddp__cuda_device_alloc(group, DDP__CUDA_LT_WORKSPACE_BYTES, &p->workspace));
-    if (p->handle) return DDP_OK;
-    cublasStatus_t status = cublasLtCreate(&p->handle);
-    if (status != CUBLAS_STATUS_SUCCESS) p->handle = NULL;
-    return ddp__cuda_lt_result(group, g, tf32, status, "cublasLtCreate");
+    if (!p->state->workspace)
+        DDP_TRY(ddp__cuda_device_alloc(p->group, DDP_CUDA_GEMM_WORKSPACE_BYTES, &p->state->workspace));
+    if (p->state->handle) return DDP_OK;
+    cublasStatus_t status = cublasLtCreate(&p->state->handle);
+    if (status != CUBLAS_STATUS_SUCCESS) p->state->handle = NULL;
+    return ddp__cuda_lt_result(p, status, "cublasLtCreate");
+}
+
+/* Fills in the defaults of the desc and checks it. */
+static ddp_result ddp__cuda_product_check(ddp__cuda_product *p) {
+    ddp_cuda_gemm_desc *d = &p->desc;
+    const struct {
+        const char *name;
+        const void *array;
+        int64_t rows, columns, *step;
+    } matrices[3] = {
+        {"a", d->a, d->m, d->k, &d->lda},
+        {"b", d->b, d->k, d->n, &d->ldb},
+        {"c", d->c, d->m, d->n, &d->ldc},
+    };
+    const int transposed[3] = {d->trans_a, d->trans_b, 0};
+    const char *missing = NULL;
+    if (d->dtype == DDP_DTYPE_DEFAULT) d->dtype = DDP_F32;
+    if (d->m < 0 || d->n < 0 || d->k < 0 || !ddp_is_float(d->dtype))
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s: m=%lld n=%lld k=%lld dtype=%s; use sizes of 0 or more and f32, f64, f16 or bf16",
+                        p->function, (long long)d->m, (long long)d->n, (long long)d->k,
+                        ddp_dtype_name(d->dtype));
+    if ((unsigned)d->epilogue > DDP_CUDA_EPILOGUE_BIAS_GRAD)
+        return ddp_fail(DDP_ERR_INVALID, "%s: epilogue=%d is invalid; use a ddp_cuda_epilogue", p->function,
+                        (int)d->epilogue);
+    for (int i = 0; i < 3; i++) {
+        int64_t columns = transposed[i] ? matrices[i].rows : matrices[i].columns, *step = matrices[i].step;
+        if (*step == 0) *step = columns;
+        if (*step < columns)
+            return ddp_fail(DDP_ERR_INVALID,
+                            "%s: ld%s=%lld is below %lld, the elements of a row; 0 = no gaps", p->function,
+                            matrices[i].name, (long long)*step, (long long)columns);
+        if (!matrices[i].array && matrices[i].rows && matrices[i].columns) missing = matrices[i].name;
+    }
+    int uses_bias = d->epilogue == DDP_CUDA_EPILOGUE_BIAS || d->epilogue == DDP_CUDA_EPILOGUE_GELU;
+    int uses_aux = d->epilogue == DDP_CUDA_EPILOGUE_GELU || d->epilogue == DDP_CUDA_EPILOGUE_GELU_GRAD;
+    if (!uses_bias) d->bias = NULL;
+    if (!uses_aux) d->aux = NULL;
+    if (d->epilogue != DDP_CUDA_EPILOGUE_BIAS_GRAD) d->bias_grad = NULL;
+    if (uses_bias && !d->bias && d->n) missing = "bias";
+    if (uses_aux && !d->aux && d->m && d->n) missing = "aux";
+    if (d->epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD && !d->bias_grad && d->m) missing = "bias_grad";
+    if (missing)
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL, and this product needs it", p->function, missing);
+    return DDP_OK;
 }
 
 /* Describes a product to cuBLASLt, which is column-major. Row-major c = op(a) op(b) equals, read by columns,
    c' = op(b)' op(a)'. So cuBLASLt's A is b and its B is a, with the same transpositions. */
-static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cuda_lt_call *d) {
-    cudaDataType_t type = g->dtype == DDP_F32 ? CUDA_R_32F : CUDA_R_64F;
-    cublasComputeType_t compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-    if (g->dtype == DDP_F64) compute = CUBLAS_COMPUTE_64F;
-    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    cublasOperation_t b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
-    cublasStatus_t s = cublasLtMatmulDescInit(&d->product, compute, type);
+static cublasStatus_t ddp__cuda_lt_describe(ddp__cuda_product *p) {
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    cudaDataType_t type = CUDA_R_32F, scale = CUDA_R_32F;
+    cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
+    if (d->dtype == DDP_F16) type = CUDA_R_16F;
+    if (d->dtype == DDP_BF16) type = CUDA_R_16BF;
+    if (d->dtype == DDP_F32 && d->allow_tf32) compute = CUBLAS_COMPUTE_32F_FAST_TF32;
+    if (d->dtype == DDP_F64) {
+        type = CUDA_R_64F;
+        scale = CUDA_R_64F;
+        compute = CUBLAS_COMPUTE_64F;
+    }
+    cublasOperation_t a = d->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t b = d->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint64_t m = (uint64_t)d->m, n = (uint64_t)d->n, k = (uint64_t)d->k;
+    cublasStatus_t s = cublasLtMatmulDescInit(&p->product, compute, scale);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
+        s = cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
+        s = cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = g->trans_b ? cublasLtMatrixLayoutInit(&d->a, type, k, n, g->ldb)
-                       : cublasLtMatrixLayoutInit(&d->a, type, n, k, g->ldb);
+        s = d->trans_b ? cublasLtMatrixLayoutInit(&p->a, type, k, n, d->ldb)
+                       : cublasLtMatrixLayoutInit(&p->a, type, n, k, d->ldb);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = g->trans_a ? cublasLtMatrixLayoutInit(&d->b, type, m, k, g->lda)
-                       : cublasLtMatrixLayoutInit(&d->b, type, k, m, g->lda);
-    return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->c, type, n, m, g->ldc) : s;
+        s = d->trans_a ? cublasLtMatrixLayoutInit(&p->b, type, m, k, d->lda)
+                       : cublasLtMatrixLayoutInit(&p->b, type, k, m, d->lda);
+    return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&p->c, type, n, m, d->ldc) : s;
+}
+
+/* Adds the epilogue to the description. The names are those of a column-major product: BGRADB sums its B. */
+static cublasStatus_t ddp__cuda_lt_describe_epilogue(ddp__cuda_product *p, const void *bias,
+                                                     const void *aux) {
+    static const uint32_t epilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
+                                         CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU,
+                                         CUBLASLT_EPILOGUE_BGRADB};
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
+    if (d->epilogue == DDP_CUDA_EPILOGUE_NONE) return s;
+    s = cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogues[d->epilogue],
+                                       sizeof epilogues[0]);
+    if (s == CUBLAS_STATUS_SUCCESS && (d->bias || d->bias_grad))
+        s = cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
+                                           sizeof bias);
+    if (s == CUBLAS_STATUS_SUCCESS && d->aux)
+        s = cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux,
+                                           sizeof aux);
+    if (s == CUBLAS_STATUS_SUCCESS && d->aux)
+        s = cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &d->n,
+                                           sizeof d->n);
+    return s;
+}
+
+/* Returns whether cuBLASLt does not support the epilogue of a product. It then also reports an invalid
+   value. */
+static int ddp__cuda_lt_refuses_epilogue(const ddp__cuda_product *p, cublasStatus_t s) {
+    return p->desc.epilogue != DDP_CUDA_EPILOGUE_NONE
+           && (s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_ARCH_MISMATCH
+               || s == CUBLAS_STATUS_INVALID_VALUE);
 }
 
 /* Queries cuBLASLt's first choice of an algorithm. Partial sums over k must be added in the workspace, in a
    fixed order, instead of in place in order of completion: this gives the same bits in every run. */
-static cublasStatus_t ddp__cuda_lt_find_algorithm(const ddp__cuda_cublaslt *p, ddp__cuda_lt_call *d,
-                                                  uint32_t align, cublasLtMatmulAlgo_t *algo) {
+static cublasStatus_t ddp__cuda_lt_query(ddp__cuda_product *p, int separate, cublasLtMatmulAlgo_t *algo) {
+    const void *aligned = (const void *)(uintptr_t)p->align; /* only its alignment is used */
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t found;
-    uint64_t bytes = DDP__CUDA_LT_WORKSPACE_BYTES;
+    uint64_t bytes = DDP_CUDA_GEMM_WORKSPACE_BYTES;
     uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     int count = 0;
-    cublasStatus_t s = cublasLtMatmulPreferenceInit(&preference);
+    cublasStatus_t s = ddp__cuda_lt_describe(p);
+    if (s == CUBLAS_STATUS_SUCCESS && !separate) s = ddp__cuda_lt_describe_epilogue(p, aligned, aligned);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceInit(&preference);
     if (s == CUBLAS_STATUS_SUCCESS)
         s = cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                  &bytes, sizeof bytes);
@@ -3025,79 +3155,282 @@ static cublasStatus_t ddp__cuda_lt_find_algorithm(const ddp__cuda_cublaslt *p, d
                                                  &scheme, sizeof scheme);
     for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
          i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
-        s = cublasLtMatmulPreferenceSetAttribute(&preference, (cublasLtMatmulPreferenceAttributes_t)i, &align,
-                                                 sizeof align);
+        s = cublasLtMatmulPreferenceSetAttribute(&preference, (cublasLtMatmulPreferenceAttributes_t)i,
+                                                 &p->align, sizeof p->align);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &preference, 1,
-                                           &found, &count);
-    if (s != CUBLAS_STATUS_SUCCESS || count == 0)
-        return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
-    if (found.state == CUBLAS_STATUS_SUCCESS) *algo = found.algo; /* a failure retains the older entry */
-    return found.state;
+        s = cublasLtMatmulAlgoGetHeuristic(p->state->handle, &p->product, &p->a, &p->b, &p->c, &p->c,
+                                           &preference, 1, &found, &count);
+    if (s == CUBLAS_STATUS_SUCCESS) s = count ? found.state : CUBLAS_STATUS_NOT_SUPPORTED;
+    if (s == CUBLAS_STATUS_SUCCESS) *algo = found.algo;
+    return s;
 }
 
-static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_cublaslt *p, const ddp_gemm *g, int tf32,
-                                        cudaStream_t stream) {
-    const float f32[2] = {1, g->accumulate ? 1.0f : 0.0f};
-    const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
-    const void *alpha = f64, *beta = f64 + 1;
-    if (g->dtype == DDP_F32) {
-        alpha = f32;
-        beta = f32 + 1;
-    }
-    int64_t flags = (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1 | tf32;
-    int64_t key[8] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc, flags, 256};
-    ddp__cuda_lt_call d;
-    int index = 0;
-    cublasStatus_t s = ddp__cuda_lt_describe(g, tf32, &d);
-    /* key[7]: the alignment that all three pointers have. */
-    while (((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % (uintptr_t)key[7]) key[7] /= 2;
-    while (index < DDP__CUDA_LT_ALGORITHMS && memcmp(p->algorithms[index].key, key, sizeof key) != 0) index++;
-    if (s == CUBLAS_STATUS_SUCCESS && index == DDP__CUDA_LT_ALGORITHMS) {
-        index = p->next;
-        p->next = (index + 1) % DDP__CUDA_LT_ALGORITHMS;
-        s = ddp__cuda_lt_find_algorithm(p, &d, (uint32_t)key[7], &p->algorithms[index].algo);
-        if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->algorithms[index].key, key, sizeof key);
-    }
-    DDP_TRY(ddp__cuda_lt_result(group, g, tf32, s, "cublasLtMatmulAlgoGetHeuristic"));
-    s = cublasLtMatmul(p->handle, &d.product, alpha, g->b, &d.a, g->a, &d.b, beta, g->c, &d.c, g->c, &d.c,
-                       &p->algorithms[index].algo, p->workspace, DDP__CUDA_LT_WORKSPACE_BYTES, stream);
-    return ddp__cuda_lt_result(group, g, tf32, s, "cublasLtMatmul");
+/* Chooses how to compute a product. separate: 1 = without the epilogue. A failure leaves *out as it is. */
+static ddp_result ddp__cuda_lt_choose(ddp__cuda_product *p, int separate, ddp__cuda_algorithm *out) {
+    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
+    if (!separate) s = ddp__cuda_lt_query(p, 0, &out->algo);
+    if (ddp__cuda_lt_refuses_epilogue(p, s)) separate = 1;
+    if (separate) s = ddp__cuda_lt_query(p, 1, &out->algo);
+    if (s == CUBLAS_STATUS_SUCCESS) out->separate = separate;
+    return ddp__cuda_lt_result(p, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
-static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
-    ddp__cuda_cublaslt *state;
-    if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
-        return ddp_fail(DDP_ERR_INVALID, "%s: %s", ddp__cuda_gemm_name(tf32),
-                        g ? "user is not a CUDA group; set gemm_user to the group of the layers"
-                          : "gemm is NULL");
-    if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
-        return ddp_fail(DDP_ERR_INVALID,
-                        "%s: m=%lld n=%lld k=%lld dtype=%s; use sizes of 0 or more and f32 or f64",
-                        ddp__cuda_gemm_name(tf32), (long long)g->m, (long long)g->n, (long long)g->k,
-                        ddp_dtype_name(g->dtype));
-    DDP_TRY(ddp__cuda_cublaslt_open(group, g, tf32, &state));
-    if (g->m && g->n && g->k)
-        return ddp__cuda_lt_multiply(group, state, g, tf32, ddp__cuda_this_thread.stream);
-    return ddp__cuda_plain_gemm(g);
+/* Finds the cached choice for a product, or makes it. cuBLASLt does not document the accuracy of its GELU,
+   so F32 and F64 use that of this header. */
+static ddp_result ddp__cuda_lt_find(ddp__cuda_product *p, ddp__cuda_algorithm **out) {
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    ddp__cuda_cublaslt *state = p->state;
+    int64_t flags = (int)d->dtype << 8 | (int)d->epilogue << 4 | !!d->trans_a << 3 | !!d->trans_b << 2
+                    | !!d->addend << 1 | !!d->allow_tf32;
+    const int64_t key[8] = {d->m, d->n, d->k, d->lda, d->ldb, d->ldc, flags, p->align};
+    ddp__cuda_algorithm chosen;
+    for (int i = 0; i < DDP__CUDA_LT_ALGORITHMS; i++) {
+        *out = &state->algorithms[i];
+        if (memcmp((*out)->key, key, sizeof key) == 0) return DDP_OK;
+    }
+    memset(&chosen, 0, sizeof chosen);
+    memcpy(chosen.key, key, sizeof key);
+    DDP_TRY(ddp__cuda_lt_choose(p, d->aux && ddp_dtype_size(d->dtype) >= 4, &chosen));
+    *out = &state->algorithms[state->next];
+    **out = chosen;
+    state->next = (state->next + 1) % DDP__CUDA_LT_ALGORITHMS;
+    return DDP_OK;
 }
+
+/* Enqueues a product, without its epilogue if that is separate. */
+static cublasStatus_t ddp__cuda_lt_matmul(ddp__cuda_product *p, const ddp__cuda_algorithm *chosen) {
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    const float f32[2] = {1, d->addend ? 1.0f : 0.0f};
+    const double f64[2] = {1, d->addend ? 1.0 : 0.0};
+    const void *alpha = f32, *beta = f32 + 1;
+    if (d->dtype == DDP_F64) {
+        alpha = f64;
+        beta = f64 + 1;
+    }
+    cublasStatus_t s = ddp__cuda_lt_describe(p);
+    if (s == CUBLAS_STATUS_SUCCESS && !chosen->separate)
+        s = ddp__cuda_lt_describe_epilogue(p, d->bias ? d->bias : d->bias_grad, d->aux);
+    if (s != CUBLAS_STATUS_SUCCESS) return s;
+    return cublasLtMatmul(p->state->handle, &p->product, alpha, d->b, &p->a, d->a, &p->b, beta,
+                          d->addend ? d->addend : d->c, &p->c, d->c, &p->c, &chosen->algo,
+                          p->state->workspace, DDP_CUDA_GEMM_WORKSPACE_BYTES, p->stream);
+}
+
+/* The epilogues that compute element by element, on a product x that is in memory; NULL = zeros. c may be
+   x. */
+template <ddp_dtype D> struct ddp__cuda_epilogue_elements {
+    typedef ddp__cuda_type<D> type;
+    typedef typename type::store store;
+    typedef typename type::math math;
+    enum { WIDTH = 16 / sizeof(store) };
+    ddp_cuda_epilogue epilogue;
+    int64_t columns, step; /* step: from row to row of x and c */
+    const void *x, *bias;
+    void *aux, *c;
+    template <int N> DDP__HD void run(size_t at) const {
+        size_t row = at / (size_t)columns, column = at - row * (size_t)columns;
+        size_t to = row * (size_t)step + column;
+        store value[N], other[N];
+        for (int i = 0; i < N; i++) value[i] = type::save(0);
+        if (x) ddp__cuda_load<N>(value, x, to);
+        if (bias) {
+            ddp__cuda_load<N>(other, bias, column);
+            DDP__UNROLL
+            for (int i = 0; i < N; i++) value[i] = type::save(type::load(value[i]) + type::load(other[i]));
+        }
+        if (epilogue == DDP_CUDA_EPILOGUE_GELU) {
+            ddp__cuda_store<N>(value, aux, at);
+            DDP__UNROLL
+            for (int i = 0; i < N; i++) {
+                math before = type::load(value[i]);
+                value[i] = type::save(before * ddp__cuda_gelu_gate(before));
+            }
+        }
+        if (epilogue == DDP_CUDA_EPILOGUE_GELU_GRAD) {
+            ddp__cuda_load<N>(other, aux, at);
+            DDP__UNROLL
+            for (int i = 0; i < N; i++) {
+                math before = type::load(other[i]);
+                math slope = ddp__cuda_gelu_slope(before, ddp__cuda_gelu_gate(before));
+                value[i] = type::save(type::load(value[i]) * slope);
+            }
+        }
+        ddp__cuda_store<N>(value, c, to);
+    }
+};
+
+static ddp_result ddp__cuda_run_epilogue(const ddp__cuda_product *p, ddp_cuda_epilogue epilogue,
+                                         const void *x) {
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(d->dtype, [&](auto D) {
+        typedef ddp__cuda_epilogue_elements<decltype(D)::value> F;
+        F f = {epilogue, d->n, d->ldc, x, d->bias, d->aux, d->c};
+        if (epilogue == DDP_CUDA_EPILOGUE_NONE) f.bias = NULL;
+        int vectors = p->align == DDP__CUDA_LT_ALIGN && d->n % F::WIDTH == 0 && d->ldc % F::WIDTH == 0;
+        return ddp__cuda_launch_elements(f, vectors ? 1 : 0, (size_t)(d->m * d->n), p->stream, p->function);
+    });
+}
+
+/* partial (parts, columns): row r is the sum of rows r, r + parts, r + 2 parts ... of x, in f32 or f64. */
+template <ddp_dtype D> struct ddp__cuda_partial_sums {
+    typedef ddp__cuda_type<D> type;
+    typedef typename type::store store;
+    typedef typename type::math math;
+    enum { WIDTH = 16 / sizeof(store) };
+    int64_t rows, columns, step, parts;
+    const void *x;
+    void *partial;
+    template <int N> DDP__HD void run(size_t at) const {
+        int64_t part = (int64_t)at / columns, column = (int64_t)at - part * columns;
+        math sum[N] = {};
+        DDP__UNROLL_4
+        for (int64_t row = part; row < rows; row += parts) {
+            store value[N];
+            ddp__cuda_load<N>(value, x, (size_t)(row * step + column));
+            for (int i = 0; i < N; i++) sum[i] += type::load(value[i]);
+        }
+        ddp__cuda_store<N>(sum, partial, at);
+    }
+};
+
+/* out[i] = the sum of x[i * row_step + j * step] over j < count, in f32 or f64. */
+template <ddp_dtype X, ddp_dtype OUT> struct ddp__cuda_row_sums {
+    typedef typename ddp__cuda_type<OUT>::math value;
+    enum { CELLS = 1, TEAM = 32 };
+    int64_t count, row_step, step;
+    const void *x;
+    void *out;
+    DDP__HD value partial(size_t row, int lane, int64_t *) const {
+        value sum = 0;
+        for (int64_t j = lane; j < count; j += TEAM) {
+            typename ddp__cuda_type<X>::store loaded;
+            ddp__cuda_load<1>(&loaded, x, row * (size_t)row_step + (size_t)(j * step));
+            sum += ddp__cuda_type<X>::load(loaded);
+        }
+        return sum;
+    }
+    static DDP__HD value join(value a, value b) { return a + b; }
+    DDP__HD void finish(size_t row, value sum, int lane, int64_t *) const {
+        typename ddp__cuda_type<OUT>::store rounded = ddp__cuda_type<OUT>::save(sum);
+        if (lane == 0) ddp__cuda_store<1>(&rounded, out, row);
+    }
+    DDP__HD void flush(const int64_t *) const {}
+};
+
+/* bias_grad = the sums of the rows of op(a). With trans_a they are sums of columns. Then many threads read
+   neighbouring columns, and add some of the rows each, into the workspace:
+
+       a (k, m)    . . . . | . . . .    one thread: 16 bytes of a row, in rows r, r + parts, r + 2 parts ...
+                   . . . . | . . . .
+       workspace   (parts, m)           then a team of threads per column adds the parts */
+static ddp_result ddp__cuda_run_bias_grad(const ddp__cuda_product *p) {
+    enum { THREADS = 65536 }; /* enough to fill a GPU */
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(d->dtype, [&](auto D) {
+        typedef ddp__cuda_partial_sums<decltype(D)::value> partial_sums;
+        constexpr ddp_dtype math = decltype(D)::value == DDP_F64 ? DDP_F64 : DDP_F32;
+        int64_t parts = THREADS * partial_sums::WIDTH / (d->m ? d->m : 1);
+        if (parts > d->k) parts = d->k;
+        if (!d->trans_a || parts < 2) {
+            ddp__cuda_row_sums<decltype(D)::value, decltype(D)::value> sums = {d->k, d->lda, 1, d->a,
+                                                                               d->bias_grad};
+            if (d->trans_a) std::swap(sums.row_step, sums.step);
+            return ddp__cuda_launch_rows(sums, (size_t)d->m, p->stream, p->function);
+        }
+        const partial_sums first = {d->k, d->m, d->lda, parts, d->a, p->state->workspace};
+        const ddp__cuda_row_sums<math, decltype(D)::value> second = {parts, 1, d->m, p->state->workspace,
+                                                                     d->bias_grad};
+        int vectors = p->align == DDP__CUDA_LT_ALIGN && d->m % first.WIDTH == 0 && d->lda % first.WIDTH == 0;
+        DDP_TRY(ddp__cuda_launch_elements(first, vectors ? 1 : 0, (size_t)(parts * d->m), p->stream,
+                                          p->function));
+        return ddp__cuda_launch_rows(second, (size_t)d->m, p->stream, p->function);
+    });
+}
+
+/* Runs a product that has at least one term, and its epilogue. */
+static ddp_result ddp__cuda_lt_multiply(ddp__cuda_product *p, int *separate) {
+    ddp__cuda_algorithm *chosen;
+    DDP_TRY(ddp__cuda_lt_find(p, &chosen));
+    cublasStatus_t s = ddp__cuda_lt_matmul(p, chosen);
+    if (!chosen->separate
+        && ddp__cuda_lt_refuses_epilogue(p, s)) { /* although the query found an algorithm */
+        DDP_TRY(ddp__cuda_lt_choose(p, 1, chosen));
+        s = ddp__cuda_lt_matmul(p, chosen);
+    }
+    *separate = chosen->separate;
+    return ddp__cuda_lt_result(p, s, "cublasLtMatmul");
+}
+
+static ddp_result ddp__cuda_multiply(const char *function, ddp_group *group, const ddp_cuda_gemm_desc *desc,
+                                     cudaStream_t stream) {
+    ddp__cuda_product p;
+    int separate = 1;
+    if (!desc || !group || ddp_group_device(group) != ddp_device_cuda())
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s", function,
+                        desc ? "the group has no GPUs; pass one of ddp_cuda_group_create" : "desc is NULL");
+    memset(&p, 0, sizeof p);
+    p.function = function;
+    p.group = group;
+    p.desc = *desc;
+    p.stream = stream;
+    p.align = DDP__CUDA_LT_ALIGN;
+    DDP_TRY(ddp__cuda_product_check(&p));
+    const ddp_cuda_gemm_desc *d = &p.desc;
+    uintptr_t addresses = (uintptr_t)d->a | (uintptr_t)d->b | (uintptr_t)d->c | (uintptr_t)d->addend;
+    addresses |= (uintptr_t)d->bias | (uintptr_t)d->bias_grad | (uintptr_t)d->aux;
+    while (addresses % p.align) p.align /= 2;
+    DDP_TRY(ddp__cuda_cublaslt_open(&p));
+    if (d->m && d->n && d->k)
+        DDP_TRY(ddp__cuda_lt_multiply(&p, &separate));
+    else if (d->m && d->n)
+        DDP_TRY(ddp__cuda_run_epilogue(&p, DDP_CUDA_EPILOGUE_NONE, d->addend));
+    if (!separate || d->epilogue == DDP_CUDA_EPILOGUE_NONE) return DDP_OK;
+    if (d->epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD) return ddp__cuda_run_bias_grad(&p);
+    return ddp__cuda_run_epilogue(&p, d->epilogue, d->c);
+}
+
+#if defined(DDP_TENSOR_KERNELS_H)
+/* A product of a layer, on the thread's stream. */
+static ddp_result ddp__cuda_multiply_layer(const char *function, const ddp_gemm *g, void *group, int tf32) {
+    ddp_cuda_gemm_desc desc = DDP_ZERO;
+    if (!g) return ddp_fail(DDP_ERR_INVALID, "%s: gemm is NULL", function);
+    if (!group)
+        return ddp_fail(DDP_ERR_INVALID, "%s: user is NULL; set gemm_user to the group of the layers",
+                        function);
+    desc.m = g->m;
+    desc.n = g->n;
+    desc.k = g->k;
+    desc.a = g->a;
+    desc.b = g->b;
+    desc.c = g->c;
+    desc.lda = g->lda;
+    desc.ldb = g->ldb;
+    desc.ldc = g->ldc;
+    desc.trans_a = g->trans_a;
+    desc.trans_b = g->trans_b;
+    desc.dtype = g->dtype;
+    desc.addend = g->accumulate ? g->c : NULL;
+    desc.allow_tf32 = tf32;
+    return ddp__cuda_multiply(function, (ddp_group *)group, &desc, ddp__cuda_this_thread.stream);
+}
+#endif
 #endif
 
 #if defined(DDP_TENSOR_KERNELS_H)
-static ddp_result ddp__cuda_layer_gemm(const ddp_gemm *g, void *group) {
+template <class T> static ddp_result ddp__cuda_layer_gemm(const ddp_gemm *g, void *group) {
     (void)group;
 #if defined(DDP_USE_CUBLASLT)
-    return ddp__cuda_gemm(g, (ddp_group *)group, 0);
+    return ddp__cuda_multiply_layer("ddp_cuda_gemm", g, group, 0);
 #else
-    return ddp__cuda_plain_gemm(g);
+    return ddp__cuda_plain_gemm<T>(g);
 #endif
 }
 
 #define DDP__CUDA_F32(name, arguments) ddp__cuda_##name<float>,
 #define DDP__CUDA_F64(name, arguments) ddp__cuda_##name<double>,
 static const ddp_layer_kernels ddp__cuda_layers[2] = {
-    {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F32)},
-    {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F64)},
+    {DDP_VERSION, ddp__cuda_layer_gemm<float>, DDP_LAYER_KERNELS(DDP__CUDA_F32)},
+    {DDP_VERSION, ddp__cuda_layer_gemm<double>, DDP_LAYER_KERNELS(DDP__CUDA_F64)},
 };
 #define DDP__CUDA_LAYERS ddp__cuda_layers
 #else
@@ -4984,12 +5317,14 @@ DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream) {
 }
 
 #if defined(DDP_USE_CUBLASLT)
-DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user) {
-    return ddp__cuda_gemm(gemm, (ddp_group *)user, 0);
+DDPDEF ddp_result ddp_cuda_gemm(ddp_group *group, const ddp_cuda_gemm_desc *desc, cudaStream_t stream) {
+    return ddp__cuda_multiply("ddp_cuda_gemm", group, desc, stream);
 }
+#if defined(DDP_TENSOR_KERNELS_H)
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) {
-    return ddp__cuda_gemm(gemm, (ddp_group *)user, 1);
+    return ddp__cuda_multiply_layer("ddp_cuda_gemm_tf32", gemm, user, 1);
 }
+#endif
 #endif
 
 DDPDEF ddp_result ddp_cuda_check(void) {

@@ -291,7 +291,7 @@ typedef struct ddp_tp_desc {
     int accumulate_grads;  /* 1 = backward adds to gradients of weights and biases; 0 = it overwrites them */
     ddp_gemm_fn gemm;      /* called on the thread that calls the layer; see ddp_gemm. NULL = CBLAS with
                               DDP_USE_CBLAS, otherwise ddp_gemm_builtin, on one core; on a device with its
-                              own memory, the device's product (for GPUs see ddp_cuda_gemm) */
+                              own memory, the device's product (for GPUs see ddp_cuda_gemm_tf32) */
     void *gemm_user;       /* passed to gemm */
 } ddp_tp_desc;
 

@@ -149,7 +149,8 @@ static ddp_result quantize(trainer *t, float *error) {
 }
 
 #if defined(DDP_USE_CUBLASLT)
-/* flat (4, 4) = a (4, 8) times b (8, 4), with factors as f32 and as TF32. All elements of a are 1, of b 2. */
+/* flat (4, 4) = a (4, 8) times b (8, 4), in f32, and by the function that layers of ddp_tensor.h may use for
+   TF32. All elements of a are 1, of b 2. */
 static ddp_result multiply(trainer *t) {
     float ones[32], twos[32], product[16];
     for (int i = 0; i < 32; i++) {
@@ -158,9 +159,16 @@ static ddp_result multiply(trainer *t) {
     }
     t->device->copy(t->grad[0], ones, sizeof ones);
     t->device->copy(t->grad[1], twos, sizeof twos);
-    ddp_gemm gemm = {4, 4, 8, 8, 4, 4, t->grad[0], t->grad[1], t->flat, DDP_F32, 0, 0, 0};
+    ddp_gemm of_layer = {4, 4, 8, 8, 4, 4, t->grad[0], t->grad[1], t->flat, DDP_F32, 0, 0, 0};
+    ddp_cuda_gemm_desc desc = DDP_ZERO;
+    desc.m = 4;
+    desc.n = 4;
+    desc.k = 8;
+    desc.a = t->grad[0];
+    desc.b = t->grad[1];
+    desc.c = t->flat;
     for (int tf32 = 0; tf32 < 2; tf32++) {
-        DDP_TRY(tf32 ? ddp_cuda_gemm_tf32(&gemm, t->gpus) : ddp_cuda_gemm(&gemm, t->gpus));
+        DDP_TRY(tf32 ? ddp_cuda_gemm_tf32(&of_layer, t->gpus) : ddp_cuda_gemm(t->gpus, &desc, t->stream));
         t->device->copy(product, t->flat, sizeof product);
         DDP_TRY(ddp_cuda_check());
         for (int i = 0; i < 16; i++)

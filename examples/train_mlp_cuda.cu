@@ -163,11 +163,11 @@ static ddp_result start_copy(trainer *t) {
     return check("start_copy");
 }
 
-/* c (m, n) = op(a) (m, k) op(b) (k, n), row-major; op transposes if trans is 1. */
-static ddp_result gemm(trainer *t, float *c, float *a, float *b, int m, int n, int k, int trans_a,
-                       int trans_b) {
-    ddp_gemm desc = {m, n, k, trans_a ? m : k, trans_b ? k : n, n, a, b, c, DDP_F32, trans_a, trans_b, 0};
-    return ddp_cuda_gemm(&desc, t->gpus);
+/* c (m, n) = op(a) (m, k) op(b) (k, n), row-major, no gaps. op transposes a if ta is 1, and b if tb is 1. */
+static ddp_result gemm(trainer *t, float *c, float *a, float *b, int m, int n, int k, int ta, int tb) {
+    ddp_cuda_epilogue none = DDP_CUDA_EPILOGUE_NONE;
+    ddp_cuda_gemm_desc desc = {m, n, k, a, b, c, 0, 0, 0, ta, tb, DDP_F32, NULL, none, NULL, NULL, NULL, 0};
+    return ddp_cuda_gemm(t->gpus, &desc, 0);
 }
 
 /* Forward and backward. Meanwhile the next batch arrives, and the reducer sends gradients that are ready. */

@@ -29,6 +29,7 @@ typedef struct note_line {
 typedef struct bench {
     gpt_config config;
     int batch, length, recompute, no_graphs, notes;
+    ddp_group *self, *gpu; /* of one rank */
     gpt_cuda *model;
     cudaStream_t stream;
     size_t count, matrices;        /* elements: all, and those of the matrices, which are stored first */
@@ -227,6 +228,17 @@ static double copy_rate(cudaStream_t stream) {
     return 2.0 * copies * (double)size_bytes / (ms * 1e-3);
 }
 
+/* A group of this GPU, for ddp_cuda_gemm. Staged: it needs no communicator of NCCL. */
+static void open_group(bench *b) {
+    ddp_group_desc self = DDP_ZERO;
+    ddp_cuda_desc gpu = DDP_ZERO;
+    self.init_method = "self://";
+    gpu.engine = DDP_CUDA_ENGINE_STAGED;
+    gpu.stream = b->stream;
+    ok(ddp_group_create(&b->self, &self));
+    ok(ddp_cuda_group_create(&b->gpu, b->self, &gpu));
+}
+
 static void open_model(bench *b) {
     gpt_cuda_desc d = DDP_ZERO;
     cudaDeviceProp properties;
@@ -238,6 +250,7 @@ static void open_model(bench *b) {
     d.length = b->length;
     d.recompute = b->recompute;
     d.graphs = !b->no_graphs && !b->notes;
+    d.group = b->gpu;
     d.stream = b->stream;
     if (b->notes) {
         d.note = take_note;
@@ -292,6 +305,7 @@ int main(int argc, char **argv) {
         return 77;
     }
     must(cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    open_group(&b);
     ddp_cuda_use_stream(b.stream);
     open_model(&b);
     if (b.notes) {

@@ -10,6 +10,7 @@ EXAMPLE
     desc.config = config;
     desc.batch = 32;
     desc.length = 1024;
+    desc.group = gpus;                                         // from ddp_cuda_group_create
     desc.stream = stream;
     gpt_cuda *model;
     if (gpt_cuda_create(&model, &desc) != DDP_OK) return puts(ddp_last_error());
@@ -30,7 +31,8 @@ CONCEPTS
     Slot        Activations of one micro-batch between forward and backward. A pipeline has several in flight.
     Memory      Parameters and gradients belong to the caller: each call gets the pointers of its unit.
                 Activations belong to the model, in one allocation of gpt_cuda_create. Later calls do not
-                allocate.
+                allocate, except that the first product makes the group allocate
+                DDP_CUDA_GEMM_WORKSPACE_BYTES.
     Stream      All work is enqueued on desc.stream, and calls do not wait. The device of gpt_cuda_create must
                 be current in each call.
     Tensor      With a tensor group each rank has some heads and some hidden channels of every block (Shoeybi
@@ -53,6 +55,9 @@ DETERMINISM
 #ifndef GPT_CUDA_CUH
 #define GPT_CUDA_CUH
 
+#if !defined(DDP_USE_CUBLASLT)
+#define DDP_USE_CUBLASLT
+#endif
 #include "../../ddp_cuda.cuh"
 #if defined(__NVCC__)
 #pragma nv_diagnostic push
@@ -64,8 +69,6 @@ DETERMINISM
 #endif
 #include "gpt_cuda_base.cuh"
 #include "gpt_cuda_attention.cuh"
-#include <cublasLt.h>
-#include <stdarg.h>
 
 //== api ====================================================================================================
 
@@ -82,6 +85,8 @@ typedef struct gpt_cuda_desc {
     /* 1 = wte and head.weight have one gradient, the same memory in both tables: the backward of the embedding
        adds to what that of the head has written. 0 = each overwrites its own */
     int tied_grads;
+    ddp_group *group;  /* GPUs with this rank, for ddp_cuda_gemm: destroyed after the model. gpt_cuda_create
+                         requires it, other functions of a desc do not */
     ddp_group *tensor; /* GPUs of tensor parallelism; NULL = none. Unit calls are then collective */
     int tensor_ranks; /* 0 = size of tensor, or 1. gpt_cuda_check, _bytes, _flops and _param_boxes do not need
                           the group */
@@ -99,7 +104,7 @@ typedef struct gpt_cuda gpt_cuda;
    the next call of this thread. */
 GPT_DEF const char *gpt_cuda_check(const gpt_cuda_desc *desc);
 
-/* Bytes of device memory that gpt_cuda_create allocates: activations, workspaces. Needs no GPU. desc must be
+/* Bytes of device memory that gpt_cuda_create allocates: activations, buffers. Needs no GPU. desc must be
    valid. */
 GPT_DEF size_t gpt_cuda_bytes(const gpt_cuda_desc *desc);
 
@@ -337,11 +342,8 @@ GPT_DEF double gpt_cuda_flops(const gpt_cuda_desc *desc) {
 
 enum {
     GPT_CUDA__NORM_BLOCKS = 528, /* blocks with partial sums over rows, in layer norm */
-    GPT_CUDA__SUM_BLOCKS = 64,   /* and elsewhere */
-    GPT_CUDA__ALGOS = 128,       /* cached cuBLASLt algorithms */
     GPT_CUDA__GRAPHS = 4         /* graphs per unit, direction and slot, and of micro-batches */
 };
-#define GPT_CUDA__LT_BYTES ((size_t)32 << 20) /* cuBLASLt's workspace, as NVIDIA recommends for Hopper */
 
 /* Activations of a block for its backward. L = C / tensor ranks. */
 typedef struct gpt_cuda__acts {
@@ -355,13 +357,6 @@ typedef struct gpt_cuda__head {
     char *ln;                    /* (B, T, C) */
     float *mean, *rstd, *losses; /* (B, T) */
 } gpt_cuda__head;
-
-/* An entry of the cache of cuBLASLt algorithms. */
-typedef struct gpt_cuda__algo {
-    int64_t key[8];
-    int state; /* 0 empty, 1 algo is valid, 2 not supported */
-    cublasLtMatmulAlgo_t algo;
-} gpt_cuda__algo;
 
 enum {
     GPT_CUDA__TABLES = 6 * GPT_BLOCK_PARAMS, /* pointers to values and gradients of a unit */
@@ -390,16 +385,12 @@ struct gpt_cuda {
     char *logits;                                /* (B, T, padded), then their gradient */
     char *head,
         *d_head;     /* (padded, C): padded copies of the head's matrix and gradient; NULL if V == padded */
-    float *partial;  /* partial sums: GPT_CUDA__NORM_BLOCKS of 2 C, or GPT_CUDA__SUM_BLOCKS of up to 4 C */
+    float *partial;  /* GPT_CUDA__NORM_BLOCKS partial sums of 2 C */
     char *attention; /* workspace of attention */
-    char *workspace; /* of cuBLASLt */
     int stored_unit, stored_slot; /* recompute: unit and slot of the stored activations; -1 = none */
     int logits_slot;              /* slot of the stored logits; -1 = none */
     int capturing;
     int in_micro_batch; /* units are called by gpt_cuda_micro_batch, which makes one graph of them */
-    cublasLtHandle_t lt;
-    gpt_cuda__algo algos[GPT_CUDA__ALGOS];
-    int next_algo;
     /* [unit - first][direction][slot][GPT_CUDA__GRAPHS], followed by GPT_CUDA__GRAPHS of micro-batches */
     gpt_cuda__graph *graphs;
     const void **keys, **key; /* keys of all graphs; key of the current micro-batch */
@@ -439,7 +430,6 @@ static inline void gpt_cuda__place_shared(gpt_cuda *m, char *memory, size_t *use
     if (!has_block && !has_head) return;
     m->d_norm = gpt_cuda__alloc(memory, used, rows * C * m->size);
     m->partial = (float *)gpt_cuda__alloc(memory, used, 2 * C * GPT_CUDA__NORM_BLOCKS * sizeof(float));
-    m->workspace = gpt_cuda__alloc(memory, used, GPT_CUDA__LT_BYTES);
     if (has_head) m->logits = gpt_cuda__alloc(memory, used, rows * (size_t)m->padded * m->size);
     if (has_head && m->padded != m->desc.config.vocab) {
         m->head = gpt_cuda__alloc(memory, used, (size_t)m->padded * C * m->size);
@@ -537,76 +527,6 @@ static __global__ void gpt_cuda__add_kernel(T *out, const T *x, const T *bias, c
         }
         gpt_cuda_store<K>(out + row + j, a);
     }
-}
-
-/* GELU in tanh form is x s, with the gate s = 1 / (1 + exp(-2u)), as in gpt.h. */
-GPT_CUDA_DEVICE float gpt_cuda__gate(float x) {
-    return 1.0f / (1.0f + gpt_cuda_exp2(-GPT_CUDA__LOG2E * x * (GPT_GELU_A + GPT_GELU_B * (x * x))));
-}
-
-/* x += bias (may be NULL), out = gelu(x). One block per row. */
-template <class T> static __global__ void gpt_cuda__gelu_kernel(T *out, T *x, const T *bias, int columns) {
-    enum { K = 16 / sizeof(T) };
-    size_t row = (size_t)blockIdx.x * (size_t)columns;
-    for (int j = (int)threadIdx.x * K; j < columns; j += (int)blockDim.x * K) {
-        T a[K], b[K];
-        gpt_cuda_load<K>(a, x + row + j);
-        if (bias) {
-            gpt_cuda_load<K>(b, bias + j);
-            for (int i = 0; i < K; i++)
-                a[i] = gpt_cuda_from_float<T>(gpt_cuda_to_float(a[i]) + gpt_cuda_to_float(b[i]));
-            gpt_cuda_store<K>(x + row + j, a);
-        }
-        for (int i = 0; i < K; i++) {
-            float value = gpt_cuda_to_float(a[i]);
-            a[i] = gpt_cuda_from_float<T>(value * gpt_cuda__gate(value));
-        }
-        gpt_cuda_store<K>(out + row + j, a);
-    }
-}
-
-/* d *= gelu'(x). One block per row. */
-template <class T> static __global__ void gpt_cuda__gelu_backward_kernel(T *d, const T *x, int columns) {
-    enum { K = 16 / sizeof(T) };
-    size_t row = (size_t)blockIdx.x * (size_t)columns;
-    for (int j = (int)threadIdx.x * K; j < columns; j += (int)blockDim.x * K) {
-        T a[K], g[K];
-        gpt_cuda_load<K>(a, x + row + j);
-        gpt_cuda_load<K>(g, d + row + j);
-        for (int i = 0; i < K; i++) {
-            float value = gpt_cuda_to_float(a[i]), s = gpt_cuda__gate(value);
-            float slope = s + value * s * (1.0f - s) * (GPT_GELU_A + 3.0f * GPT_GELU_B * (value * value));
-            g[i] = gpt_cuda_from_float<T>(gpt_cuda_to_float(g[i]) * slope);
-        }
-        gpt_cuda_store<K>(d + row + j, g);
-    }
-}
-
-/* Partial column sums in f32: partial (gridDim.y, columns), where row y is the sum of rows y, y + gridDim.y,
-   ... of x (rows, columns) with row stride `step`. A block has 8 warps for 32 packs of columns. Warps
-   alternate rows and are added in order. */
-template <class T>
-static __global__ void GPT_CUDA__THREADS(256)
-    gpt_cuda__column_partial_kernel(float *partial, const T *x, int64_t step, int rows, int columns) {
-    enum { K = 16 / sizeof(T), WARPS = 8 };
-    GPT_CUDA_SHARED(float, sums, WARPS * 32 * K);
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    int column = ((int)blockIdx.x * 32 + lane) * K, end = column < columns ? rows : 0;
-    float sum[K];
-    for (int i = 0; i < K; i++) sum[i] = 0;
-    GPT_CUDA__IN_FLIGHT for (int row = (int)blockIdx.y * WARPS + warp; row < end;
-                             row += (int)gridDim.y * WARPS) {
-        T a[K];
-        gpt_cuda_load<K>(a, x + row * step + column);
-        for (int i = 0; i < K; i++) sum[i] += gpt_cuda_to_float(a[i]);
-    }
-    for (int i = 0; i < K; i++) sums[(warp * K + i) * 32 + lane] = sum[i];
-    gpt_cuda_sync();
-    if (warp != 0 || column >= columns) return;
-    for (int other = 1; other < WARPS; other++)
-        for (int i = 0; i < K; i++) sum[i] += sums[(other * K + i) * 32 + lane];
-    for (int i = 0; i < K; i += 4)
-        gpt_cuda_store<4>(partial + (size_t)blockIdx.y * (size_t)columns + column + i, sum + i);
 }
 
 /* Sums partial (parts, columns) over parts. Columns before `split` are stored to first, the others to second.
@@ -989,41 +909,10 @@ static ddp_result gpt_cuda__add(gpt_cuda *m, void *out, const void *x, const voi
 }
 
 template <class T>
-static ddp_result gpt_cuda__gelu(gpt_cuda *m, void *out, void *x, const void *bias, int rows, int columns) {
-    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_kernel<T>, (unsigned)rows, gpt_cuda__threads(m, columns, 256), 0,
-                            m->desc.stream, (T *)out, (T *)x, (const T *)bias, columns));
-    gpt_cuda__note(m, "gelu", 0, (2.0 + (bias != NULL)) * rows * columns * sizeof(T));
-    return DDP_OK;
-}
-
-template <class T>
-static ddp_result gpt_cuda__gelu_backward(gpt_cuda *m, void *d, const void *x, int rows, int columns) {
-    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__gelu_backward_kernel<T>, (unsigned)rows,
-                            gpt_cuda__threads(m, columns, 256), 0, m->desc.stream, (T *)d, (const T *)x,
-                            columns));
-    gpt_cuda__note(m, "gelu backward", 0, 3.0 * rows * columns * sizeof(T));
-    return DDP_OK;
-}
-
-template <class T>
 static ddp_result gpt_cuda__partial_sum(gpt_cuda *m, void *first, void *second, int split, int parts,
                                         int columns) {
     return GPT_CUDA_LAUNCH(gpt_cuda__column_sum_kernel<T>, (unsigned)(columns + 31) / 32, 1024, 0,
                            m->desc.stream, (T *)first, (T *)second, split, m->partial, parts, columns);
-}
-
-/* out (columns) = sum of the rows of x, with row stride `step`. At most 4 C columns. */
-template <class T>
-static ddp_result gpt_cuda__column_sum(gpt_cuda *m, void *out, const void *x, int64_t step, int rows,
-                                       int columns) {
-    int parts = (rows + 7) / 8, width = 32 * 16 / (int)sizeof(T);
-    if (parts > GPT_CUDA__SUM_BLOCKS) parts = GPT_CUDA__SUM_BLOCKS;
-    DDP_TRY(GPT_CUDA_LAUNCH(gpt_cuda__column_partial_kernel<T>,
-                            dim3((unsigned)((columns + width - 1) / width), (unsigned)parts), 256, 0,
-                            m->desc.stream, m->partial, (const T *)x, step, rows, columns));
-    DDP_TRY(gpt_cuda__partial_sum<T>(m, out, NULL, columns, parts, columns));
-    gpt_cuda__note(m, "bias gradient", 0, (double)rows * columns * sizeof(T));
-    return DDP_OK;
 }
 
 /* residual NULL: normalises x, and does not write sum. */
@@ -1121,206 +1010,20 @@ static ddp_result gpt_cuda__classify(gpt_cuda *m, void *logits, float *losses, c
 
 //== products ===============================================================================================
 
-/* out (m, n) = op(a) op(b) [+ add], row-major, in the model's dtype. Leading dimensions are in elements. */
+/* A product, row-major, in the model's dtype. */
 typedef struct gpt_cuda__product {
     const char *name;
-    int64_t m, n, k;
-    const void *a;
-    int64_t lda;
-    int a_transposed; /* 0: (m, k); 1: (k, m) */
-    const void *b;
-    int64_t ldb;
-    int b_transposed; /* 0: (k, n); 1: (n, k) */
-    void *out;
-    int64_t ldo;
-    const void *add; /* NULL or (m, n), with out's leading dimension; may be out */
-    /* 0              none
-       BIAS           adds bias (n)
-       GELU_AUX_BIAS  adds bias (n), stores the sum in aux, out = gelu(aux)
-       DGELU          multiplies by gelu'(aux)
-       BGRADB         bias (m) = column sums of a, which is transposed */
-    cublasLtEpilogue_t epilogue;
-    const void *bias; /* input of BIAS and GELU_AUX_BIAS, output of BGRADB */
-    void *aux;        /* (m, n), contiguous */
-    int64_t padding;  /* multiplications for padding, not counted in notes */
+    ddp_cuda_gemm_desc gemm;
+    int64_t padding; /* multiplications for padding, not counted in notes */
 } gpt_cuda__product;
-typedef struct gpt_cuda__lt {
-    cublasLtMatmulDescOpaque_t product;
-    cublasLtMatrixLayoutOpaque_t a, b, out;
-} gpt_cuda__lt;
-
-static inline ddp_result gpt_cuda__lt_fail(const gpt_cuda *m, const gpt_cuda__product *p,
-                                           cublasStatus_t status, const char *call) {
-    return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
-                    "gpt_cuda: %s of the product '%s', %s m=%lld n=%lld k=%lld epilogue=%d: %s (%s)", call,
-                    p->name, ddp_dtype_name(m->desc.dtype), (long long)p->m, (long long)p->n, (long long)p->k,
-                    (int)p->epilogue, cublasLtGetStatusString(status), cublasLtGetStatusName(status));
-}
-
-/* cuBLASLt is column-major: out' (n, m) = op(b)' op(a)', so its A is b and its B is a. */
-static inline cublasStatus_t gpt_cuda__lt_describe(const gpt_cuda *m, const gpt_cuda__product *p,
-                                                   gpt_cuda__lt *d) {
-    cudaDataType_t type = m->f32 ? CUDA_R_32F : CUDA_R_16BF;
-    cublasOperation_t a = p->b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
-                      b = p->a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
-    uint64_t M = (uint64_t)p->m, N = (uint64_t)p->n, K = (uint64_t)p->k;
-    cublasStatus_t s = cublasLtMatmulDescInit(&d->product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
-    if (s == CUBLAS_STATUS_SUCCESS && p->b_transposed)
-        s = cublasLtMatrixLayoutInit(&d->a, type, K, N, p->ldb);
-    else if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->a, type, N, K, p->ldb);
-    if (s == CUBLAS_STATUS_SUCCESS && p->a_transposed)
-        s = cublasLtMatrixLayoutInit(&d->b, type, M, K, p->lda);
-    else if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->b, type, K, M, p->lda);
-    return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->out, type, N, M, p->ldo) : s;
-}
-
-static inline cublasStatus_t gpt_cuda__lt_epilogue(const gpt_cuda__product *p, gpt_cuda__lt *d,
-                                                   const void *bias, const void *aux) {
-    uint32_t epilogue = (uint32_t)p->epilogue;
-    int64_t step = p->n;
-    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
-    if (!p->epilogue) return s;
-    s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
-                                       sizeof epilogue);
-    if (s == CUBLAS_STATUS_SUCCESS && p->bias)
-        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
-                                           sizeof bias);
-    if (s == CUBLAS_STATUS_SUCCESS && p->aux)
-        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux,
-                                           sizeof aux);
-    if (s == CUBLAS_STATUS_SUCCESS && p->aux)
-        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &step,
-                                           sizeof step);
-    return s;
-}
-
-/* Whether a status means that cuBLASLt does not support the product. With an epilogue, invalid value means
-   it, too. */
-static inline int gpt_cuda__lt_unsupported(const gpt_cuda__product *p, cublasStatus_t s) {
-    return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_ARCH_MISMATCH
-           || (s == CUBLAS_STATUS_INVALID_VALUE && p->epilogue);
-}
-
-/* Queries cuBLASLt's first algorithm. It assumes an alignment of 16 bytes, so the choice does not depend on
-   addresses. Split-K results are added in the workspace, in a fixed order, not in place. *count 0:
-   unsupported. */
-static inline cublasStatus_t gpt_cuda__lt_query(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
-                                                cublasLtMatmulAlgo_t *algo, int *count) {
-    /* placeholder for bias and aux: only the alignment is used */
-    const void *aligned = (const void *)(uintptr_t)GPT_CUDA__ALIGN;
-    cublasLtMatmulPreferenceOpaque_t want;
-    cublasLtMatmulHeuristicResult_t found;
-    uint64_t bytes = GPT_CUDA__LT_BYTES;
-    uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align = GPT_CUDA__ALIGN;
-    cublasStatus_t s = gpt_cuda__lt_epilogue(p, d, aligned, aligned);
-    *count = 0;
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceInit(&want);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
-                                                 sizeof bytes);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme,
-                                                 sizeof scheme);
-    for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
-         i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align,
-                                                 sizeof align);
-    if (s != CUBLAS_STATUS_SUCCESS) return s;
-    s = cublasLtMatmulAlgoGetHeuristic(m->lt, &d->product, &d->a, &d->b, &d->out, &d->out, &want, 1, &found,
-                                       count);
-    if (s == CUBLAS_STATUS_SUCCESS && *count) {
-        *algo = found.algo;
-        s = found.state;
-    }
-    if (s != CUBLAS_STATUS_SUCCESS) *count = 0;
-    return gpt_cuda__lt_unsupported(p, s) ? CUBLAS_STATUS_SUCCESS : s;
-}
-
-static inline ddp_result gpt_cuda__multiply(gpt_cuda *m, const gpt_cuda__product *p);
-
-/* The product without its epilogue, followed by a kernel for the epilogue. */
-static inline ddp_result gpt_cuda__multiply_unfused(gpt_cuda *m, const gpt_cuda__product *p) {
-    gpt_cuda__product plain = *p;
-    int rows = (int)p->m, columns = (int)p->n;
-    plain.epilogue = (cublasLtEpilogue_t)0;
-    plain.bias = NULL;
-    plain.aux = NULL;
-    if (p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) plain.out = p->aux;
-    DDP_TRY(gpt_cuda__multiply(m, &plain));
-    switch (p->epilogue) {
-    case CUBLASLT_EPILOGUE_BIAS:
-        return GPT_CUDA__AS(m, gpt_cuda__add, p->out, p->out, p->bias, NULL, rows, columns);
-    case CUBLASLT_EPILOGUE_GELU_AUX_BIAS:
-        return GPT_CUDA__AS(m, gpt_cuda__gelu, p->out, p->aux, p->bias, rows, columns);
-    case CUBLASLT_EPILOGUE_DGELU:
-        return GPT_CUDA__AS(m, gpt_cuda__gelu_backward, p->out, p->aux, rows, columns);
-    default: return GPT_CUDA__AS(m, gpt_cuda__column_sum, (void *)p->bias, p->a, p->lda, (int)p->k, rows);
-    }
-}
-
-/* Finds the algorithm of a product in the cache, or queries it. */
-static inline ddp_result gpt_cuda__find_algo(gpt_cuda *m, const gpt_cuda__product *p, gpt_cuda__lt *d,
-                                             gpt_cuda__algo **out) {
-    int64_t key[8] = {p->m,
-                      p->n,
-                      p->k,
-                      p->lda,
-                      p->ldb,
-                      p->ldo,
-                      (int)p->epilogue,
-                      (p->a_transposed != 0) | (p->b_transposed != 0) << 1 | (p->add != NULL) << 2};
-    gpt_cuda__algo *entry;
-    cublasStatus_t s;
-    int count;
-    for (int i = 0; i < GPT_CUDA__ALGOS; i++)
-        if (m->algos[i].state && memcmp(m->algos[i].key, key, sizeof key) == 0) {
-            *out = &m->algos[i];
-            return DDP_OK;
-        }
-    entry = &m->algos[m->next_algo];
-    *out = entry;
-    entry->state = 0;
-    s = gpt_cuda__lt_query(m, p, d, &entry->algo, &count);
-    if (s != CUBLAS_STATUS_SUCCESS || (count == 0 && !p->epilogue))
-        return gpt_cuda__lt_fail(m, p, s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s,
-                                 "cublasLtMatmulAlgoGetHeuristic");
-    memcpy(entry->key, key, sizeof key);
-    entry->state = count ? 1 : 2;
-    m->next_algo = (m->next_algo + 1) % GPT_CUDA__ALGOS;
-    return DDP_OK;
-}
 
 static inline ddp_result gpt_cuda__multiply(gpt_cuda *m, const gpt_cuda__product *p) {
-    const float one = 1, more = p->add ? 1.0f : 0.0f;
-    gpt_cuda__lt d;
-    gpt_cuda__algo *entry;
-    cublasStatus_t s;
-    /* f32 is for checks, and the accuracy of cuBLASLt's GELU is not documented */
-    if (m->f32 && p->aux) return gpt_cuda__multiply_unfused(m, p);
-    s = gpt_cuda__lt_describe(m, p, &d);
-    if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "descriptor");
-    DDP_TRY(gpt_cuda__find_algo(m, p, &d, &entry));
-    if (entry->state == 2) return gpt_cuda__multiply_unfused(m, p);
-    s = gpt_cuda__lt_epilogue(p, &d, p->bias, p->aux);
-    if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "epilogue");
-    s = cublasLtMatmul(m->lt, &d.product, &one, p->b, &d.a, p->a, &d.b, &more, p->add ? p->add : p->out,
-                       &d.out, p->out, &d.out, &entry->algo, m->workspace, GPT_CUDA__LT_BYTES,
-                       m->desc.stream);
-    if (p->epilogue && gpt_cuda__lt_unsupported(p, s)) { /* although the query returned an algorithm */
-        entry->state = 2;
-        return gpt_cuda__multiply_unfused(m, p);
-    }
-    if (s != CUBLAS_STATUS_SUCCESS) return gpt_cuda__lt_fail(m, p, s, "cublasLtMatmul");
-    gpt_cuda__note(m, p->name, 2.0 * ((double)p->m * (double)p->n * (double)p->k - (double)p->padding),
-                   (double)m->size
-                       * ((double)p->m * p->k + (double)p->k * p->n
-                          + (double)p->m * p->n * (1 + (p->add != NULL) + (p->aux != NULL))));
+    const ddp_cuda_gemm_desc *d = &p->gemm;
+    double rows = (double)d->m, columns = (double)d->n, depth = (double)d->k;
+    double elements = rows * depth + depth * columns;
+    DDP_TRY(ddp_cuda_gemm(m->desc.group, d, m->desc.stream));
+    elements += rows * columns * (1 + (d->addend != NULL) + (d->aux != NULL));
+    gpt_cuda__note(m, p->name, 2 * (rows * columns * depth - (double)p->padding), (double)m->size * elements);
     return DDP_OK;
 }
 
@@ -1329,16 +1032,14 @@ static inline gpt_cuda__product gpt_cuda__linear(const gpt_cuda *m, const char *
                                                  const void *weight, int64_t K, int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
     p.name = name;
-    p.m = m->rows;
-    p.n = N;
-    p.k = K;
-    p.a = x;
-    p.lda = K;
-    p.b = weight;
-    p.ldb = K;
-    p.b_transposed = 1;
-    p.out = y;
-    p.ldo = N;
+    p.gemm.m = m->rows;
+    p.gemm.n = N;
+    p.gemm.k = K;
+    p.gemm.a = x;
+    p.gemm.b = weight;
+    p.gemm.trans_b = 1;
+    p.gemm.c = y;
+    p.gemm.dtype = m->desc.dtype;
     return p;
 }
 
@@ -1348,15 +1049,13 @@ static inline gpt_cuda__product gpt_cuda__linear_input(const gpt_cuda *m, const 
                                                        int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
     p.name = name;
-    p.m = m->rows;
-    p.n = K;
-    p.k = N;
-    p.a = dy;
-    p.lda = N;
-    p.b = weight;
-    p.ldb = K;
-    p.out = dx;
-    p.ldo = K;
+    p.gemm.m = m->rows;
+    p.gemm.n = K;
+    p.gemm.k = N;
+    p.gemm.a = dy;
+    p.gemm.b = weight;
+    p.gemm.c = dx;
+    p.gemm.dtype = m->desc.dtype;
     return p;
 }
 
@@ -1366,19 +1065,17 @@ static inline gpt_cuda__product gpt_cuda__linear_weight(const gpt_cuda *m, const
                                                         int64_t K, int64_t N) {
     gpt_cuda__product p = DDP_ZERO;
     p.name = name;
-    p.m = N;
-    p.n = K;
-    p.k = m->rows;
-    p.a = dy;
-    p.lda = N;
-    p.a_transposed = 1;
-    p.b = x;
-    p.ldb = K;
-    p.out = d_weight;
-    p.ldo = K;
+    p.gemm.m = N;
+    p.gemm.n = K;
+    p.gemm.k = m->rows;
+    p.gemm.a = dy;
+    p.gemm.trans_a = 1;
+    p.gemm.b = x;
+    p.gemm.c = d_weight;
+    p.gemm.dtype = m->desc.dtype;
     if (d_bias) {
-        p.epilogue = CUBLASLT_EPILOGUE_BGRADB;
-        p.bias = d_bias;
+        p.gemm.epilogue = DDP_CUDA_EPILOGUE_BIAS_GRAD;
+        p.gemm.bias_grad = d_bias;
     }
     return p;
 }
@@ -1443,9 +1140,9 @@ static inline ddp_result gpt_cuda__qkv(gpt_cuda *m, const gpt_cuda__table *w, ch
     for (int k = 0; k < (whole ? 1 : 3); k++) {
         gpt_cuda__product p = gpt_cuda__linear(m, "qkv", qkv + (size_t)k * (size_t)L * m->size, ln,
                                                w->at[GPT_QKV_WEIGHT][k], C, whole ? 3 * L : L);
-        p.ldo = 3 * L;
-        p.epilogue = CUBLASLT_EPILOGUE_BIAS;
-        p.bias = w->at[GPT_QKV_BIAS][k];
+        p.gemm.ldc = 3 * L;
+        p.gemm.epilogue = DDP_CUDA_EPILOGUE_BIAS;
+        p.gemm.bias = w->at[GPT_QKV_BIAS][k];
         DDP_TRY(gpt_cuda__multiply(m, &p));
     }
     return DDP_OK;
@@ -1460,7 +1157,7 @@ static inline ddp_result gpt_cuda__qkv_backward(gpt_cuda *m, const gpt_cuda__tab
         gpt_cuda__product p = gpt_cuda__linear_weight(
             m, "qkv weight gradient", g->at[GPT_QKV_WEIGHT][k], g->at[GPT_QKV_BIAS][k],
             d_qkv + (size_t)k * (size_t)L * m->size, ln, C, whole ? 3 * L : L);
-        p.lda = 3 * L;
+        p.gemm.lda = 3 * L;
         DDP_TRY(gpt_cuda__multiply(m, &p));
     }
     whole = gpt_cuda__qkv_contiguous(m, w);
@@ -1468,8 +1165,8 @@ static inline ddp_result gpt_cuda__qkv_backward(gpt_cuda *m, const gpt_cuda__tab
         gpt_cuda__product p = gpt_cuda__linear_input(m, "qkv input gradient", d_ln,
                                                      d_qkv + (size_t)k * (size_t)L * m->size,
                                                      w->at[GPT_QKV_WEIGHT][k], C, whole ? 3 * L : L);
-        p.lda = 3 * L;
-        p.add = k ? d_ln : NULL;
+        p.gemm.lda = 3 * L;
+        p.gemm.addend = k ? d_ln : NULL;
         DDP_TRY(gpt_cuda__multiply(m, &p));
     }
     return DDP_OK;
@@ -1492,16 +1189,16 @@ static inline ddp_result gpt_cuda__block_forward(gpt_cuda *m, const gpt_cuda__ta
                          w->at[GPT_ATTN_BIAS][0], in, w->at[GPT_LN2_WEIGHT][0], w->at[GPT_LN2_BIAS][0],
                          m->rows));
     p = gpt_cuda__linear(m, "mlp up, gelu", a->gelu, a->ln2, w->at[GPT_FC_WEIGHT][0], C, 4 * L);
-    p.epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-    p.bias = w->at[GPT_FC_BIAS][0];
-    p.aux = a->fc;
+    p.gemm.epilogue = DDP_CUDA_EPILOGUE_GELU;
+    p.gemm.bias = w->at[GPT_FC_BIAS][0];
+    p.gemm.aux = a->fc;
     DDP_TRY(gpt_cuda__multiply(m, &p));
     if (!out) return DDP_OK;
     p = gpt_cuda__linear(m, "mlp down, residual", out, a->gelu, w->at[GPT_MLP_WEIGHT][0], 4 * L, C);
     if (m->desc.tensor_ranks == 1) {
-        p.epilogue = CUBLASLT_EPILOGUE_BIAS;
-        p.bias = w->at[GPT_MLP_BIAS][0];
-        p.add = a->middle;
+        p.gemm.epilogue = DDP_CUDA_EPILOGUE_BIAS;
+        p.gemm.bias = w->at[GPT_MLP_BIAS][0];
+        p.gemm.addend = a->middle;
         return gpt_cuda__multiply(m, &p);
     }
     DDP_TRY(gpt_cuda__multiply(m, &p));
@@ -1520,8 +1217,8 @@ static inline ddp_result gpt_cuda__block_backward(gpt_cuda *m, const gpt_cuda__t
     DDP_TRY(gpt_cuda__multiply(m, &p));
     p = gpt_cuda__linear_input(m, "mlp down input gradient, gelu", m->d_wide, d_out, w->at[GPT_MLP_WEIGHT][0],
                                4 * L, C);
-    p.epilogue = CUBLASLT_EPILOGUE_DGELU;
-    p.aux = a->fc;
+    p.gemm.epilogue = DDP_CUDA_EPILOGUE_GELU_GRAD;
+    p.gemm.aux = a->fc;
     DDP_TRY(gpt_cuda__multiply(m, &p));
     p = gpt_cuda__linear_weight(m, "mlp up weight gradient", g->at[GPT_FC_WEIGHT][0], g->at[GPT_FC_BIAS][0],
                                 m->d_wide, a->ln2, C, 4 * L);
@@ -1732,7 +1429,6 @@ GPT_DEF void gpt_cuda_destroy(gpt_cuda *m) {
     if (m->memory) cudaStreamSynchronize(m->desc.stream);
     for (size_t i = 0; m->graphs && i < gpt_cuda__unit_graphs(m) + GPT_CUDA__GRAPHS; i++)
         gpt_cuda__graph_drop(&m->graphs[i]);
-    if (m->lt) cublasLtDestroy(m->lt);
     if (m->memory) ddp_device_cuda()->free(NULL, m->memory);
     free(m->graphs);
     free(m->keys);
@@ -1746,7 +1442,6 @@ static inline ddp_result gpt_cuda__fill(gpt_cuda *m) {
     const gpt_cuda_desc *d = &m->desc;
     size_t units = (size_t)(d->end_unit - d->first_unit), slots = (size_t)d->slots;
     void *memory = NULL;
-    cublasStatus_t status;
     m->blocks = (gpt_cuda__acts *)calloc(slots * (size_t)d->config.layers + 1, sizeof *m->blocks);
     m->heads_of = (gpt_cuda__head *)calloc(slots, sizeof *m->heads_of);
     m->stream = (char **)calloc(slots * (units + 1), sizeof *m->stream);
@@ -1771,11 +1466,7 @@ static inline ddp_result gpt_cuda__fill(gpt_cuda *m) {
         if (error != cudaSuccess)
             return gpt_cuda__fail(error, "cudaMemsetAsync", "rows behind the head's matrix");
     }
-    status = cublasLtCreate(&m->lt);
-    if (status == CUBLAS_STATUS_SUCCESS) return DDP_OK;
-    m->lt = NULL;
-    return ddp_fail(DDP_ERR_ENGINE, "gpt_cuda_create: cublasLtCreate: %s (%s)",
-                    cublasLtGetStatusString(status), cublasLtGetStatusName(status));
+    return DDP_OK;
 }
 
 GPT_DEF ddp_result gpt_cuda_create(gpt_cuda **out, const gpt_cuda_desc *desc) {
@@ -1784,6 +1475,9 @@ GPT_DEF ddp_result gpt_cuda_create(gpt_cuda **out, const gpt_cuda_desc *desc) {
     ddp_result result;
     if (out) *out = NULL;
     if (wrong) return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_create: %s", wrong);
+    if (!desc->group || ddp_group_device(desc->group) != ddp_device_cuda())
+        return ddp_fail(DDP_ERR_INVALID,
+                        "gpt_cuda_create: group has no GPUs; set it to one of ddp_cuda_group_create");
     if (desc->tensor_ranks > 1 && !desc->tensor)
         return ddp_fail(DDP_ERR_INVALID, "gpt_cuda_create: %d tensor ranks without a group; set tensor",
                         desc->tensor_ranks);

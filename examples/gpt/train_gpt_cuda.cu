@@ -402,7 +402,7 @@ static ddp_result make_schedule(trainer *t) {
     return ddp_schedule_create(&t->schedule, &desc);
 }
 
-/* Fills the desc of the model, except the stream and the group along tp. */
+/* Fills the desc of the model, except the stream and the groups. */
 static void describe_model(trainer *t) {
     const run_config *c = &t->run.plan.config;
     const run_options *o = t->run.options;
@@ -752,6 +752,7 @@ static double needed_bytes(const trainer *t) {
     double tokens = (double)c->micro_batch * c->context;
     double boundary = tokens * c->channels * (double)element_bytes(t); /* activations between two stages */
     double bytes = (double)gpt_cuda_bytes(&t->desc) + fsdp_bytes(t);
+    if (t->end_unit > 1) bytes += (double)DDP_CUDA_GEMM_WORKSPACE_BYTES; /* an embedding has no product */
     bytes += 0.5 * MIB; /* sums of squares, flags and other small buffers */
     bytes += (2.0 * t->micro_count + t->slots) * (double)gpt_cuda_batch_ints((int)tokens) * 4;
     if (t->pp > 1) bytes += (2.0 * t->slots + 4) * 2 * boundary;
@@ -1933,6 +1934,7 @@ static ddp_result build(trainer *t) {
     DDP_TRY(build_device(t));
     DDP_TRY(build_shards(t));
     t->desc.stream = t->stream;
+    t->desc.group = t->all_gpus ? t->all_gpus : t->along_dp;
     t->desc.tensor = t->along_tp;
     if (t->run.options->profile && t->run.rank == 0) {
         t->desc.note = profile_mark;

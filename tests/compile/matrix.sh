@@ -301,7 +301,7 @@ case_cuda_examples() {
         printf '%s\n' 'namespace example {' '#define main example_main' '#include "examples/all_reduce_cuda.cu"' '#undef main' '}'
         printf '%s\n' 'namespace mlp {' '#define main mlp_main' '#include "examples/train_mlp_cuda.cu"' '#undef main' '}'
         printf '%s\n' 'int main(int argc, char **argv) {' \
-            '    ddp_gemm g = DDP_ZERO; if (ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user")) return 9;' \
+            '    ddp_cuda_gemm_desc g = DDP_ZERO; if (ddp_cuda_gemm(NULL, &g, 0) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "has no GPUs")) return 9;' \
             '    if (argc == 4) return mlp::mlp_main(argc, argv);' \
             '    return argc > 2 ? trainer_main(argc, argv) : example::example_main(argc, argv);' '}'; } >unit.cu
     build "$NVCC" -std=c++17 -gencode arch=compute_80,code=sm_90 -Xcicc -O0 -Xptxas -O0 "-DDDP__HD=__host__ __device__ inline" \

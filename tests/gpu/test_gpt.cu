@@ -190,42 +190,23 @@ static ddp_result norms(device_rank *d, ddp_dtype dtype, int C, int rows, int re
     return near(f, "its bias gradient", f.down(far_ds, (size_t)C), ds, 2 * unit_round(f));
 }
 
-static double gelu(double x, double *slope) {
-    double t = tanh(0.79788456080286536 * (x + 0.044715 * x * x * x));
-    *slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.79788456080286536 * (1 + 3 * 0.044715 * x * x);
-    return 0.5 * x * (1 + t);
-}
-
-/* Rows of `columns`: sums with bias and residual, GELU both ways, sums of columns; and a matrix times a
-   vector. */
+/* Rows of `columns`: sums with bias and residual; and a matrix times a vector. */
 static ddp_result rows_and_columns(device_rank *d, ddp_dtype dtype, int rows, int columns) {
     far_memory f(d, dtype);
     gpt_cuda m;
     size_t n = (size_t)rows * (size_t)columns, N = (size_t)columns;
-    floats x = f.some(1, n, 3), r = f.some(2, n), b = f.some(3, N), sum(n), biased(n), g(n), dg(n),
-           columns_of(N), vector((size_t)rows);
-    std::vector<double> total(N);
+    floats x = f.some(1, n, 3), r = f.some(2, n), b = f.some(3, N), sum(n), vector((size_t)rows);
     GPT_TRY(shape(f, &m, columns, rows, rows, 1));
-    for (size_t i = 0; i < n; i++)
-        sum[i] = x[i] + b[i % N] + r[i], biased[i] = x[i] + b[i % N], total[i % N] += x[i];
-    f.round(biased);
-    for (size_t i = 0; i < n; i++) {
-        double slope;
-        g[i] = (float)gelu(biased[i], &slope);
-        dg[i] = (float)(r[i] * slope);
-    }
-    for (size_t j = 0; j < N; j++) columns_of[j] = (float)total[j];
+    for (size_t i = 0; i < n; i++) sum[i] = x[i] + b[i % N] + r[i];
     for (int i = 0; i < rows; i++) {
         double product = 0;
         for (size_t j = 0; j < N; j++) product += (double)x[(size_t)i * N + j] * b[j];
         vector[(size_t)i] = (float)product;
     }
-    void *far_x = f.up(x), *far_r = f.up(r), *far_b = f.up(b), *out = f.take_rows(n), *sums = f.take_rows(N);
+    void *far_x = f.up(x), *far_r = f.up(r), *far_b = f.up(b), *out = f.take_rows(n);
     float *far_vector = (float *)f.take((size_t)rows * 4);
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__add, out, far_x, far_b, far_r, rows, columns));
     GPT_TRY(near(f, "bias and residual", f.down(out, n), sum, unit_round(f)));
-    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__column_sum, sums, far_x, columns, rows, columns));
-    GPT_TRY(near(f, "sums of columns", f.down(sums, N), columns_of, unit_round(f)));
     if (dtype == DDP_F32)
         RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<float>, (unsigned)(rows + 7) / 8, 256,
                                          0, d->stream, far_vector, (const float *)far_x, (const float *)far_b,
@@ -234,12 +215,7 @@ static ddp_result rows_and_columns(device_rank *d, ddp_dtype dtype, int rows, in
         RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<gpt_bf16>, (unsigned)(rows + 7) / 8,
                                          256, 0, d->stream, far_vector, (const gpt_bf16 *)far_x,
                                          (const gpt_bf16 *)far_b, rows, columns));
-    GPT_TRY(near(f, "a matrix times a vector", f.down_f32(far_vector, (size_t)rows), vector, 1e-5));
-    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__gelu, out, far_x, far_b, rows, columns));
-    GPT_TRY(near(f, "gelu", f.down(out, n), g, unit_round(f)));
-    GPT_TRY(near(f, "input of gelu", f.down(far_x, n), biased, unit_round(f)));
-    RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__gelu_backward, far_r, far_x, rows, columns));
-    return near(f, "gelu backward", f.down(far_r, n), dg, 2 * unit_round(f));
+    return near(f, "a matrix times a vector", f.down_f32(far_vector, (size_t)rows), vector, 1e-5);
 }
 
 static ddp_result embedding(device_rank *d, ddp_dtype dtype, int C, int V, int B, int T) {
@@ -339,6 +315,7 @@ static gpt_cuda_desc plain(device_rank *d, ddp_dtype dtype) {
     gpt_cuda_desc desc = DDP_ZERO;
     gpt_config config = {51, 12, 2, 2, 64};
     desc.config = config, desc.dtype = dtype, desc.batch = 2, desc.length = 10, desc.stream = d->stream;
+    desc.group = d->group;
     return desc;
 }
 
@@ -382,7 +359,16 @@ static ddp_result checks(device_rank *d) {
                 gpt_cuda_create(&m, &good) == DDP_ERR_INVALID
                     && strstr(ddp_last_error(), "stream of their own"),
                 "create returned %s", ddp_last_error());
-    good.graphs = 0, good.tensor_ranks = 2;
+    good.graphs = 0;
+    for (ddp_group *none : {(ddp_group *)NULL, d->cpu}) {
+        gpt_cuda_desc without = good;
+        without.group = none;
+        RANKS_CHECK(d->cpu,
+                    gpt_cuda_create(&m, &without) == DDP_ERR_INVALID && !m
+                        && strstr(ddp_last_error(), "group has no GPUs"),
+                    "create returned %s", ddp_last_error());
+    }
+    good.tensor_ranks = 2;
     RANKS_CHECK(d->cpu,
                 gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "without a group"),
                 "create returned %s", ddp_last_error());
@@ -1068,11 +1054,14 @@ static ddp_result memory(device_rank *d) {
    and at the product. */
 static ddp_result refused(device_rank *d, ddp_dtype dtype) {
     floats out;
+    gpt_cuda_desc desc = plain(d, dtype);
+    RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &desc.group)); /* without cached choices */
     fake_lt_refused = ~(uint64_t)0;
     fake_lt_refusal = dtype == DDP_F32 ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_NOT_SUPPORTED;
     fake_lt_late = dtype == DDP_F32;
     int fused = fake_lt_fused;
-    ddp_result result = whole(d, plain(d, dtype), dtype == DDP_F32 ? 2 * NEAR_F32 : 5e-2, &out);
+    ddp_result result = whole(d, desc, dtype == DDP_F32 ? 2 * NEAR_F32 : 5e-2, &out);
+    ddp_group_destroy(desc.group);
     fake_lt_refused = 0, fake_lt_late = 0;
     GPT_TRY(result);
     RANKS_CHECK(d->cpu, fused == fake_lt_fused, "an epilogue ran all the same");
@@ -1112,6 +1101,7 @@ static ddp_result faults(device_rank *d, int in_one) {
         for (int nth = 1; nth < 100; nth *= in_one || DDP_TEST_SLOWDOWN > 1 ? 8 : 2) {
             gpt_cuda *m = NULL;
             ddp_result result;
+            RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &desc.group)); /* without a handle of cuBLASLt */
             fake_fail(function, -1, nth, 0, 0);
             result = gpt_cuda_create(&m, &desc);
             for (int time = 0; time < 3 && result == DDP_OK; time++) result = step(&good, m, in_one);
@@ -1129,6 +1119,7 @@ static ddp_result faults(device_rank *d, int in_one) {
                 }
             }
             gpt_cuda_destroy(m);
+            ddp_group_destroy(desc.group);
             if (!fired) break;
         }
     int handles = fake_lt_handles;

@@ -5,6 +5,7 @@
                                               test_conformance.cu, with a fake cuBLASLt. */
 #include "../support/device.h"
 #include "../../ddp_tensor.h"
+#include <vector>
 
 enum { KEPT = 16, WIDTH = 37 };
 static const int64_t ROWS = 24; /* 1, 2, 3 and 4 ranks divide them evenly */
@@ -321,7 +322,9 @@ static ddp_result dropout(place *p) {
 }
 
 /* as in a build without cuBLASLt */
-static ddp_result plain_gemm(const ddp_gemm *g, void *user) { return (void)user, ddp__cuda_plain_gemm(g); }
+static ddp_result plain_gemm(const ddp_gemm *g, void *) {
+    return g->dtype == DDP_F32 ? ddp__cuda_plain_gemm<float>(g) : ddp__cuda_plain_gemm<double>(g);
+}
 
 static ddp_result in_a_context(device_rank *d, const ddp_tp_desc *desc, uint64_t *digest) {
     place it = {d,
@@ -438,61 +441,238 @@ static ddp_result products(device_rank *d, ddp_gemm_fn gemm) {
 }
 
 #if defined(DDP_USE_CUBLASLT)
-static ddp_result refused(device_rank *d, ddp_gemm_fn gemm, const ddp_gemm *g, void *user, ddp_result want,
-                          const char *text) {
-    ddp_result have = gemm(g, user);
+/* The product of the layers on a group of GPUs. */
+static ddp_result gemm_of_group(const ddp_gemm *g, void *user) {
+    return (g->dtype == DDP_F32 ? ddp__cuda_layer_gemm<float> : ddp__cuda_layer_gemm<double>)(g, user);
+}
+
+//== products with epilogues ==================================================
+
+static double gelu(double x, double *slope) {
+    double t = tanh(0.79788456080286536 * (x + 0.044715 * x * x * x));
+    *slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.79788456080286536 * (1 + 3 * 0.044715 * x * x);
+    return 0.5 * x * (1 + t);
+}
+
+/* An array in device memory, and its elements as they should be. */
+struct far_array {
+    device_rank *d;
+    ddp_dtype dtype;
+    std::vector<double> want;
+    void *memory, *at; /* at: some elements from the start of memory */
+    far_array(device_rank *rank, ddp_dtype type, uint64_t seed, int64_t count, size_t offset)
+        : d(rank), dtype(type), want((size_t)count), memory(NULL), at(NULL) {
+        size_t size = ddp_dtype_size(dtype);
+        std::vector<unsigned char> rounded(want.size() * size + 1);
+        if (ddp_device_cuda()->alloc(NULL, (want.size() + offset) * size, &memory) != DDP_OK) return;
+        at = (char *)memory + offset * size;
+        for (size_t i = 0; i < want.size(); i++) want[i] = 2 * number(seed * 1000003 + i);
+        ddp_device_cpu()->cast(rounded.data(), dtype, want.data(), DDP_F64, want.size());
+        ddp_device_cpu()->cast(want.data(), DDP_F64, rounded.data(), dtype, want.size());
+        ddp_device_cuda()->copy(at, rounded.data(), want.size() * size);
+    }
+    ~far_array() {
+        if (memory) ddp_device_cuda()->free(NULL, memory);
+    }
+    std::vector<double> have() const {
+        std::vector<unsigned char> stored(want.size() * ddp_dtype_size(dtype) + 1);
+        std::vector<double> x(want.size());
+        ddp_device_cuda()->copy(stored.data(), at, want.size() * ddp_dtype_size(dtype));
+        ddp_device_cpu()->cast(x.data(), DDP_F64, stored.data(), dtype, x.size());
+        return x;
+    }
+    ddp_result near(const char *what, const ddp_cuda_gemm_desc *g) const {
+        double largest = 0.1, tolerance = dtype == DDP_F64 ? 1e-12 : dtype == DDP_F32 ? 1e-5 : 2e-2;
+        std::vector<double> x = have();
+        for (double v : want) largest = fabs(v) > largest ? fabs(v) : largest;
+        for (size_t i = 0; i < x.size(); i++)
+            RANKS_CHECK(d->cpu, fabs(x[i] - want[i]) <= tolerance * largest,
+                        "%s, %s m=%lld n=%lld k=%lld trans %d %d epilogue %d: element %zu is %.9g, not %.9g",
+                        what, ddp_dtype_name(dtype), (long long)g->m, (long long)g->n, (long long)g->k,
+                        g->trans_a, g->trans_b, (int)g->epilogue, i, x[i], want[i]);
+        return DDP_OK;
+    }
+};
+
+/* One product against plain loops. way: bit 0 and 1 transpose, the rest selects the addend: none, another
+   matrix, c. gap: elements between rows. */
+static ddp_result epilogue_of(device_rank *d, ddp_cuda_gemm_desc g, int way, int gap, size_t offset) {
+    g.trans_a = way & 1, g.trans_b = way >> 1 & 1;
+    g.lda = (g.trans_a ? g.m : g.k) + gap, g.ldb = (g.trans_b ? g.k : g.n) + gap, g.ldc = g.n + gap;
+    far_array a(d, g.dtype, 1, (g.trans_a ? g.k : g.m) * g.lda, offset);
+    far_array b(d, g.dtype, 2, (g.trans_b ? g.n : g.k) * g.ldb, offset);
+    far_array c(d, g.dtype, 3, g.m * g.ldc, offset), add(d, g.dtype, 4, g.m * g.ldc, offset);
+    far_array bias(d, g.dtype, 5, g.n, offset), sums(d, g.dtype, 6, g.m, offset),
+        aux(d, g.dtype, 7, g.m * g.n, offset);
+    const std::vector<double> &added = way >> 2 == 2 ? c.want : add.want;
+    if (!gap) g.lda = g.ldb = g.ldc = 0; /* the default */
+    g.a = a.at, g.b = b.at, g.c = c.at, g.bias = bias.at, g.bias_grad = sums.at, g.aux = aux.at;
+    if (way >> 2) g.addend = way >> 2 == 2 ? c.at : add.at;
+    RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &g, d->stream));
+    for (int64_t i = 0; i < g.m; i++) {
+        double sum_of_row = 0, slope;
+        int64_t lda = (g.trans_a ? g.m : g.k) + gap, ldb = (g.trans_b ? g.k : g.n) + gap;
+        for (int64_t k = 0; k < g.k; k++)
+            sum_of_row += a.want[(size_t)(g.trans_a ? k * lda + i : i * lda + k)];
+        for (int64_t j = 0; j < g.n; j++) {
+            size_t to = (size_t)(i * (g.n + gap) + j), at = (size_t)(i * g.n + j);
+            double p = way >> 2 ? added[to] : 0;
+            for (int64_t k = 0; k < g.k; k++)
+                p += a.want[(size_t)(g.trans_a ? k * lda + i : i * lda + k)]
+                     * b.want[(size_t)(g.trans_b ? j * ldb + k : k * ldb + j)];
+            if (g.epilogue == DDP_CUDA_EPILOGUE_BIAS || g.epilogue == DDP_CUDA_EPILOGUE_GELU)
+                p += bias.want[(size_t)j];
+            if (g.epilogue == DDP_CUDA_EPILOGUE_GELU) {
+                aux.want[at] = p;
+                p = gelu(p, &slope);
+            }
+            if (g.epilogue == DDP_CUDA_EPILOGUE_GELU_GRAD) {
+                gelu(aux.want[at], &slope);
+                p *= slope;
+            }
+            c.want[to] = p;
+        }
+        if (g.epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD) sums.want[(size_t)i] = sum_of_row;
+    }
+    LAYER_TRY(c.near("c", &g)); /* and between its rows what was there */
+    LAYER_TRY(aux.near("aux", &g));
+    LAYER_TRY(sums.near("bias_grad", &g));
+    if (way >> 2 == 2) return DDP_OK;
+    std::vector<double> first[3] = {c.have(), aux.have(), sums.have()};
+    RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &g, d->stream));
+    std::vector<double> second[3] = {c.have(), aux.have(), sums.have()};
+    for (int i = 0; i < 3; i++) RANKS_CHECK(d->cpu, first[i] == second[i], "other bits the second time");
+    return DDP_OK;
+}
+
+/* Every dtype and epilogue: with cuBLASLt's epilogues, and without them. cuBLASLt can refuse them in two ways,
+   in the heuristics and at the product. */
+static ddp_result epilogues(device_rank *d) {
+    static const int64_t sizes[][3] = {{5, 7, 11}, {16, 24, 8}, {40, 8, 300},
+                                       {3, 8, 0},  {4, 0, 5},   {0, 3, 2}};
+    for (int refusal = 0; refusal < 3; refusal++)
+        for (ddp_dtype dtype : {DDP_F32, DDP_F64, DDP_F16, DDP_BF16})
+            for (int epilogue = 0; epilogue <= DDP_CUDA_EPILOGUE_BIAS_GRAD; epilogue++)
+                for (int way = 0; way < 12; way++) {
+                    ddp_cuda_gemm_desc g = DDP_ZERO;
+                    const int64_t *size = sizes[way % 6];
+                    int uses_aux = epilogue == DDP_CUDA_EPILOGUE_GELU
+                                   || epilogue == DDP_CUDA_EPILOGUE_GELU_GRAD;
+                    g.dtype = dtype, g.epilogue = (ddp_cuda_epilogue)epilogue;
+                    g.m = size[0], g.n = size[1], g.k = size[2];
+#if defined(DDP_TEST_ON_CPU)
+                    int fused = fake_lt_fused, wants = epilogue && refusal == 0 && g.m * g.n * g.k > 0;
+                    if (uses_aux && (ddp_dtype_size(dtype) > 2 || g.n % 8)) wants = 0;
+                    fake_lt_refused = refusal ? ~(uint64_t)0 : 0, fake_lt_late = refusal == 2;
+                    fake_lt_refusal = refusal == 1 ? CUBLAS_STATUS_NOT_SUPPORTED
+                                                   : CUBLAS_STATUS_INVALID_VALUE;
+#endif
+                    ddp_result result = epilogue_of(d, g, way, way / 6 * 8, way % 4 == 3);
+#if defined(DDP_TEST_ON_CPU)
+                    fake_lt_refused = 0, fake_lt_late = 0;
+                    LAYER_TRY(result);
+                    RANKS_CHECK(d->cpu, fake_lt_fused - fused == wants * (way >> 2 == 2 ? 1 : 2),
+                                "epilogue %d of %s m=%lld: %d products with an epilogue", epilogue,
+                                ddp_dtype_name(dtype), (long long)g.m, fake_lt_fused - fused);
+#endif
+                    LAYER_TRY(result);
+                    if (uses_aux && way == 0) { /* the sizes of cuBLASLt's GELU without gaps */
+                        g.m = 6, g.n = 16, g.k = 3;
+                        LAYER_TRY(epilogue_of(d, g, 2, 0, 0));
+                    }
+                }
+    return DDP_OK;
+}
+
+static ddp_result refused(device_rank *d, ddp_result have, ddp_result want, const char *text) {
     RANKS_CHECK(d->cpu, have == want && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(have),
                 ddp_last_error());
     return DDP_OK;
 }
 
 static ddp_result bad_products(device_rank *d) {
-    ddp_gemm g = DDP_ZERO;
-    g.dtype = DDP_F32, g.m = g.n = g.k = g.lda = g.ldb = g.ldc = 1;
-    LAYER_TRY(refused(d, ddp_cuda_gemm, NULL, d->group, DDP_ERR_INVALID, "gemm is NULL"));
-    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, NULL, DDP_ERR_INVALID, "set gemm_user"));
-    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->cpu, DDP_ERR_INVALID, "set gemm_user"));
-    g.dtype = DDP_BF16;
-    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_INVALID, "dtype=bf16"));
-    g.dtype = DDP_F32, g.m = -1;
-    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_INVALID, "ddp_cuda_gemm: m=-1"));
-    LAYER_TRY(refused(d, ddp_cuda_gemm_tf32, &g, d->group, DDP_ERR_INVALID, "ddp_cuda_gemm_tf32: m=-1"));
-    LAYER_TRY(refused(d, ddp_cuda_gemm_tf32, NULL, d->group, DDP_ERR_INVALID, "ddp_cuda_gemm_tf32: gemm is"));
-#if defined(DDP_TEST_ON_CPU)
+    ddp_gemm layer = DDP_ZERO;
+    ddp_cuda_gemm_desc g = DDP_ZERO, bad;
     void *memory;
-    int asked;
+    layer.dtype = DDP_F32, layer.m = layer.n = layer.k = 1;
     RANKS_OK(d->cpu, ddp_device_cuda()->alloc(NULL, 4096, &memory));
-    g.m = 1, g.a = g.b = g.c = memory, g.lda = 0;
-    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_ENGINE, "CUBLAS_STATUS_INVALID_VALUE"));
-    g.lda = 1;
-    fake_fail("cublasLtMatmul", -1, 1, 0, 0);
-    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_ENGINE,
-                      "ddp_cuda_gemm f32 m=1 n=1 k=1: cublasLtMatmul: the function failed to launch "
-                      "(CUBLAS_STATUS_EXECUTION_FAILED)"));
-    asked = fake_lt_asked;
-    RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group)); /* with an algorithm that is cached */
-    RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is queried again");
-    for (int n = 1; n < 200; n++) { /* more algorithms than the cache has */
-        g.n = g.ldb = g.ldc = n % 100 + 1;
-        RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
-    }
-    g.n = g.ldb = g.ldc = 36; /* 37 is the oldest of the last 64: the next new one replaces it */
-    fake_lt_state = CUBLAS_STATUS_NOT_SUPPORTED;
-    LAYER_TRY(refused(d, ddp_cuda_gemm, &g, d->group, DDP_ERR_ENGINE,
-                      "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
-    fake_lt_state = CUBLAS_STATUS_SUCCESS;
-    for (int n = 37; n >= 36; n--) { /* the refused request again */
-        g.n = g.ldb = g.ldc = n;
-        RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
-    }
-    RANKS_CHECK(d->cpu, fake_lt_tf32 == 0, "TF32 unasked for");
-    RANKS_OK(d->cpu, ddp_cuda_gemm_tf32(&g, d->group));
-    RANKS_CHECK(d->cpu, fake_lt_tf32 == 1, "no TF32");
+    g.m = g.n = g.k = 1, g.a = g.b = g.c = memory;
+#define REFUSED(change, text)                                                                   \
+    do {                                                                                        \
+        bad = g;                                                                                \
+        change;                                                                                 \
+        LAYER_TRY(refused(d, ddp_cuda_gemm(d->group, &bad, d->stream), DDP_ERR_INVALID, text)); \
+    } while (0)
+    LAYER_TRY(refused(d, ddp_cuda_gemm(d->group, NULL, 0), DDP_ERR_INVALID, "ddp_cuda_gemm: desc is NULL"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm(NULL, &g, 0), DDP_ERR_INVALID, "the group has no GPUs"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm(d->cpu, &g, 0), DDP_ERR_INVALID, "pass one of ddp_cuda_group_create"));
+    REFUSED(bad.dtype = DDP_I8, "dtype=i8");
+    REFUSED(bad.m = -1, "ddp_cuda_gemm: m=-1");
+    REFUSED(bad.n = -1, "n=-1");
+    REFUSED(bad.k = -2, "k=-2");
+    REFUSED((bad.k = 3, bad.lda = 2), "lda=2 is below 3");
+    REFUSED((bad.n = 3, bad.ldb = 2), "ldb=2 is below 3");
+    REFUSED((bad.k = 3, bad.trans_b = 1, bad.ldb = -1), "ldb=-1 is below 3");
+    REFUSED((bad.n = 3, bad.ldc = 1), "ldc=1 is below 3");
+    REFUSED(bad.a = NULL, "a is NULL");
+    REFUSED(bad.b = NULL, "b is NULL");
+    REFUSED(bad.c = NULL, "c is NULL");
+    REFUSED(bad.epilogue = (ddp_cuda_epilogue)5, "epilogue=5 is invalid");
+    REFUSED(bad.epilogue = (ddp_cuda_epilogue)-1, "epilogue=-1 is invalid");
+    REFUSED(bad.epilogue = DDP_CUDA_EPILOGUE_BIAS, "bias is NULL");
+    REFUSED((bad.epilogue = DDP_CUDA_EPILOGUE_GELU, bad.aux = memory), "bias is NULL");
+    REFUSED((bad.epilogue = DDP_CUDA_EPILOGUE_GELU, bad.bias = memory), "aux is NULL");
+    REFUSED(bad.epilogue = DDP_CUDA_EPILOGUE_GELU_GRAD, "aux is NULL");
+    REFUSED(bad.epilogue = DDP_CUDA_EPILOGUE_BIAS_GRAD, "bias_grad is NULL");
+#undef REFUSED
+    LAYER_TRY(refused(d, ddp_cuda_gemm_tf32(NULL, d->group), DDP_ERR_INVALID, "ddp_cuda_gemm_tf32: gemm is"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_tf32(&layer, NULL), DDP_ERR_INVALID, "set gemm_user"));
+    LAYER_TRY(
+        refused(d, ddp_cuda_gemm_tf32(&layer, d->cpu), DDP_ERR_INVALID, "ddp_cuda_gemm_tf32: the group"));
+    layer.m = -1;
+    LAYER_TRY(refused(d, ddp_cuda_gemm_tf32(&layer, d->group), DDP_ERR_INVALID, "ddp_cuda_gemm_tf32: m=-1"));
+#if defined(DDP_TEST_ON_CPU)
+    int asked, products = fake_lt_tf32;
     fake_fail("cublasLtMatmul", -1, 1, 0, 0);
     LAYER_TRY(
-        refused(d, ddp_cuda_gemm_tf32, &g, d->group, DDP_ERR_ENGINE, "ddp_cuda_gemm_tf32 f32 m=1 n=36"));
-    ddp_device_cuda()->free(NULL, memory);
+        refused(d, ddp_cuda_gemm(d->group, &g, d->stream), DDP_ERR_ENGINE,
+                "ddp_cuda_gemm f32 m=1 n=1 k=1 epilogue=0: cublasLtMatmul: the function failed to launch "
+                "(CUBLAS_STATUS_EXECUTION_FAILED)"));
+    asked = fake_lt_asked;
+    RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &g, d->stream)); /* with an algorithm that is cached */
+    RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is queried again");
+    bad = g, bad.a = (char *)memory + 256, bad.b = (char *)memory + 32;
+    RANKS_OK(d->cpu,
+             ddp_cuda_gemm(d->group, &bad, d->stream)); /* at other addresses, with the same alignment */
+    RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is queried for another address");
+    bad.b = (char *)memory + 40;
+    RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &bad, d->stream));
+    RANKS_CHECK(d->cpu, fake_lt_asked == asked + 1, "an algorithm for 16 bytes is used with 8");
+    for (int n = 1; n < 200; n++) { /* more algorithms than the cache has */
+        g.n = n % 100 + 1;
+        RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &g, d->stream));
+    }
+    g.n = 36; /* 37 is the oldest of the last 64: the next new one replaces it */
+    fake_lt_state = CUBLAS_STATUS_NOT_SUPPORTED;
+    LAYER_TRY(refused(d, ddp_cuda_gemm(d->group, &g, d->stream), DDP_ERR_ENGINE,
+                      "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
+    fake_lt_state = CUBLAS_STATUS_SUCCESS;
+    asked = fake_lt_asked;
+    for (int n = 37; n >= 36; n--) { /* the failure replaced nothing */
+        g.n = n;
+        RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &g, d->stream));
+        RANKS_CHECK(d->cpu, fake_lt_asked == asked + 37 - n, "n=%d: %d queries", n, fake_lt_asked - asked);
+    }
+    RANKS_CHECK(d->cpu, fake_lt_tf32 == products, "TF32 unasked for");
+    layer.m = 1, layer.n = layer.ldb = layer.ldc = 36, layer.lda = 1;
+    layer.a = layer.b = memory, layer.c = memory;
+    RANKS_OK(d->cpu, ddp_cuda_gemm_tf32(&layer, d->group));
+    RANKS_CHECK(d->cpu, fake_lt_tf32 == products + 1, "no TF32");
+    fake_fail("cublasLtMatmul", -1, 1, 0, 0);
+    LAYER_TRY(
+        refused(d, ddp_cuda_gemm_tf32(&layer, d->group), DDP_ERR_ENGINE, "ddp_cuda_gemm_tf32 f32 m=1 n=36"));
 #endif
+    ddp_device_cuda()->free(NULL, memory);
     return DDP_OK;
 }
 #endif
@@ -622,8 +802,11 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, many_tokens(&d));
     RANKS_RUN(world, products(&d, plain_gemm));
 #if defined(DDP_USE_CUBLASLT)
-    RANKS_RUN(world, products(&d, ddp_cuda_gemm));
-    if (ddp_world_size(world) == 1) RANKS_RUN(world, bad_products(&d));
+    RANKS_RUN(world, products(&d, gemm_of_group));
+    if (ddp_world_size(world) == 1) {
+        RANKS_RUN(world, epilogues(&d));
+        RANKS_RUN(world, bad_products(&d));
+    }
 #endif
 #if defined(DDP_TEST_ON_CPU)
     if (ddp_world_size(world) == 1) RANKS_RUN(world, failing(&d));

@@ -1,13 +1,13 @@
-/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh and examples/gpt/gpt_cuda.cuh use, on the fake GPU of
-    fake_gpu.h: the functions of <cublasLt.h> under their own names.
+/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh uses, on the fake GPU of fake_gpu.h: functions of
+    <cublasLt.h> under their own names.
 
     A product is one piece of work on its stream. The result follows the layouts, transposes and leading
     dimensions, column by column. Sums begin at the last term, so that no caller can rely on an order. An
     algorithm (algo) is valid for the sizes, alignments, epilogue and workspace of its request. Other
     arguments, a layout that does not fit, memory that is too small, or a reduction in place are failures.
-    Matrices are f64, f32 or bf16, with the same type for input and output. Epilogues: BIAS, GELU_AUX_BIAS,
-    DGELU, BGRADA and BGRADB, with the pointers and the leading dimension that <cublasLt.h> requires. The bits
-    of fake_lt_refused are those for which the heuristics return "not supported". */
+    Matrices are f64, f32, f16 or bf16, with the same type for input and output. Epilogues: BIAS,
+    GELU_AUX_BIAS, DGELU, BGRADA and BGRADB, with the pointers and the leading dimension that <cublasLt.h>
+    requires. The bits of fake_lt_refused are those for which the heuristics return "not supported". */
 #ifndef DDP_TEST_FAKE_CUBLASLT_H
 #define DDP_TEST_FAKE_CUBLASLT_H
 
@@ -183,7 +183,7 @@ static fake_lt_way fake_lt_shape(const fake_lt_desc &d, const fake_lt_layout &a,
         {0, 0, 0, 0, 0, 0},
     };
     uint64_t k = d.transposed[1] ? b.columns : b.rows;
-    int scale = a.type == CUDA_R_16BF ? CUDA_R_32F : a.type;
+    int scale = a.type == CUDA_R_64F ? CUDA_R_64F : CUDA_R_32F;
     if (k != way.k || out.rows != way.m || out.columns != way.n || c.rows != way.m || c.columns != way.n)
         way.m = 0;
     if (a.type != b.type || a.type != c.type || a.type != out.type || scale != d.scale) way.m = 0;
@@ -233,13 +233,31 @@ extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cubla
 struct fake_lt_bf16 {
     uint16_t bits;
 };
+struct fake_lt_f16 {
+    uint16_t bits;
+};
 static double fake_lt_wide(double x) { return x; }
 static double fake_lt_wide(float x) { return (double)x; }
+static double fake_lt_wide(fake_lt_f16 x) {
+    int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+    double size = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+    if (exponent == 31) size = fraction ? (double)NAN : (double)INFINITY;
+    return x.bits >> 15 ? -size : size;
+}
 static double fake_lt_wide(fake_lt_bf16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
     float f;
     memcpy(&f, &bits, 4);
     return (double)f;
+}
+static void fake_lt_round(fake_lt_f16 *to, double x) {
+    double size = fabs(x);
+    int exponent = -13;
+    uint16_t bits = size == size ? 0x7c00 : 0x7e00;
+    if (size > 0) frexp(size, &exponent); /* size is below 2^exponent */
+    if (exponent < -13) exponent = -13;   /* subnormal numbers have the step of the smallest normal ones */
+    if (size < 65520) bits = (uint16_t)(nearbyint(ldexp(size, 11 - exponent)) + ((exponent + 13) << 10));
+    to->bits = (uint16_t)(bits | (signbit(x) ? 0x8000 : 0));
 }
 static void fake_lt_round(double *to, double x) { *to = x; }
 static void fake_lt_round(float *to, double x) { *to = (float)x; }
@@ -383,6 +401,8 @@ extern "C" cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmul
                                      fake_lt_product<double>(task);
                                  else if (task.way.type == CUDA_R_32F)
                                      fake_lt_product<float>(task);
+                                 else if (task.way.type == CUDA_R_16F)
+                                     fake_lt_product<fake_lt_f16>(task);
                                  else
                                      fake_lt_product<fake_lt_bf16>(task);
                              })
