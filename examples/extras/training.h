@@ -1,4 +1,5 @@
-/*  training.h - a metric over all ranks, a check for drifting parameters, and data that rank 0 prepares.
+/*  training.h - metrics over all ranks, early stopping, a check for drifting parameters, data that rank 0
+    prepares, messages of any size, and log lines.
 
 USAGE
     Copy it next to ddp.h and include it after ddp.h. All functions are static.
@@ -13,10 +14,22 @@ EXAMPLE
 
     rank0_first(world, download_and_unpack, &job);       // the other ranks wait until rank 0 has finished
 
+    early_stop stop = {5, 0.001};                        // patience, min_delta
+    early_stop_check(world, &stop, validation_loss, &is_best, &is_over);
+    if (is_best) ddp_fsdp_save(fsdp, "best", NULL);
+
+    gather_bytes(world, text, strlen(text), 0, &texts);  // rank 0: texts.data[r], texts.size_bytes[r]
+    broadcast_bytes(world, 0, &config, &config_bytes);   // the other ranks do not know the size
+    log_rank0(world, "step %d", step);                   // one line for all ranks
+    log_each(world, "step %d", step);                    // [rank 2/8] step 100
+
 CONCEPTS
     metric        Sums are exact (ddp_exact_sum): the mean has the same bits on any number of ranks and in any
                   order of samples. Padding samples of the sampler are not counted.
     drift_check   Compares one hash per rank. Only if they differ, it compares each parameter and names it.
+    early_stop    Rank 0's loss decides, so that all ranks stop in the same step even if their losses differ.
+    *_bytes       Objects whose size only the sender knows. Ranks first agree on sizes and memory.
+    log_*         One write per line: lines of different ranks do not mix. Not collective.
     rank0_first   May take longer than the group's timeout. Rank 0 sends heartbeats while it works, so that
                   the other ranks notice when it dies.
     With device memory, use the CPU group that the device group was made from, and copy the parameters to
@@ -24,7 +37,7 @@ CONCEPTS
 
 ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). An invalid argument on one rank is an error on all ranks;
-    the other ranks name the rank that has it. Only a NULL group is a local error.
+    the other ranks name the rank that has it. Only a NULL group or NULL out is a local error.
 
 NOT DONE HERE
     No metrics that are not sums, such as AUC. No drift check of optimizer state. No preparation per node.
@@ -36,6 +49,7 @@ NOT DONE HERE
 #include "../../ddp.h"
 #endif
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -163,6 +177,61 @@ static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, in
     if (result == DDP_OK) memset(metrics, 0, (size_t)metric_count * sizeof *metrics);
     free(sums);
     return result;
+}
+
+//== early stopping =========================================================================================
+
+/* Stops a training that no longer improves. Set the first two fields; the others start with zeros. */
+typedef struct early_stop {
+    int patience;              /* required; checks in a row without an improvement before the training ends */
+    double min_delta;          /* a loss improves if it is below the best one by more than this; 0 or more */
+    double best;               /* the last loss that improved */
+    int64_t improvement_count; /* checks that improved */
+    int checks_without_improvement; /* in a row, until now */
+} early_stop;
+
+static inline ddp_result early_stop__check_fields(const early_stop *stop) {
+    if (stop->patience < 1 || !(stop->min_delta >= 0))
+        return ddp_fail(DDP_ERR_INVALID,
+                        "early_stop_check: patience=%d min_delta=%g; patience must be 1 or more, min_delta 0 "
+                        "or more",
+                        stop->patience, stop->min_delta);
+    return DDP_OK;
+}
+
+/* Compares the loss of rank 0 with the best one. *is_best 1: it has improved, so save a checkpoint.
+   *is_over 1: the last `patience` checks have brought no improvement, so end the training. All ranks get the
+   same answers. A NaN is no improvement. The struct is plain data: store it in a checkpoint to resume.
+   Collective; blocking. loss is read only on rank 0.
+   Errors are the same on every rank, and *stop is unchanged: DDP_ERR_INVALID for invalid fields on any
+   rank. */
+static inline ddp_result early_stop_check(ddp_group *group, early_stop *stop, double loss, int *is_best,
+                                          int *is_over) {
+    uint64_t seen[2] = {0, UINT64_MAX}; /* the lowest failed rank, and the bits of rank 0's loss */
+    training__status own;
+    ddp_result result;
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "early_stop_check: group is NULL");
+    if (!stop || !is_best || !is_over)
+        result = ddp_fail(DDP_ERR_INVALID, "early_stop_check: stop, is_best or is_over is NULL");
+    else
+        result = early_stop__check_fields(stop);
+    own = training__status_of(result);
+    seen[0] = training__failed_rank(group, &own);
+    if (ddp_rank(group) == 0 && loss == loss) memcpy(&seen[1], &loss, sizeof loss);
+    result = ddp_all_reduce(group, seen, seen, 2, DDP_U64, DDP_OP_MIN, NULL);
+    if (result == DDP_OK) result = training__share_error(group, seen[0], &own);
+    if (result != DDP_OK) return result;
+    memcpy(&loss, &seen[1], sizeof loss); /* all ones are a NaN */
+    *is_best = loss == loss && (!stop->improvement_count || loss < stop->best - stop->min_delta);
+    if (*is_best) {
+        stop->best = loss;
+        stop->improvement_count++;
+        stop->checks_without_improvement = 0;
+    } else {
+        stop->checks_without_improvement++;
+    }
+    *is_over = stop->checks_without_improvement >= stop->patience;
+    return DDP_OK;
 }
 
 //== drift ==================================================================================================
@@ -415,6 +484,163 @@ static inline ddp_result rank0_first(ddp_group *group, rank0_fn prepare, void *u
     }
     if (result != DDP_OK || beat.result == DDP_OK) return result;
     return ddp_fail((ddp_result)beat.result, "%s", beat.text);
+}
+
+//== messages of any size ===================================================================================
+
+/* Byte strings, one per rank. */
+typedef struct byte_list {
+    int count;            /* 0 on ranks that received none */
+    unsigned char **data; /* (count) */
+    uint64_t *size_bytes; /* (count) */
+} byte_list;
+
+/* Frees the strings and makes the list empty. */
+static inline void byte_list_free(byte_list *list) {
+    free(list->data); /* all memory of the list */
+    memset(list, 0, sizeof *list);
+}
+
+/* All ranks return the first error among their results, in rank order. Collective. */
+static inline ddp_result training__agree(ddp_group *group, ddp_result result) {
+    training__status own = training__status_of(result);
+    uint64_t failed_rank = training__failed_rank(group, &own);
+    DDP_TRY(ddp_all_reduce(group, &failed_rank, &failed_rank, 1, DDP_U64, DDP_OP_MIN, NULL));
+    return training__share_error(group, failed_rank, &own);
+}
+
+/* Allocates a list for strings of the given sizes. */
+static inline ddp_result byte_list__alloc(byte_list *list, const uint64_t *sizes, int count) {
+    uint64_t total = (uint64_t)count * (sizeof *list->data + sizeof *list->size_bytes);
+    for (int r = 0; r < count; r++) {
+        if (sizes[r] > SIZE_MAX / 2 - total)
+            return ddp_fail(DDP_ERR_NO_MEMORY, "gather_bytes: %llu bytes of rank %d",
+                            (unsigned long long)sizes[r], r);
+        total += sizes[r] + 1;
+    }
+    list->data = (unsigned char **)malloc((size_t)total);
+    if (!list->data)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "gather_bytes: %llu bytes for the strings of %d ranks",
+                        (unsigned long long)total, count);
+    list->size_bytes = (uint64_t *)(void *)(list->data + count);
+    list->count = count;
+    unsigned char *place = (unsigned char *)(list->size_bytes + count);
+    for (int r = 0; r < count; r++) {
+        list->data[r] = place;
+        list->size_bytes[r] = sizes[r];
+        place[sizes[r]] = 0; /* a text can be printed */
+        place += sizes[r] + 1;
+    }
+    return DDP_OK;
+}
+
+/* Sends size_bytes bytes of data from each rank to root. There *out holds the strings of all ranks, each with
+   a zero behind its last byte. On other ranks *out is empty. Sizes may differ and may be 0, then data may be
+   NULL. Free *out with byte_list_free.
+   Collective, with the same root; blocking.
+   Errors are the same on every rank, and *out is empty: DDP_ERR_INVALID; DDP_ERR_NO_MEMORY of root; those of
+   ddp_send. */
+static inline ddp_result gather_bytes(ddp_group *group, const void *data, size_t size_bytes, int root,
+                                      byte_list *out) {
+    if (out) memset(out, 0, sizeof *out);
+    if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "gather_bytes: group or out is NULL");
+    int ranks = ddp_world_size(group), rank = ddp_rank(group);
+    uint64_t own[2] = {size_bytes, (uint64_t)root}; /* of each rank: size, then root */
+    uint64_t *sizes = (uint64_t *)malloc((size_t)ranks * sizeof own);
+    ddp_result result = DDP_OK;
+    if (!sizes)
+        result = ddp_fail(DDP_ERR_NO_MEMORY, "gather_bytes: the sizes of %d ranks", ranks);
+    else if (root < 0 || root >= ranks)
+        result = ddp_fail(DDP_ERR_INVALID, "gather_bytes: root=%d; use 0 to %d", root, ranks - 1);
+    else if (!data && size_bytes)
+        result = ddp_fail(DDP_ERR_INVALID, "gather_bytes: data is NULL");
+    result = training__agree(group, result);
+    if (result == DDP_OK) result = ddp_all_gather(group, own, sizes, 2, DDP_U64, NULL);
+    for (int r = 0; r < ranks && result == DDP_OK; r++) {
+        int other = (int)sizes[2 * r + 1];
+        sizes[r] = sizes[2 * r];
+        if (other != root)
+            result = ddp_fail(DDP_ERR_MISMATCH,
+                              "gather_bytes: root=%d, but %d on rank %d; pass the same on every rank", root,
+                              other, r);
+    }
+    if (result == DDP_OK)
+        result = training__agree(group, rank == root ? byte_list__alloc(out, sizes, ranks) : DDP_OK);
+    for (int r = 0; r < ranks && rank == root && result == DDP_OK; r++) {
+        if (r == root)
+            memcpy(out->data[r], data ? data : "", size_bytes);
+        else if (sizes[r])
+            result = ddp_recv(group, out->data[r], (size_t)sizes[r], DDP_U8, r, 0, NULL);
+    }
+    if (rank != root && size_bytes && result == DDP_OK)
+        result = ddp_send(group, data, size_bytes, DDP_U8, root, 0, NULL);
+    free(sizes);
+    if (result != DDP_OK) byte_list_free(out);
+    return result;
+}
+
+/* Broadcasts bytes of root to all ranks, which need not know the size. In: on root, *data and *size_bytes.
+   Out: on other ranks *data is a copy with a zero behind its last byte, to be freed with free().
+   Collective, with the same root; blocking.
+   Errors are the same on every rank; *data on other ranks is then NULL: DDP_ERR_INVALID; DDP_ERR_NO_MEMORY;
+   those of ddp_broadcast. */
+static inline ddp_result broadcast_bytes(ddp_group *group, int root, void **data, size_t *size_bytes) {
+    if (!group || !data || !size_bytes)
+        return ddp_fail(DDP_ERR_INVALID, "broadcast_bytes: group, data or size_bytes is NULL");
+    int ranks = ddp_world_size(group), is_root = ddp_rank(group) == root;
+    uint64_t size = *size_bytes;
+    ddp_result result = DDP_OK;
+    if (!is_root) *data = NULL;
+    if (root < 0 || root >= ranks)
+        result = ddp_fail(DDP_ERR_INVALID, "broadcast_bytes: root=%d; use 0 to %d", root, ranks - 1);
+    else if (is_root && !*data && size)
+        result = ddp_fail(DDP_ERR_INVALID, "broadcast_bytes: data is NULL on root");
+    DDP_TRY(training__agree(group, result));
+    DDP_TRY(ddp_broadcast(group, &size, 1, DDP_U64, root, NULL));
+    if (!is_root && size < SIZE_MAX) *data = calloc(1, (size_t)size + 1);
+    if (!*data && size)
+        result = ddp_fail(DDP_ERR_NO_MEMORY, "broadcast_bytes: %llu bytes", (unsigned long long)size);
+    result = training__agree(group, result);
+    if (result == DDP_OK && size) result = ddp_broadcast(group, *data, (size_t)size, DDP_U8, root, NULL);
+    *size_bytes = (size_t)size;
+    if (result == DDP_OK || is_root) return result;
+    free(*data);
+    *data = NULL;
+    return result;
+}
+
+//== log ====================================================================================================
+
+static inline void training__log(const char *prefix, const char *format, va_list values) {
+    char line[1024];
+    size_t used = (size_t)snprintf(line, sizeof line, "%s", prefix);
+    vsnprintf(line + used, sizeof line - used - 1, format, values);
+    used = strlen(line);
+    line[used] = '\n';
+    fflush(stdout);
+    fwrite(line, 1, used + 1, stdout);
+    fflush(stdout); /* one write per line */
+}
+
+/* Prints a line to stdout on rank 0, with printf's format and no newline at its end. At most 1000 bytes. */
+static inline void log_rank0(ddp_group *group, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline void log_rank0(ddp_group *group, const char *format, ...) {
+    va_list values;
+    if (ddp_rank(group) != 0) return;
+    va_start(values, format);
+    training__log("", format, values);
+    va_end(values);
+}
+
+/* Prints a line to stdout on the calling rank, behind "[rank 2/8] ". */
+static inline void log_each(ddp_group *group, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline void log_each(ddp_group *group, const char *format, ...) {
+    char prefix[64];
+    va_list values;
+    snprintf(prefix, sizeof prefix, "[rank %d/%d] ", ddp_rank(group), ddp_world_size(group));
+    va_start(values, format);
+    training__log(prefix, format, values);
+    va_end(values);
 }
 
 #endif /* DDP_EXAMPLE_TRAINING_H */

@@ -1,6 +1,6 @@
 /*  test_training.c - parts of a training loop (examples/extras/training.h and batch_norm.h): metrics count
-    every sample once, drift is detected and named, rank 0 prepares for longer than a timeout, and batch norm
-    over all ranks has the bits of one rank.
+    every sample once, all ranks stop early together, drift is detected and named, rank 0 prepares for longer
+    than a timeout, messages of any size arrive, and batch norm over all ranks has the bits of one rank.
 
     test_training BACKEND [W ...]     one of support/ranks.h */
 #include "../../ddp.h"
@@ -299,6 +299,121 @@ static ddp_result rank0_prepares(ddp_group *world) {
     return DDP_OK;
 }
 
+//== early stopping =========================================================================
+
+/* Only rank 0's losses count. */
+static ddp_result stops_together(ddp_group *world) {
+    static const double losses[] = {NAN, 5, 4, 3.95, 4.5, 3.8, NAN, 3.75, 9};
+    static const int best[] = {0, 1, 1, 0, 0, 1, 0, 0, 0}, over[] = {0, 0, 0, 0, 0, 0, 0, 0, 1};
+    early_stop stop = {3, 0.1, 0, 0, 0}, before;
+    int is_best, is_over, rank = ddp_rank(world), wrong = rank == ddp_world_size(world) - 1;
+    for (int i = 0; i < 9; i++) {
+        RANKS_OK(world, early_stop_check(world, &stop, rank ? -i : losses[i], &is_best, &is_over));
+        RANKS_CHECK(world, is_best == best[i] && is_over == over[i], "check %d: best %d, over %d", i, is_best,
+                    is_over);
+    }
+    RANKS_CHECK(world, stop.best == 3.8 && stop.improvement_count == 3, "best %g", stop.best);
+    before = stop;
+    if (wrong) stop.patience = 0;
+    REFUSED(world, early_stop_check(world, &stop, 1, &is_best, &is_over), DDP_ERR_INVALID,
+            "early_stop_check: patience=0 min_delta=0.1; patience must be 1 or more");
+    stop.patience = before.patience;
+    if (wrong) stop.min_delta = -1;
+    REFUSED(world, early_stop_check(world, &stop, 1, &is_best, &is_over), DDP_ERR_INVALID, "min_delta=-1");
+    stop.min_delta = before.min_delta;
+    REFUSED(world, early_stop_check(world, wrong ? NULL : &stop, 1, &is_best, &is_over), DDP_ERR_INVALID,
+            "stop, is_best or is_over is NULL");
+    REFUSED(world, early_stop_check(NULL, &stop, 1, &is_best, &is_over), DDP_ERR_INVALID, "group is NULL");
+    RANKS_CHECK(world, memcmp(&stop, &before, sizeof stop) == 0, "a failed check has changed the state");
+    return DDP_OK;
+}
+
+//== messages of any size ===================================================================
+
+/* Rank r sends r * 1000 bytes, rank 0 none. */
+static ddp_result bytes_of_any_size(ddp_group *world) {
+    int w = ddp_world_size(world), rank = ddp_rank(world), wrong = rank == w - 1;
+    size_t size = (size_t)rank * 1000, arrived;
+    unsigned char *own = (unsigned char *)malloc(size + 1);
+    void *data;
+    byte_list list;
+    memset(own, 'a' + rank, size);
+    for (int root = 0; root < w; root++) {
+        RANKS_OK(world, gather_bytes(world, rank ? own : NULL, size, root, &list));
+        RANKS_CHECK(world, list.count == (rank == root ? w : 0), "%d strings", list.count);
+        for (int r = 0; r < list.count; r++) {
+            RANKS_CHECK(world, list.size_bytes[r] == (uint64_t)r * 1000 && list.data[r][r * 1000] == 0,
+                        "rank %d: %llu bytes", r, (unsigned long long)list.size_bytes[r]);
+            for (int i = 0; i < r * 1000; i++)
+                RANKS_CHECK(world, list.data[r][i] == 'a' + r, "byte %d of rank %d", i, r);
+        }
+        byte_list_free(&list);
+        byte_list_free(&list); /* an empty list */
+        data = own;
+        arrived = rank == root ? size : 12345;
+        RANKS_OK(world, broadcast_bytes(world, root, &data, &arrived));
+        RANKS_CHECK(world, arrived == (size_t)root * 1000, "%zu bytes of rank %d", arrived, root);
+        for (size_t i = 0; i < arrived; i++)
+            RANKS_CHECK(world, ((unsigned char *)data)[i] == 'a' + root, "byte %zu of rank %d", i, root);
+        RANKS_CHECK(world, rank == root || ((unsigned char *)data)[arrived] == 0, "no zero behind the bytes");
+        if (rank != root) free(data);
+    }
+    REFUSED(world, gather_bytes(world, wrong ? NULL : own, 1, 0, &list), DDP_ERR_INVALID,
+            "gather_bytes: data is NULL");
+    REFUSED(world, gather_bytes(world, own, 0, wrong ? w : 0, &list), DDP_ERR_INVALID, "; use 0 to ");
+    if (w > 1)
+        REFUSED(world, gather_bytes(world, own, 0, wrong, &list), DDP_ERR_MISMATCH, "gather_bytes: root=");
+    REFUSED(world, gather_bytes(world, own, 0, 0, NULL), DDP_ERR_INVALID, "group or out is NULL");
+    data = NULL;
+    arrived = 5;
+    REFUSED(world, broadcast_bytes(world, 0, &data, &arrived), DDP_ERR_INVALID,
+            "broadcast_bytes: data is NULL on root");
+    data = own;
+    REFUSED(world, broadcast_bytes(world, wrong ? -1 : 0, &data, &arrived), DDP_ERR_INVALID,
+            "root=-1; use 0");
+    REFUSED(world, broadcast_bytes(world, 0, NULL, &arrived), DDP_ERR_INVALID, "size_bytes is NULL");
+    free(own);
+    return DDP_OK;
+}
+
+//== log ====================================================================================
+
+static ddp_result log_many(ddp_group *world, void *user) {
+    (void)user;
+    log_rank0(world, "%s", "once");
+    for (int i = 0; i < 200; i++) log_each(world, "line %d of %d.", i, 200);
+    return DDP_OK;
+}
+
+/* Lines of all ranks in one file: no two are mixed. */
+static int log_lines(ranks_mode mode) {
+    enum { LINES = 200 };
+    char path[] = "/tmp/test_training.XXXXXX", line[256];
+    int file = mkstemp(path), stdout_before = dup(1), count = 0, by_rank0 = 0, failures;
+    fflush(stdout);
+    dup2(file, 1);
+    failures = ranks_run(mode, 3, 60000, log_many, NULL) != DDP_OK;
+    fflush(stdout);
+    dup2(stdout_before, 1);
+    close(stdout_before);
+    close(file);
+    FILE *lines = fopen(path, "r");
+    while (lines && fgets(line, sizeof line, lines)) {
+        int rank, number, end = 0;
+        if (sscanf(line, "[rank %d/3] line %d of 200.%n", &rank, &number, &end) == 2 && line[end] == '\n')
+            count++;
+        else if (strcmp(line, "once\n") == 0)
+            by_rank0++;
+        else
+            failures++, fprintf(stderr, "mixed line: %s", line);
+    }
+    if (lines) fclose(lines);
+    unlink(path);
+    if (count != 3 * LINES || by_rank0 != 1) failures++;
+    if (failures) fprintf(stderr, "%d lines of all ranks, %d of rank 0\n", count, by_rank0);
+    return failures;
+}
+
 //== batch norm =============================================================================
 
 enum { BN_SAMPLES = 10, BN_CHANNELS = 3, BN_SPACE = 11, BN_VALUES = BN_SAMPLES * BN_CHANNELS * BN_SPACE };
@@ -473,6 +588,8 @@ static ddp_result all_tests(ddp_group *world, void *user) {
     RANKS_RUN(world, drift_bad_input(world));
     RANKS_RUN(world, drift_wrong_on_one(world));
     RANKS_RUN(world, rank0_prepares(world));
+    RANKS_RUN(world, stops_together(world));
+    RANKS_RUN(world, bytes_of_any_size(world));
     RANKS_RUN(world, batch_norm_over_ranks(world));
     RANKS_RUN(world, batch_norm_bad_input(world));
     return DDP_OK;
@@ -534,6 +651,7 @@ int main(int argc, char **argv) {
     all = (seen *)ranks_shared(3 * sizeof *all);
     failures = ranks_each(argc, argv, worlds, 50, &mode, all_tests);
     if (failures == 0 && !ranks_joins(mode)) {
+        failures += log_lines(mode);
         failures += ranks_run(mode, 3, 60000 * DDP_TEST_SLOWDOWN, looks_alone, NULL) != DDP_OK;
         failures += ranks_run(mode, 3, timeout_ms, outlasts, &timeout_ms) != DDP_OK;
         if (mode == RANKS_PROCESSES) /* the watchdog ends the test before the timeout */
