@@ -19,7 +19,7 @@ EXAMPLE
     if (is_best) ddp_fsdp_save(fsdp, "best", NULL);
 
     gather_bytes(world, text, strlen(text), 0, &texts);  // rank 0: texts.data[r], texts.size_bytes[r]
-    broadcast_bytes(world, 0, &config, &config_bytes);   // the other ranks do not know the size
+    broadcast_bytes(world, 0, &config, &config_bytes);   // sets the size on the other ranks
     log_rank0(world, "step %d", step);                   // one line for all ranks
     log_each(world, "step %d", step);                    // [rank 2/8] step 100
 
@@ -28,7 +28,7 @@ CONCEPTS
                   order of samples. Padding samples of the sampler are not counted.
     drift_check   Compares one hash per rank. Only if they differ, it compares each parameter and names it.
     early_stop    Rank 0's loss decides, so that all ranks stop in the same step even if their losses differ.
-    *_bytes       Objects whose size only the sender knows. Ranks first agree on sizes and memory.
+    *_bytes       Objects of any size: receivers get the size with the data. Ranks first agree on memory.
     log_*         One write per line: lines of different ranks do not mix. Not collective.
     rank0_first   May take longer than the group's timeout. Rank 0 sends heartbeats while it works, so that
                   the other ranks notice when it dies.
@@ -535,7 +535,7 @@ static inline ddp_result byte_list__alloc(byte_list *list, const uint64_t *sizes
 }
 
 /* Sends size_bytes bytes of data from each rank to root. There *out holds the strings of all ranks, each with
-   a zero behind its last byte. On other ranks *out is empty. Sizes may differ and may be 0, then data may be
+   a zero after its last byte. On other ranks *out is empty. Sizes may differ and may be 0, then data may be
    NULL. Free *out with byte_list_free.
    Collective, with the same root; blocking.
    Errors are the same on every rank, and *out is empty: DDP_ERR_INVALID; DDP_ERR_NO_MEMORY of root; those of
@@ -579,8 +579,8 @@ static inline ddp_result gather_bytes(ddp_group *group, const void *data, size_t
     return result;
 }
 
-/* Broadcasts bytes of root to all ranks, which need not know the size. In: on root, *data and *size_bytes.
-   Out: on other ranks *data is a copy with a zero behind its last byte, to be freed with free().
+/* Broadcasts bytes of root to all ranks. In: on root, *data and *size_bytes. Out: on other ranks *size_bytes,
+   and *data is a copy with a zero after its last byte, to be freed with free().
    Collective, with the same root; blocking.
    Errors are the same on every rank; *data on other ranks is then NULL: DDP_ERR_INVALID; DDP_ERR_NO_MEMORY;
    those of ddp_broadcast. */
@@ -632,7 +632,7 @@ static inline void log_rank0(ddp_group *group, const char *format, ...) {
     va_end(values);
 }
 
-/* Prints a line to stdout on the calling rank, behind "[rank 2/8] ". */
+/* Prints a line to stdout on the calling rank. It starts with "[rank 2/8] ". */
 static inline void log_each(ddp_group *group, const char *format, ...) __attribute__((format(printf, 2, 3)));
 static inline void log_each(ddp_group *group, const char *format, ...) {
     char prefix[64];
