@@ -5,6 +5,7 @@
 
 Each is small, includes only ddp headers, those of examples/extras and system headers, begins with its name and the line that compiles it, is run by
 a test, and is named in README.md. Together with examples/gpt and examples/extras they call every public function.
+The error texts that examples/troubleshooting.md quotes as `TEXT`: are texts of the headers.
 check_examples_selftest.py proves that each rule fires.
 """
 import glob
@@ -57,6 +58,16 @@ def public_functions(header):
     return re.findall(r"^DDPDEF [^;(]*?\b(ddp_\w+)\(", check_headers.blank(header[start.end() : end.start()]), re.M)
 
 
+def check_quotes(page, literals):
+    """The quotes of error lines, such as `missing: rank`: or `a`, `b`: in an entry."""
+    findings = []
+    for quotes in re.findall(r"((?:`[^`]+`, )*`[^`]+`):", page):
+        for quote in re.findall(r"`([^`]+)`", quotes):
+            if quote not in literals:
+                findings.append("examples/troubleshooting.md: `%s` is no text of the headers" % quote)
+    return findings
+
+
 def check(root):
     def read(path):
         with open(os.path.join(root, path), encoding="utf-8") as file:
@@ -65,7 +76,7 @@ def check(root):
     def names(pattern):
         return sorted(os.path.relpath(path, root) for path in glob.glob(os.path.join(root, pattern)))
 
-    findings, calls = [], ""
+    findings, calls, literals = [], "", ""
     tests, readme = read("tests/parity/CMakeLists.txt"), read("README.md")
     for path in names("examples/*.c") + names("examples/*.cu"):
         name = os.path.basename(path)
@@ -78,10 +89,11 @@ def check(root):
         calls += check_headers.blank(read(path))
     for header in check_headers.HEADERS:
         if os.path.exists(os.path.join(root, header)):
+            literals += re.sub(r'"\s*"', "", read(header))
             for function in public_functions(read(header)):
                 if not re.search(r"\b%s\(" % function, calls):
                     findings.append("%s: no example calls %s" % (header, function))
-    return findings
+    return findings + check_quotes(read("examples/troubleshooting.md"), literals)
 
 
 def main(argv):

@@ -6,7 +6,7 @@ import unittest
 
 import check_examples
 
-HEADER = "//== api ===== >>api\n/* ddp_ping() */\nDDPDEF int ddp_ping(int value);\n//== interface === >>spi\nint ddp_inner(int a);\n"
+HEADER = "//== api ===== >>api\n/* ddp_ping() */\nDDPDEF int ddp_ping(int value);\n//== interface === >>spi\nint ddp_inner(int a);\n/* \"ping \" \"failed\" */"
 EXAMPLE = """/*  ping.c - calls one function.
 
     cc -O3 -march=native examples/ping.c -o ping -lm -lpthread */
@@ -17,11 +17,12 @@ int main(void) { return ddp_ping(0); }
 
 
 class CheckExamples(unittest.TestCase):
-    def findings(self, example=EXAMPLE, readme="[ping](examples/ping.c)", tests="example.ping SOURCE examples/ping.c", header=HEADER):
+    def findings(self, example=EXAMPLE, readme="[ping](examples/ping.c)", tests="example.ping SOURCE examples/ping.c", header=HEADER, page="`ping failed`: remedy"):
         with tempfile.TemporaryDirectory() as root:
             os.makedirs(os.path.join(root, "examples"))
             os.makedirs(os.path.join(root, "tests/parity"))
-            files = {"ddp.h": header, "README.md": readme, "tests/parity/CMakeLists.txt": tests, "examples/ping.c": example}
+            files = {"ddp.h": header, "README.md": readme, "tests/parity/CMakeLists.txt": tests, "examples/ping.c": example,
+                     "examples/troubleshooting.md": page}
             for path, text in files.items():
                 with open(os.path.join(root, path), "w") as file:
                     file.write(text)
@@ -33,6 +34,9 @@ class CheckExamples(unittest.TestCase):
 
     def test_a_good_tree(self):
         self.assertEqual(self.findings(), [])
+
+    def test_quotes_of_error_lines(self):
+        self.only(self.findings(page="- **Hangs.** `ping failed`, `pong`: remedy, `code`, `x`"), "`pong` is no text")
 
     def test_length_and_width(self):
         self.only(self.findings(EXAMPLE + "\n" * 294 + "int last;\n"), "301 lines")
