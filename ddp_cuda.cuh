@@ -176,8 +176,8 @@ typedef struct ddp_cuda_desc {
                                  (ddp_group_status); then it is invalid */
 } ddp_cuda_desc;
 
-/* One step of AdamW or SGD on a shard. All pointers are device memory. The arrays do not overlap. The struct
-   itself is host memory, read before the call returns. */
+/* One tensor in a step of AdamW or SGD. All pointers are device memory. The arrays do not overlap each other
+   or those of other descs of the call. The struct itself is host memory, read before the call returns. */
 typedef struct ddp_cuda_step_desc {
     float *master;          /* required; the parameters in f32, updated in place */
     const void *grad;       /* required */
@@ -381,9 +381,11 @@ DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, con
 DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor,
                                    ddp_cuda_norm *norm, cudaStream_t stream);
 
-/* One step of AdamW (Loshchilov and Hutter 2019). w = master, m = first, v = second, t = step, b1 = beta1,
-   b2 = beta2, wd = weight_decay. r and c are computed in f64 and rounded once. All other operations are
-   rounded in f32:
+/* One step of AdamW (Loshchilov and Hutter 2019) for each of `count` descs. They may be tensors, or parts of
+   tensors. One launch updates up to 56 of them, if they differ only in pointers, count and first_index. If
+   one desc is invalid, the error names its index, and nothing is launched.
+   w = master, m = first, v = second, t = step, b1 = beta1, b2 = beta2, wd = weight_decay. r and c are
+   computed in f64 and rounded once. All other operations are rounded in f32:
      r = lr / (1 - b1^t)
      c = 1 / sqrt(1 - b2^t)
      g = grad_factor * grad
@@ -391,14 +393,16 @@ DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, dd
      v = b2 * v + (1 - b2) * (g * g)
      w = (1 - lr * wd) * w - (r * m) / (c * sqrt(v) + eps)
    Fields of SGD are not read. */
-DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream);
+DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *descs, int count, cudaStream_t stream);
 
-/* One step of SGD as in PyTorch, every operation rounded in f32. w = master, b = first, wd = weight_decay:
+/* One step of SGD as in PyTorch for each of `count` descs, every operation rounded in f32. w = master,
+   b = first, wd = weight_decay:
      g = grad_factor * grad + wd * w
      b = g in step 1, then momentum * b + (1 - dampening) * g
      w = w - lr * b, or with nesterov w - lr * (g + momentum * b)
-   Without momentum, b is g and is not stored. Fields of AdamW are not read. */
-DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream);
+   Without momentum, b is g and is not stored. Fields of AdamW are not read. Launches are those of
+   ddp_cuda_adamw. */
+DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *descs, int count, cudaStream_t stream);
 
 /* Converts count elements of src (F32, F16 or BF16) to signed bytes, q[count]. Each block of
    DDP_CUDA_QUANT_BLOCK (256) elements, counted from src[0], has one f32 scale: scales[ceil(count / 256)].
@@ -1221,6 +1225,19 @@ static ddp_result ddp__cuda_launch_elements(const F &f, uint32_t mask, size_t co
     return ddp__cuda_launch(work, (longest + DDP__CUDA_THREADS - 1) / DDP__CUDA_THREADS, stream, function);
 }
 
+/* Returns the tensor of chunk `number`, by bisection: the last one with first[r] at most number. */
+template <class T> static DDP__HD int ddp__cuda_find(const T *first, int count, size_t number) {
+    int low = 0, high = count;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (first[middle] <= number)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 /* Work on chunks of a list of tensors, one block per chunk. F has chunk(number, thread, threads). */
 template <class F> struct ddp__cuda_chunks_work {
     F f;
@@ -1239,6 +1256,47 @@ static ddp_result ddp__cuda_launch_chunks(const F &f, size_t chunks, cudaStream_
                                           const char *function) {
     const ddp__cuda_chunks_work<F> work = {f, chunks};
     return ddp__cuda_launch(work, chunks, stream, function);
+}
+
+/* Work on a list of tensors. Tensor r has chunks first[r] to first[r + 1] - 1. F has
+     item, SIZE                              a tensor in the kernel's arguments, and the most per launch
+     part(item, at, count, thread, threads)  the share of a thread in elements [at, at + count) of a tensor */
+template <class F> struct ddp__cuda_list {
+    F f;
+    int count;
+    uint32_t first[F::SIZE + 1];
+    typename F::item item[F::SIZE];
+    size_t length[F::SIZE];
+    DDP__HD void chunk(size_t number, size_t thread, size_t threads) const {
+        int r = ddp__cuda_find(first, count, number);
+        size_t at = (number - first[r]) * DDP__CUDA_CHUNK;
+        size_t n = length[r] - at < DDP__CUDA_CHUNK ? length[r] - at : DDP__CUDA_CHUNK;
+        f.part(item[r], at, n, thread, threads);
+    }
+};
+
+/* Launches the tensors that the list holds, and empties it. */
+template <class F>
+static ddp_result ddp__cuda_list_launch(ddp__cuda_list<F> *list, cudaStream_t stream, const char *function) {
+    static_assert(sizeof(ddp__cuda_chunks_work<ddp__cuda_list<F>>) <= 4096, "arguments of a kernel");
+    size_t chunks = list->first[list->count];
+    const ddp_result result = ddp__cuda_launch_chunks(*list, chunks, stream, function);
+    list->count = 0;
+    return result;
+}
+
+/* Appends a tensor of `length` elements. Launches the list first if it is full. */
+template <class F>
+static ddp_result ddp__cuda_list_add(ddp__cuda_list<F> *list, const typename F::item &item, size_t length,
+                                     cudaStream_t stream, const char *function) {
+    if (length == 0) return DDP_OK;
+    if (list->count == F::SIZE) DDP_TRY(ddp__cuda_list_launch(list, stream, function));
+    int r = list->count++;
+    size_t chunks = length / DDP__CUDA_CHUNK + (length % DDP__CUDA_CHUNK != 0);
+    list->item[r] = item;
+    list->length[r] = length;
+    list->first[r + 1] = list->first[r] + (uint32_t)chunks;
+    return DDP_OK;
 }
 
 /* Independent sums in one thread. */
@@ -1508,7 +1566,7 @@ template <class T> struct ddp__cuda_move {
 };
 
 /* One launch for up to 64 ranges, each processed by a copy of f: a ddp__cuda_convert or ddp__cuda_move. Range
-   r has chunks first[r] to first[r + 1] - 1. A block finds the range of its chunk by bisection. */
+   r has chunks first[r] to first[r + 1] - 1. */
 template <class F> struct ddp__cuda_ranges {
     F f;
     int range_count;
@@ -1518,16 +1576,9 @@ template <class F> struct ddp__cuda_ranges {
     DDP__HD void chunk(size_t number, size_t thread, size_t threads) const {
         typedef typename F::dst_type dst_type;
         typedef typename F::src_type src_type;
-        int low = 0, high = range_count;
-        while (high - low > 1) {
-            int middle = (low + high) / 2;
-            if (first[middle] <= number)
-                low = middle;
-            else
-                high = middle;
-        }
-        const ddp_copy_range &r = range[low];
-        size_t at = (number - first[low]) * DDP__CUDA_CHUNK;
+        int tensor = ddp__cuda_find(first, range_count, number);
+        const ddp_copy_range &r = range[tensor];
+        size_t at = (number - first[tensor]) * DDP__CUDA_CHUNK;
         size_t n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
         F own = f;
         own.dst = (dst_type *)r.dst + at;
@@ -1800,57 +1851,40 @@ static ddp_result ddp__cuda_sum_squares(void *data, size_t rows, size_t row_coun
 /* AdamW, LAMB and SGD, one pass over all state, for ddp_cuda_adamw, ddp_cuda_sgd and the optimizer of
    ddp_fsdp.h. Every operation is rounded, so the bits are those of the CPU. */
 
-/* The copy of the parameters for the next forward pass. */
-typedef struct ddp__cuda_copy {
-    void *data; /* NULL = none */
-    ddp_dtype dtype;
-    int stochastic;
-    uint64_t key, first_index;
-} ddp__cuda_copy;
-
-template <int N>
-static DDP__HD void ddp__cuda_write_copy(const ddp__cuda_copy &copy, const float *w, size_t at) {
-    uint16_t half[N];
-    if (copy.dtype == DDP_F32) {
-        ddp__cuda_store<N>(w, copy.data, at);
-        return;
-    }
-    DDP__UNROLL
-    for (int i = 0; i < N; i++) {
-        if (copy.dtype == DDP_F16)
-            half[i] = ddp__cuda_to_f16(w[i]);
-        else if (!copy.stochastic)
-            half[i] = ddp__cuda_to_bf16(w[i]);
-        else
-            half[i] = ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
-    }
-    ddp__cuda_store<N>(half, copy.data, at);
-}
-
-/* One step of AdamW or LAMB (ADAM 1), or SGD (ADAM 0), from a struct ddp_update or a ddp_cuda_step_desc. G:
-   dtype of the gradient. Parameters and arithmetic are f32, or f64 if G is f64. The fields are
-   those of struct ddp_update. */
-template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
-    typedef typename ddp__cuda_type<G>::math T;
-    enum { WIDTH = 16 / sizeof(T) };
+/* One tensor of a step. T: f32 or f64. */
+template <class T> struct ddp__cuda_step_tensor {
     T *value;
     void *grad;
     T *state0, *state1; /* SGD: state0 is NULL without momentum */
+    void *copy;         /* NULL = none; the new values in copy_dtype, for the next forward pass */
+    const double *scale_at;
+    uint64_t first_index; /* of element 0, for stochastic rounding of the copy */
+};
+
+/* One step of AdamW or LAMB (ADAM 1), or SGD (ADAM 0), from a struct ddp_update or a list of
+   ddp_cuda_step_desc. G: dtype of the gradient. Parameters and arithmetic are f32, or f64 if G is f64. The
+   fields are those of struct ddp_update, and equal for all tensors of a launch. */
+template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
+    typedef typename ddp__cuda_type<G>::math T;
+    typedef ddp__cuda_step_tensor<T> item;
+    enum { WIDTH = 16 / sizeof(T), SIZE = 56 };
     T rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, scale, grad_scale, decay_factor,
         inv_sqrt_bias_correction2;
     int first, nesterov;
     const float *grad_scale_at;
-    const double *scale_at;
-    int lamb;            /* 1 = writes the update to grad and does not change value */
+    int lamb;             /* 1 = writes the update to grad and does not change value */
+    ddp_dtype copy_dtype; /* of the copies */
+    int copy_size;        /* bytes of an element of them */
+    int stochastic;       /* 1 = copies are rounded at random, by key and the index of the element */
+    uint64_t key;
     const int64_t *skip; /* if *skip is not 0, nothing is written; NULL = never skip */
-    ddp__cuda_copy copy; /* not for f64 */
 
     /* Returns b + factor * a. */
     static DDP__HD T add(T b, T factor, T a) { return ddp__cuda_add(b, ddp__cuda_mul(factor, a)); }
-    template <int N> DDP__HD void adam(T *w, T *g, size_t at) const {
+    template <int N> DDP__HD void adam(const item &t, T *w, T *g, size_t at) const {
         T m[N], v[N];
-        ddp__cuda_load<N>(m, state0, at);
-        ddp__cuda_load<N>(v, state1, at);
+        ddp__cuda_load<N>(m, t.state0, at);
+        ddp__cuda_load<N>(v, t.state1, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
             T d;
@@ -1861,28 +1895,45 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
             g[i] = decay != 0 ? add(d, decay, w[i]) : d;
             w[i] = ddp__cuda_add(ddp__cuda_mul(decay_factor, w[i]), -d);
         }
-        ddp__cuda_store<N>(m, state0, at);
-        ddp__cuda_store<N>(v, state1, at);
+        ddp__cuda_store<N>(m, t.state0, at);
+        ddp__cuda_store<N>(v, t.state1, at);
     }
-    template <int N> DDP__HD void sgd(T *w, const T *g, size_t at) const {
+    template <int N> DDP__HD void sgd(const item &t, T *w, const T *g, size_t at) const {
         T m[N] = {};
         T factor = scale;
         double stored;
-        if (scale_at) {
-            ddp__cuda_load<1>(&stored, scale_at, 0);
+        if (t.scale_at) {
+            ddp__cuda_load<1>(&stored, t.scale_at, 0);
             factor = (T)stored;
         }
-        if (state0 && !first) ddp__cuda_load<N>(m, state0, at);
+        if (t.state0 && !first) ddp__cuda_load<N>(m, t.state0, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
             T d = ddp__cuda_mul(factor, decay != 0 ? add(g[i], decay, w[i]) : g[i]);
             m[i] = first ? d : add(ddp__cuda_mul(beta1, m[i]), one_minus_beta1, d);
-            if (state0) d = nesterov ? add(d, beta1, m[i]) : m[i];
+            if (t.state0) d = nesterov ? add(d, beta1, m[i]) : m[i];
             w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(rate, d));
         }
-        if (state0) ddp__cuda_store<N>(m, state0, at);
+        if (t.state0) ddp__cuda_store<N>(m, t.state0, at);
     }
-    template <int N> DDP__HD void run(size_t at) const {
+    template <ddp_dtype C, int N> DDP__HD void write_rounded(const item &t, const T *w, size_t at) const {
+        typename ddp__cuda_type<C>::store out[N];
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) out[i] = ddp__cuda_round<C>(w[i]);
+        ddp__cuda_store<N>(out, t.copy, at);
+    }
+    template <int N> DDP__HD void write_copy(const item &t, const T *w, size_t at) const {
+        uint16_t random[N];
+        if (copy_dtype == DDP_F32) return write_rounded<DDP_F32, N>(t, w, at);
+        if (copy_dtype == DDP_F64) return write_rounded<DDP_F64, N>(t, w, at);
+        if (copy_dtype == DDP_F16) return write_rounded<DDP_F16, N>(t, w, at);
+        if (!stochastic) return write_rounded<DDP_BF16, N>(t, w, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++)
+            random[i] = ddp__cuda_to_bf16_random((float)w[i], key, t.first_index + at + (size_t)i);
+        ddp__cuda_store<N>(random, t.copy, at);
+    }
+    template <int N> DDP__HD void run(const item &t, size_t at) const {
         typename ddp__cuda_type<G>::store in[N];
         T w[N], g[N], factor = grad_scale;
         float stored;
@@ -1891,43 +1942,50 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
             ddp__cuda_load<1>(&stored, grad_scale_at, 0);
             factor = (T)stored;
         }
-        ddp__cuda_load<N>(in, grad, at);
-        ddp__cuda_load<N>(w, value, at);
+        ddp__cuda_load<N>(in, t.grad, at);
+        ddp__cuda_load<N>(w, t.value, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(factor, ddp__cuda_type<G>::load(in[i]));
         if (ADAM)
-            adam<N>(w, g, at);
+            adam<N>(t, w, g, at);
         else
-            sgd<N>(w, g, at);
+            sgd<N>(t, w, g, at);
         if (lamb)
-            ddp__cuda_store<N>(g, grad, at);
+            ddp__cuda_store<N>(g, t.grad, at);
         else
-            ddp__cuda_store<N>(w, value, at);
-        if constexpr (G != DDP_F64)
-            if (copy.data) ddp__cuda_write_copy<N>(copy, w, at);
+            ddp__cuda_store<N>(w, t.value, at);
+        if (t.copy) write_copy<N>(t, w, at);
+    }
+
+    /* A tensor, for ddp__cuda_run_elements. */
+    struct elements {
+        enum { WIDTH = ddp__cuda_update::WIDTH };
+        const ddp__cuda_update &f;
+        const item &t;
+        size_t begin;
+        template <int N> DDP__HD void run(size_t at) const { f.template run<N>(t, begin + at); }
+    };
+    DDP__HD void part(const item &t, size_t at, size_t count, size_t thread, size_t threads) const {
+        const elements f = {*this, t, at};
+        const void *arrays[5] = {t.value, t.state0, t.state1, t.grad, t.copy};
+        const int size = (int)sizeof(T);
+        const int sizes[5] = {size, size, size, (int)sizeof(typename ddp__cuda_type<G>::store), copy_size};
+        uint32_t mask = (1u << WIDTH) - 1;
+        DDP__UNROLL
+        for (int i = 0; i < 5; i++)
+            if (arrays[i])
+                mask = ddp__cuda_aligned_heads(mask, (const char *)arrays[i] + at * (size_t)sizes[i],
+                                               sizes[i], WIDTH);
+        ddp__cuda_run_elements(f, ddp__cuda_vectors_of(mask, count, WIDTH), thread, threads);
     }
 };
-
-template <class F>
-static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t count, cudaStream_t stream,
-                                          const char *function) {
-    const void *arrays[5] = {f.value, f.state0, f.state1, f.grad, f.copy.data};
-    const int size = (int)sizeof *f.value;
-    const int sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
-    uint32_t mask = (1u << F::WIDTH) - 1;
-    for (int i = 0; i < 5; i++)
-        if (arrays[i]) mask = ddp__cuda_aligned_heads(mask, arrays[i], sizes[i], F::WIDTH);
-    return ddp__cuda_launch_elements(f, mask, count, stream, function);
-}
 
 //== optimizers: descs and calls ====================================================== >>impl-optimizer-calls
 /* Turns the descs of ddp_cuda_adamw and ddp_cuda_sgd, and struct ddp_update of ddp_fsdp.h, into the kernel of
    the section above. The other functions of the optimizer table follow: scale, clip and trust. */
 
-/* Checks desc and copies it to out with its defaults resolved. */
-static ddp_result ddp__cuda_check_step_desc(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, int adam,
-                                            const char *function) {
-    if (!desc) return ddp_fail(DDP_ERR_INVALID, "%s: desc is NULL", function);
+/* Copies desc to out with its defaults resolved. */
+static void ddp__cuda_resolve_step_desc(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out) {
     *out = *desc;
     if (!out->grad_dtype) out->grad_dtype = DDP_F32;
     if (!out->copy_dtype) out->copy_dtype = DDP_BF16;
@@ -1935,47 +1993,59 @@ static ddp_result ddp__cuda_check_step_desc(const ddp_cuda_step_desc *desc, ddp_
     if (out->beta2 == 0) out->beta2 = 0.999f;
     if (out->eps == 0) out->eps = 1e-8f;
     if (out->grad_factor == 0) out->grad_factor = 1.0f;
-    if (out->step < 1)
-        return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld; use 1 or more", function, (long long)out->step);
-    if (out->count && (!out->master || !out->grad))
-        return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
-    if (out->grad_dtype == DDP_F64 || !ddp_is_float(out->grad_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s; use f32, f16 or bf16", function,
-                        ddp_dtype_name(out->grad_dtype));
-    if (out->copy_dtype == DDP_F64 || !ddp_is_float(out->copy_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s; use bf16, f16 or f32", function,
-                        ddp_dtype_name(out->copy_dtype));
-    if (out->stochastic && out->copy_dtype != DDP_BF16)
-        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding with copy_dtype=%s; use bf16", function,
-                        ddp_dtype_name(out->copy_dtype));
-    if (adam && out->count && (!out->first || !out->second))
-        return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
-    if (!adam && out->count && out->momentum != 0 && !out->first)
-        return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, but first is NULL", function,
-                        (double)out->momentum);
+}
+
+/* Checks a desc with resolved defaults. index: in the list, for the error. */
+static ddp_result ddp__cuda_check_step_desc(const ddp_cuda_step_desc *d, int index, int adam,
+                                            const char *function) {
+    if (d->step < 1)
+        return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d]: step=%lld; use 1 or more", function, index,
+                        (long long)d->step);
+    if (d->count && (!d->master || !d->grad))
+        return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d]: master or grad is NULL; set both", function, index);
+    if (d->grad_dtype == DDP_F64 || !ddp_is_float(d->grad_dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d]: grad_dtype=%s; use f32, f16 or bf16", function,
+                        index, ddp_dtype_name(d->grad_dtype));
+    if (d->copy_dtype == DDP_F64 || !ddp_is_float(d->copy_dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d]: copy_dtype=%s; use bf16, f16 or f32", function,
+                        index, ddp_dtype_name(d->copy_dtype));
+    if (d->stochastic && d->copy_dtype != DDP_BF16)
+        return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d]: stochastic rounding with copy_dtype=%s; use bf16",
+                        function, index, ddp_dtype_name(d->copy_dtype));
+    if (adam && d->count && (!d->first || !d->second))
+        return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d]: first or second is NULL; set both", function, index);
+    if (!adam && d->count && d->momentum != 0 && !d->first)
+        return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d]: momentum=%g, but first is NULL; set it", function,
+                        index, (double)d->momentum);
     return DDP_OK;
 }
 
-/* Converts a desc with resolved defaults. */
+/* Whether two tensors can share a launch: all fields except those of ddp__cuda_step_tensor are equal. */
+static int ddp__cuda_same_step(const ddp_cuda_step_desc *a, const ddp_cuda_step_desc *b) {
+    return a->grad_dtype == b->grad_dtype && a->copy_dtype == b->copy_dtype && a->step == b->step
+           && a->lr == b->lr && a->weight_decay == b->weight_decay && a->beta1 == b->beta1
+           && a->beta2 == b->beta2 && a->eps == b->eps && a->momentum == b->momentum
+           && a->dampening == b->dampening && a->nesterov == b->nesterov && a->grad_factor == b->grad_factor
+           && a->skip == b->skip && a->stochastic == b->stochastic && a->seed == b->seed;
+}
+
+/* The factors of a desc with resolved defaults. */
 template <ddp_dtype G, int ADAM>
 static ddp__cuda_update<G, ADAM> ddp__cuda_update_of(const ddp_cuda_step_desc *d) {
     const double step = (double)d->step, lr = (double)d->lr;
-    const uint64_t key = ddp__cuda_splitmix64(ddp__cuda_splitmix64(d->seed + UINT64_C(0x9e3779b97f4a7c15))
-                                              + (uint64_t)d->step);
-    const ddp__cuda_copy copy = {d->copy, d->copy_dtype, d->stochastic, key, d->first_index};
     /* The conversion to float keeps the host compiler from fusing the two operations. */
     const float decay_factor = 1.0f - (float)(lr * d->weight_decay);
     const float inv_sqrt_bias_correction2 = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
     ddp__cuda_update<G, ADAM> u = {};
-    u.value = d->master;
-    u.grad = (void *)d->grad;
     u.scale = 1;
     u.grad_scale = d->grad_factor;
     u.skip = d->skip;
-    u.copy = copy;
+    u.copy_dtype = d->copy_dtype;
+    u.copy_size = (int)ddp_dtype_size(d->copy_dtype);
+    u.stochastic = d->stochastic;
+    u.key = ddp__cuda_splitmix64(ddp__cuda_splitmix64(d->seed + UINT64_C(0x9e3779b97f4a7c15))
+                                 + (uint64_t)d->step);
     if (ADAM) {
-        u.state0 = d->first;
-        u.state1 = d->second;
         u.rate = (float)(lr / (1.0 - pow((double)d->beta1, step)));
         u.beta1 = d->beta1;
         u.one_minus_beta1 = 1.0f - d->beta1;
@@ -1985,7 +2055,6 @@ static ddp__cuda_update<G, ADAM> ddp__cuda_update_of(const ddp_cuda_step_desc *d
         u.decay_factor = decay_factor;
         u.inv_sqrt_bias_correction2 = inv_sqrt_bias_correction2;
     } else {
-        u.state0 = d->momentum != 0 ? d->first : NULL;
         u.rate = d->lr;
         u.beta1 = d->momentum;
         u.one_minus_beta1 = 1.0f - d->dampening;
@@ -1996,42 +2065,80 @@ static ddp__cuda_update<G, ADAM> ddp__cuda_update_of(const ddp_cuda_step_desc *d
     return u;
 }
 
+/* Launches all descs from index `from` on that can share a launch with it. */
+template <ddp_dtype G, int ADAM>
+static ddp_result ddp__cuda_step_launch(const ddp_cuda_step_desc *descs, int from, int count,
+                                        cudaStream_t stream, const char *function) {
+    ddp_cuda_step_desc first, d;
+    ddp__cuda_list<ddp__cuda_update<G, ADAM>> list = {};
+    ddp__cuda_resolve_step_desc(&descs[from], &first);
+    list.f = ddp__cuda_update_of<G, ADAM>(&first);
+    for (int i = from; i < count; i++) {
+        ddp__cuda_resolve_step_desc(&descs[i], &d);
+        if (!ddp__cuda_same_step(&first, &d)) continue;
+        float *state0 = ADAM || d.momentum != 0 ? d.first : NULL;
+        const ddp__cuda_step_tensor<float> tensor = {d.master, (void *)d.grad, state0,       d.second,
+                                                     d.copy,   NULL,           d.first_index};
+        DDP_TRY(ddp__cuda_list_add(&list, tensor, d.count, stream, function));
+    }
+    return ddp__cuda_list_launch(&list, stream, function);
+}
+
 template <int ADAM>
-static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t stream, const char *function) {
-    ddp_cuda_step_desc d;
-    DDP_TRY(ddp__cuda_check_step_desc(desc, &d, ADAM, function));
-    return ddp__cuda_dispatch<DDP__CUDA_FLOATS_32>(d.grad_dtype, [&](auto G) {
-        return ddp__cuda_update_launch(ddp__cuda_update_of<decltype(G)::value, ADAM>(&d),
-                                       (int)ddp_dtype_size(d.grad_dtype), d.count, stream, function);
-    });
+static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *descs, int count, cudaStream_t stream,
+                                 const char *function) {
+    ddp_cuda_step_desc d, earlier;
+    if (count < 0 || (count && !descs))
+        return ddp_fail(DDP_ERR_INVALID, "%s: count=%d is negative, or descs is NULL", function, count);
+    for (int i = 0; i < count; i++) {
+        ddp__cuda_resolve_step_desc(&descs[i], &d);
+        DDP_TRY(ddp__cuda_check_step_desc(&d, i, ADAM, function));
+    }
+    for (int i = 0; i < count; i++) {
+        int launched = 0;
+        ddp__cuda_resolve_step_desc(&descs[i], &d);
+        for (int k = 0; k < i && !launched; k++) {
+            ddp__cuda_resolve_step_desc(&descs[k], &earlier);
+            launched = ddp__cuda_same_step(&earlier, &d);
+        }
+        if (launched) continue;
+        DDP_TRY(ddp__cuda_dispatch<DDP__CUDA_FLOATS_32>(d.grad_dtype, [&](auto G) {
+            return ddp__cuda_step_launch<decltype(G)::value, ADAM>(descs, i, count, stream, function);
+        }));
+    }
+    return DDP_OK;
 }
 
 #if defined(DDP_FSDP_KERNELS_H)
-template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u) {
-    typedef typename ddp__cuda_type<D>::math T;
-    ddp__cuda_update<D, ADAM> f = {};
-    f.value = (T *)u->value;
-    f.grad = u->grad;
-    f.state0 = (T *)u->state0;
-    f.state1 = (T *)u->state1;
-    f.rate = (T)u->rate;
-    f.beta1 = (T)u->beta1;
-    f.one_minus_beta1 = (T)u->one_minus_beta1;
-    f.beta2 = (T)u->beta2;
-    f.one_minus_beta2 = (T)u->one_minus_beta2;
-    f.eps = (T)u->eps;
-    f.decay = (T)u->decay;
-    f.scale = (T)u->scale;
-    f.grad_scale = (T)(u->grad_scale ? u->grad_scale : 1);
-    f.decay_factor = (T)u->decay_factor;
-    f.inv_sqrt_bias_correction2 = (T)u->inv_sqrt_bias_correction2;
-    f.first = u->first;
-    f.nesterov = u->nesterov;
-    f.grad_scale_at = u->grad_scale_at;
-    f.scale_at = u->scale_at;
-    f.lamb = u->kind == DDP_UPDATE_LAMB;
-    return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_this_thread.stream,
-                                   "ddp_device_cuda update");
+template <ddp_dtype G, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u) {
+    typedef typename ddp__cuda_type<G>::math T;
+    const char *function = "ddp_device_cuda update";
+    const cudaStream_t stream = ddp__cuda_this_thread.stream;
+    ddp__cuda_list<ddp__cuda_update<G, ADAM>> list = {};
+    ddp__cuda_update<G, ADAM> *f = &list.f;
+    f->rate = (T)u->rate;
+    f->beta1 = (T)u->beta1;
+    f->one_minus_beta1 = (T)u->one_minus_beta1;
+    f->beta2 = (T)u->beta2;
+    f->one_minus_beta2 = (T)u->one_minus_beta2;
+    f->eps = (T)u->eps;
+    f->decay = (T)u->decay;
+    f->scale = (T)u->scale;
+    f->grad_scale = (T)(u->grad_scale ? u->grad_scale : 1);
+    f->decay_factor = (T)u->decay_factor;
+    f->inv_sqrt_bias_correction2 = (T)u->inv_sqrt_bias_correction2;
+    f->first = u->first;
+    f->nesterov = u->nesterov;
+    f->grad_scale_at = u->grad_scale_at;
+    f->lamb = u->kind == DDP_UPDATE_LAMB;
+    f->copy_dtype = u->copy_dtype;
+    f->copy_size = (int)ddp_dtype_size(u->copy_dtype);
+    for (const ddp_update_tensor *t = u->tensors; t < u->tensors + u->tensor_count; t++) {
+        const ddp__cuda_step_tensor<T> tensor = {
+            (T *)t->value, t->grad, (T *)t->state0, (T *)t->state1, t->copy, t->scale_at, 0};
+        DDP_TRY(ddp__cuda_list_add(&list, tensor, t->count, stream, function));
+    }
+    return ddp__cuda_list_launch(&list, stream, function);
 }
 
 /* clip and trust of ddp_optimizer_kernels. One thread computes one number. */
@@ -2062,9 +2169,9 @@ struct ddp__cuda_trust {
 };
 
 static void ddp__cuda_optimizer_update(const ddp_update *u) {
-    ddp__cuda_save_failure(ddp__cuda_dispatch<DDP_F32, DDP_F64>(u->dtype, [&](auto D) {
-        if (u->kind == DDP_UPDATE_SGD) return ddp__cuda_update_run<decltype(D)::value, 0>(u);
-        return ddp__cuda_update_run<decltype(D)::value, 1>(u);
+    ddp__cuda_save_failure(ddp__cuda_dispatch<DDP__CUDA_FLOATS>(u->grad_dtype, [&](auto G) {
+        if (u->kind == DDP_UPDATE_SGD) return ddp__cuda_update_run<decltype(G)::value, 0>(u);
+        return ddp__cuda_update_run<decltype(G)::value, 1>(u);
     }));
 }
 
@@ -5379,11 +5486,11 @@ DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, dd
     return ddp__cuda_sum_squares<1>(data, rows, row_count, dtype, factor, norm, stream, "ddp_cuda_unscale");
 }
 
-DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
-    return ddp__cuda_step<1>(desc, stream, "ddp_cuda_adamw");
+DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *descs, int count, cudaStream_t stream) {
+    return ddp__cuda_step<1>(descs, count, stream, "ddp_cuda_adamw");
 }
-DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
-    return ddp__cuda_step<0>(desc, stream, "ddp_cuda_sgd");
+DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *descs, int count, cudaStream_t stream) {
+    return ddp__cuda_step<0>(descs, count, stream, "ddp_cuda_sgd");
 }
 
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,

@@ -117,9 +117,19 @@ NOT DONE HERE
 /* The kinds of a ddp_update. LARS is an SGD with a scale. */
 typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD } ddp_update_kind;
 
-/* One step of an optimizer over count elements of dtype f32 or f64. w, g, m and v are elements of value,
-   grad, state0 and state1. g is first multiplied by grad_scale. Every product, sum, root and quotient is
-   rounded to dtype: no fused multiply-add. The factors are rounded to dtype beforehand.
+/* One tensor of a ddp_update. The arrays have count elements and do not overlap. */
+typedef struct ddp_update_tensor {
+    void *value, *grad;     /* of dtype; of grad_dtype */
+    void *state0, *state1;  /* of dtype; NULL where the formula needs none */
+    void *copy;             /* NULL, or receives the new values, rounded to copy_dtype; not with LAMB */
+    const double *scale_at; /* NULL = ddp_update.scale; otherwise the device's memory with that factor,
+                               which is read when the work runs */
+    size_t count;           /* may be 0 */
+} ddp_update_tensor;
+
+/* One step of an optimizer over a list of tensors. w, g, m and v are elements of value, grad, state0 and
+   state1. g is first converted to dtype and multiplied by grad_scale. Every product, sum, root and quotient
+   is rounded to dtype: no fused multiply-add. The factors are rounded to dtype beforehand.
      ADAMW   m = beta1 m + one_minus_beta1 g;  v = beta2 v + one_minus_beta2 (g g);
              w = w decay_factor - (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps)
      LAMB    m and v as above;
@@ -128,11 +138,12 @@ typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD
              with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;
              w = w - rate d */
 typedef struct ddp_update {
-    ddp_update_kind kind;  /* which of the formulas */
-    ddp_dtype dtype;       /* of the four arrays: F32 or F64 */
-    void *value, *grad;    /* the arrays of w and g */
-    void *state0, *state1; /* the arrays of m and v; NULL where the formula needs none */
-    size_t count;          /* elements of each array */
+    ddp_update_kind kind; /* which of the formulas */
+    ddp_dtype dtype;      /* F32 or F64 */
+    ddp_dtype grad_dtype; /* dtype; or F16 or BF16 with dtype F32, except LAMB, which writes g */
+    ddp_dtype copy_dtype; /* a float; not read without copies */
+    const ddp_update_tensor *tensors;
+    int tensor_count;
     double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay; /* the factors of the formulas */
     double scale, grad_scale;                                                /* grad_scale 0 = 1 */
     double decay_factor;                                                     /* 1 - rate * weight decay */
@@ -140,14 +151,13 @@ typedef struct ddp_update {
     int first, nesterov;        /* SGD: 1 = the first step; 1 = Nesterov momentum */
     const float *grad_scale_at; /* NULL = grad_scale; otherwise the device's memory with that factor, which is
                                    read when the work runs */
-    const double *scale_at;     /* NULL = scale; otherwise the same for that factor */
 } ddp_update;
 
 /* The functions of ddp_device.optimizer. All pointers are in the device's memory. Work goes to the stream
    that the calling thread uses, and the call returns at once. ddp_device.check reports failures. n(k) is the
    root of sum k. */
 #define DDP_OPTIMIZER_KERNELS(X)                                                                            \
-    /* one step */                                                                                          \
+    /* one step of a list of tensors */                                                                     \
     X(update, (const ddp_update *update))                                                                   \
     /* multiplies data, f32 or f64, by *factor */                                                           \
     X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))                              \
@@ -892,103 +902,107 @@ DDP__UPDATE_INLINE ddp__vector_f64 ddp__vec_sqrt_f64(ddp__vector_f64 x) {
                                                at most a vector; the rest of the vector is 0
        ddp__vec_store_f32(base, i, count, x)
        ddp__vec_product_f32(factor, x)         factor times x, rounded
-       ddp__vec_load_grad_f32(u, i, count)     the gradient, times grad_scale */
-#define DDP__VECTOR_FNS(real, suffix)                                                                  \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_load_##suffix(const void *base, size_t i,         \
-                                                                   size_t count) {                     \
-        ddp__vector_##suffix x = {0};                                                                  \
-        memcpy(&x, (const real *)base + i, count * sizeof(real));                                      \
-        return x;                                                                                      \
-    }                                                                                                  \
-    DDP__UPDATE_INLINE void ddp__vec_store_##suffix(void *base, size_t i, size_t count,                \
-                                                    ddp__vector_##suffix x) {                          \
-        memcpy((real *)base + i, &x, count * sizeof(real));                                            \
-    }                                                                                                  \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_product_##suffix(double factor,                   \
-                                                                      ddp__vector_##suffix x) {        \
-        x = (real)factor * x;                                                                          \
-        DDP__ROUNDED(x);                                                                               \
-        return x;                                                                                      \
-    }                                                                                                  \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_load_grad_##suffix(const ddp_update *u, size_t i, \
-                                                                        size_t count) {                \
-        ddp__vector_##suffix grad = ddp__vec_load_##suffix(u->grad, i, count);                         \
-        return (real)u->grad_scale != 1 ? ddp__vec_product_##suffix(u->grad_scale, grad) : grad;       \
+       ddp__vec_load_grad_f32(u, t, i, count)  the gradient of tensor t, times grad_scale */
+#define DDP__VECTOR_FNS(real, suffix)                                                            \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_load_##suffix(const void *base, size_t i,   \
+                                                                   size_t count) {               \
+        ddp__vector_##suffix x = {0};                                                            \
+        memcpy(&x, (const real *)base + i, count * sizeof(real));                                \
+        return x;                                                                                \
+    }                                                                                            \
+    DDP__UPDATE_INLINE void ddp__vec_store_##suffix(void *base, size_t i, size_t count,          \
+                                                    ddp__vector_##suffix x) {                    \
+        memcpy((real *)base + i, &x, count * sizeof(real));                                      \
+    }                                                                                            \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_product_##suffix(double factor,             \
+                                                                      ddp__vector_##suffix x) {  \
+        x = (real)factor * x;                                                                    \
+        DDP__ROUNDED(x);                                                                         \
+        return x;                                                                                \
+    }                                                                                            \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_load_grad_##suffix(                         \
+        const ddp_update *u, const ddp_update_tensor *t, size_t i, size_t count) {               \
+        ddp__vector_##suffix grad = ddp__vec_load_##suffix(t->grad, i, count);                   \
+        return (real)u->grad_scale != 1 ? ddp__vec_product_##suffix(u->grad_scale, grad) : grad; \
     }
 DDP__VECTOR_FNS(float, f32)
 DDP__VECTOR_FNS(double, f64)
 
-/* DDP__ADAM_FN(float, f32) defines ddp__adam_f32(u, i, count): ADAMW or LAMB for elements [i, i + count), at
-   most one vector. */
-#define DDP__ADAM_FN(real, suffix)                                                                      \
-    DDP__UPDATE_INLINE void ddp__adam_##suffix(const ddp_update *u, size_t i, size_t count) {           \
-        ddp__vector_##suffix value = ddp__vec_load_##suffix(u->value, i, count);                        \
-        ddp__vector_##suffix grad = ddp__vec_load_grad_##suffix(u, i, count);                           \
-        ddp__vector_##suffix square = grad * grad;                                                      \
-        DDP__ROUNDED(square);                                                                           \
-        ddp__vector_##suffix m = ddp__vec_product_##suffix(u->beta1,                                    \
-                                                           ddp__vec_load_##suffix(u->state0, i, count)) \
-                                 + ddp__vec_product_##suffix(u->one_minus_beta1, grad);                 \
-        ddp__vector_##suffix v = ddp__vec_product_##suffix(u->beta2,                                    \
-                                                           ddp__vec_load_##suffix(u->state1, i, count)) \
-                                 + ddp__vec_product_##suffix(u->one_minus_beta2, square);               \
-        ddp__vector_##suffix root = ddp__vec_product_##suffix(u->inv_sqrt_bias_correction2,             \
-                                                              ddp__vec_sqrt_##suffix(v));               \
-        ddp__vector_##suffix change = ddp__vec_product_##suffix(u->rate, m) / (root + (real)u->eps);    \
-        if (u->kind != DDP_UPDATE_LAMB) {                                                               \
-            value = ddp__vec_product_##suffix(u->decay_factor, value) - change;                         \
-            ddp__vec_store_##suffix(u->value, i, count, value);                                         \
-        } else {                                                                                        \
-            if ((real)u->decay != 0) change = change + ddp__vec_product_##suffix(u->decay, value);      \
-            ddp__vec_store_##suffix(u->grad, i, count, change);                                         \
-        }                                                                                               \
-        ddp__vec_store_##suffix(u->state0, i, count, m);                                                \
-        ddp__vec_store_##suffix(u->state1, i, count, v);                                                \
+/* DDP__ADAM_FN(float, f32) defines ddp__adam_f32(u, t, i, count): ADAMW or LAMB for elements [i, i + count),
+   at most one vector. */
+#define DDP__ADAM_FN(real, suffix)                                                                        \
+    DDP__UPDATE_INLINE void ddp__adam_##suffix(const ddp_update *u, const ddp_update_tensor *t, size_t i, \
+                                               size_t count) {                                            \
+        ddp__vector_##suffix value = ddp__vec_load_##suffix(t->value, i, count);                          \
+        ddp__vector_##suffix grad = ddp__vec_load_grad_##suffix(u, t, i, count);                          \
+        ddp__vector_##suffix square = grad * grad;                                                        \
+        DDP__ROUNDED(square);                                                                             \
+        ddp__vector_##suffix m = ddp__vec_product_##suffix(u->beta1,                                      \
+                                                           ddp__vec_load_##suffix(t->state0, i, count))   \
+                                 + ddp__vec_product_##suffix(u->one_minus_beta1, grad);                   \
+        ddp__vector_##suffix v = ddp__vec_product_##suffix(u->beta2,                                      \
+                                                           ddp__vec_load_##suffix(t->state1, i, count))   \
+                                 + ddp__vec_product_##suffix(u->one_minus_beta2, square);                 \
+        ddp__vector_##suffix root = ddp__vec_product_##suffix(u->inv_sqrt_bias_correction2,               \
+                                                              ddp__vec_sqrt_##suffix(v));                 \
+        ddp__vector_##suffix change = ddp__vec_product_##suffix(u->rate, m) / (root + (real)u->eps);      \
+        if (u->kind != DDP_UPDATE_LAMB) {                                                                 \
+            value = ddp__vec_product_##suffix(u->decay_factor, value) - change;                           \
+            ddp__vec_store_##suffix(t->value, i, count, value);                                           \
+        } else {                                                                                          \
+            if ((real)u->decay != 0) change = change + ddp__vec_product_##suffix(u->decay, value);        \
+            ddp__vec_store_##suffix(t->grad, i, count, change);                                           \
+        }                                                                                                 \
+        ddp__vec_store_##suffix(t->state0, i, count, m);                                                  \
+        ddp__vec_store_##suffix(t->state1, i, count, v);                                                  \
     }
 DDP__ADAM_FN(float, f32)
 DDP__ADAM_FN(double, f64)
 
-/* DDP__SGD_FN(float, f32) defines ddp__sgd_f32(u, i, count): the same for SGD. */
+/* DDP__SGD_FN(float, f32) defines ddp__sgd_f32(u, t, i, count): the same for SGD. */
 #define DDP__SGD_FN(real, suffix)                                                                           \
-    DDP__UPDATE_INLINE void ddp__sgd_##suffix(const ddp_update *u, size_t i, size_t count) {                \
-        ddp__vector_##suffix value = ddp__vec_load_##suffix(u->value, i, count);                            \
-        ddp__vector_##suffix change = ddp__vec_load_grad_##suffix(u, i, count);                             \
+    DDP__UPDATE_INLINE void ddp__sgd_##suffix(const ddp_update *u, const ddp_update_tensor *t, size_t i,    \
+                                              size_t count) {                                               \
+        ddp__vector_##suffix value = ddp__vec_load_##suffix(t->value, i, count);                            \
+        ddp__vector_##suffix change = ddp__vec_load_grad_##suffix(u, t, i, count);                          \
         if ((real)u->decay != 0) change = change + ddp__vec_product_##suffix(u->decay, value);              \
         change = ddp__vec_product_##suffix(u->scale, change);                                               \
-        if (u->state0) {                                                                                    \
+        if (t->state0) {                                                                                    \
             ddp__vector_##suffix momentum = change;                                                         \
             if (!u->first)                                                                                  \
-                momentum = ddp__vec_product_##suffix(u->beta1, ddp__vec_load_##suffix(u->state0, i, count)) \
+                momentum = ddp__vec_product_##suffix(u->beta1, ddp__vec_load_##suffix(t->state0, i, count)) \
                            + ddp__vec_product_##suffix(u->one_minus_beta1, change);                         \
-            ddp__vec_store_##suffix(u->state0, i, count, momentum);                                         \
+            ddp__vec_store_##suffix(t->state0, i, count, momentum);                                         \
             change = u->nesterov ? change + ddp__vec_product_##suffix(u->beta1, momentum) : momentum;       \
         }                                                                                                   \
-        ddp__vec_store_##suffix(u->value, i, count, value - ddp__vec_product_##suffix(u->rate, change));    \
+        ddp__vec_store_##suffix(t->value, i, count, value - ddp__vec_product_##suffix(u->rate, change));    \
     }
 DDP__SGD_FN(float, f32)
 DDP__SGD_FN(double, f64)
 
 /* A copy in which the factors are known: on the CPU, those in the device's memory can be read. */
-DDP__UPDATE_INLINE ddp_update ddp__update_with_factors(const ddp_update *update) {
+DDP__UPDATE_INLINE ddp_update ddp__update_with_factors(const ddp_update *update,
+                                                       const ddp_update_tensor *tensor) {
     ddp_update u = *update;
-    if (u.scale_at) u.scale = *u.scale_at;
+    if (tensor->scale_at) u.scale = *tensor->scale_at;
     if (u.grad_scale == 0) u.grad_scale = 1;
     if (u.grad_scale_at) u.grad_scale = (double)*u.grad_scale_at;
     return u;
 }
 
-/* DDP__UPDATE_FN(float, f32) defines ddp__update_f32(update): all elements, a vector at a time, and then the
-   rest. */
+/* DDP__UPDATE_FN(float, f32) defines ddp__update_f32(update, tensor): all elements of a tensor, a vector at a
+   time, and then the rest. The gradients are of dtype, and copy is not written. */
 #define DDP__UPDATE_FN(real, suffix)                                                                   \
-    static void ddp__update_##suffix(const ddp_update *update) {                                       \
-        const ddp_update u = ddp__update_with_factors(update);                                         \
-        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), rest = u.count % lanes, end = u.count - rest; \
+    static void ddp__update_##suffix(const ddp_update *update, const ddp_update_tensor *tensor) {      \
+        const ddp_update u = ddp__update_with_factors(update, tensor);                                 \
+        const ddp_update_tensor t = *tensor;                                                           \
+        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), rest = t.count % lanes, end = t.count - rest; \
         if (u.kind == DDP_UPDATE_SGD) {                                                                \
-            for (size_t i = 0; i < end; i += lanes) ddp__sgd_##suffix(&u, i, lanes);                   \
-            if (rest) ddp__sgd_##suffix(&u, end, rest);                                                \
+            for (size_t i = 0; i < end; i += lanes) ddp__sgd_##suffix(&u, &t, i, lanes);               \
+            if (rest) ddp__sgd_##suffix(&u, &t, end, rest);                                            \
         } else {                                                                                       \
-            for (size_t i = 0; i < end; i += lanes) ddp__adam_##suffix(&u, i, lanes);                  \
-            if (rest) ddp__adam_##suffix(&u, end, rest);                                               \
+            for (size_t i = 0; i < end; i += lanes) ddp__adam_##suffix(&u, &t, i, lanes);              \
+            if (rest) ddp__adam_##suffix(&u, &t, end, rest);                                           \
         }                                                                                              \
     }
 DDP__UPDATE_FN(float, f32)
@@ -998,11 +1012,40 @@ DDP__UPDATE_FN(double, f64)
 #undef DDP__SGD_FN
 #undef DDP__UPDATE_FN
 
+/* Elements [from, from + count) of a tensor. */
+static ddp_update_tensor ddp__update_part(const ddp_update *u, const ddp_update_tensor *tensor, size_t from,
+                                          size_t count) {
+    ddp_update_tensor part = *tensor;
+    size_t at = from * ddp_dtype_size(u->dtype);
+    part.value = (char *)part.value + at;
+    part.grad = (char *)part.grad + from * ddp_dtype_size(u->grad_dtype);
+    if (part.state0) part.state0 = (char *)part.state0 + at;
+    if (part.state1) part.state1 = (char *)part.state1 + at;
+    if (part.copy) part.copy = (char *)part.copy + from * ddp_dtype_size(u->copy_dtype);
+    part.count = count;
+    return part;
+}
+
+enum { DDP__UPDATE_BLOCK = 4096 }; /* elements that stay in the cache between the steps of a block */
+
 static void ddp__host_update(const ddp_update *update) {
-    if (update->dtype == DDP_F32)
-        ddp__update_f32(update);
-    else
-        ddp__update_f64(update);
+    float grad[DDP__UPDATE_BLOCK];
+    int converts = update->grad_dtype != update->dtype;
+    for (const ddp_update_tensor *t = update->tensors; t < update->tensors + update->tensor_count; t++) {
+        size_t max = converts || t->copy ? (size_t)DDP__UPDATE_BLOCK : t->count;
+        for (size_t from = 0; from < t->count; from += max) {
+            size_t count = t->count - from < max ? t->count - from : max;
+            ddp_update_tensor part = ddp__update_part(update, t, from, count);
+            if (converts) ddp_device_cpu()->cast(grad, DDP_F32, part.grad, update->grad_dtype, count);
+            if (converts) part.grad = grad;
+            if (update->dtype == DDP_F32)
+                ddp__update_f32(update, &part);
+            else
+                ddp__update_f64(update, &part);
+            if (part.copy)
+                ddp_device_cpu()->cast(part.copy, update->copy_dtype, part.value, update->dtype, count);
+        }
+    }
 }
 
 static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
@@ -1047,6 +1090,8 @@ typedef struct ddp__optimizer_param {
     int square_index;
     size_t count;
     void *state[2]; /* NULL = unused */
+    void *copy;     /* NULL, or where each step also writes the values, rounded to copy_dtype */
+    ddp_dtype copy_dtype;
 } ddp__optimizer_param;
 
 struct ddp_optimizer {
@@ -1054,8 +1099,9 @@ struct ddp_optimizer {
     ddp_group *group;
     const ddp_device *device; /* of group: values, gradients and squares are its memory */
     ddp__optimizer_param *params;
-    int state_count;  /* tensors of state of each parameter */
-    int square_count; /* the same on all ranks of shard_group, whichever rows they have */
+    ddp_update_tensor *tensors; /* room for a list of all parameters; part of the allocation of params */
+    int state_count;            /* tensors of state of each parameter */
+    int square_count;           /* the same on all ranks of shard_group, whichever rows they have */
     int64_t step;
     void *state;            /* one allocation */
     ddp_exact_sum *squares; /* on the device */
@@ -1088,6 +1134,11 @@ static int ddp__optimizer_is_adam(const ddp_optimizer_desc *desc) {
 }
 static int ddp__optimizer_has_trust(const ddp_optimizer_desc *desc) {
     return desc->kind == DDP_OPTIMIZER_LAMB || desc->kind == DDP_OPTIMIZER_LARS;
+}
+
+/* Whether weight decay applies to parameter i. */
+static int ddp__optimizer_decays(const ddp_optimizer_desc *d, int i) {
+    return !d->decay_matrices_only || d->params[i].value.ndim > 1;
 }
 
 /* Fills in defaults, and checks all fields except the parameters. Fields of other kinds are ignored. */
@@ -1153,7 +1204,7 @@ static ddp_result ddp__optimizer_add_param(ddp_optimizer *o, int i) {
         (long long)count, (long long)ddp_tensor_count(&grad));
     p->count = (size_t)count;
     p->square_index = -1;
-    if (ddp__optimizer_has_trust(&o->desc) && (!o->desc.decay_matrices_only || param->value.ndim > 1)) {
+    if (ddp__optimizer_has_trust(&o->desc) && ddp__optimizer_decays(&o->desc, i)) {
         p->square_index = o->square_count;
         o->square_count += 2;
     }
@@ -1189,9 +1240,10 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     DDP__OPTIMIZER_CHECK(!d->state_alloc_fn == !d->state_free_fn,
                          "set both state_alloc_fn and state_free_fn, or neither");
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
-    o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group,
-                                                       (size_t)o->desc.param_count * sizeof *o->params);
+    o->params = (ddp__optimizer_param *)ddp_host_alloc(
+        o->group, (size_t)o->desc.param_count * (sizeof *o->params + sizeof *o->tensors));
     if (!o->params) return DDP_ERR_NO_MEMORY;
+    o->tensors = (ddp_update_tensor *)(void *)(o->params + o->desc.param_count);
     for (int i = 0; i < o->desc.param_count; i++) DDP_TRY(ddp__optimizer_add_param(o, i));
     size_t bytes = ddp__optimizer_assign_state(o, NULL);
     if (bytes && !o->desc.state_alloc_fn)
@@ -1319,25 +1371,23 @@ static ddp__optimizer_step_factors ddp__optimizer_factors(const ddp_optimizer *o
 static const ddp_update_kind ddp__update_kinds[] = {DDP_UPDATE_ADAMW, DDP_UPDATE_SGD, DDP_UPDATE_LAMB,
                                                     DDP_UPDATE_SGD};
 
-/* The factors of a pass over parameter i. Value, gradient and count are left to the caller. */
+/* The factors of a pass over parameter i. The list of tensors is left to the caller. */
 static ddp_update ddp__optimizer_update(const ddp_optimizer *o, const ddp__optimizer_step_factors *step,
                                         int i, int last) {
     const ddp_optimizer_desc *d = &o->desc;
     const ddp_param *param = &d->params[i];
-    const ddp__optimizer_param *p = &o->params[i];
     const ddp_dtype dtype = param->value.dtype;
     int lamb = d->kind == DDP_OPTIMIZER_LAMB;
     ddp_update u = DDP_ZERO;
     u.kind = ddp__update_kinds[d->kind];
-    u.dtype = dtype;
-    u.state0 = p->state[0];
-    u.state1 = p->state[1];
+    u.dtype = u.grad_dtype = dtype;
+    u.copy_dtype = o->params[i].copy_dtype;
     u.first = o->step == 1;
     u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
     u.scale = 1;
     u.grad_scale = step->grad_scale;
     u.grad_scale_at = step->grad_scale_at;
-    if (!d->decay_matrices_only || param->value.ndim > 1) u.decay = (double)d->weight_decay;
+    if (ddp__optimizer_decays(d, i)) u.decay = (double)d->weight_decay;
     u.decay_factor = ddp__round_to_dtype(dtype, 1.0 - ddp__round_to_dtype(dtype, (double)step->lr * u.decay));
     u.rate = step->lr;
     u.eps = d->eps;
@@ -1354,40 +1404,82 @@ static ddp_update ddp__optimizer_update(const ddp_optimizer *o, const ddp__optim
         u.one_minus_beta1 = ddp__round_to_dtype(dtype, 1.0 - (double)d->dampening);
     }
     if (!last || !ddp__optimizer_has_trust(d)) return u;
-    /* the device has lr times the trust ratio; the gradients are multiplied by grad_scale already */
+    /* the gradients are multiplied by grad_scale already; ddp_update_tensor.scale_at has the trust ratios */
     u.scale = step->lr;
     u.rate = 1;
-    if (p->square_index >= 0) u.scale_at = o->trust_rates + p->square_index / 2;
     u.grad_scale = 1;
     u.grad_scale_at = NULL;
     if (lamb) { /* value = value - scale * update */
         u.kind = DDP_UPDATE_SGD;
         u.decay = 0;
-        u.state0 = NULL;
     }
     return u;
 }
 
-/* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In
-   LARS the momentum accumulates updates that include the rate, as in the paper. */
-static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, const ddp__optimizer_step_factors *step, int i,
-                                      int last) {
-    const ddp_optimizer_desc *d = &o->desc;
-    const ddp_param *param = &d->params[i];
+/* Parameter i in a pass. */
+static ddp_update_tensor ddp__optimizer_tensor(const ddp_optimizer *o, int i, int last) {
+    const ddp_param *param = &o->desc.params[i];
     const ddp__optimizer_param *p = &o->params[i];
-    const ddp_update u = ddp__optimizer_update(o, step, i, last);
-    size_t size = ddp_dtype_size(u.dtype), piece = o->piece_fn ? DDP__HOST_PIECE : p->count;
-    int waits = o->piece_fn && !(last && d->kind == DDP_OPTIMIZER_LAMB); /* LAMB's first pass has waited */
-    for (size_t from = 0; from < p->count; from += piece) {
-        ddp_update part = u;
-        part.count = p->count - from < piece ? p->count - from : piece;
-        part.value = (char *)param->value.data + from * size;
-        part.grad = (char *)param->grad.data + from * size;
-        if (u.state0) part.state0 = (char *)u.state0 + from * size;
-        if (u.state1) part.state1 = (char *)u.state1 + from * size;
-        if (waits) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 0));
-        ddp__optimizer_kernels_of(o->device)->update(&part);
-        if (o->piece_fn && last) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 1));
+    int lamb = o->desc.kind == DDP_OPTIMIZER_LAMB;
+    ddp_update_tensor t = DDP_ZERO;
+    t.value = param->value.data;
+    t.grad = param->grad.data;
+    t.count = p->count;
+    if (last) t.copy = p->copy;
+    if (!last || !lamb) { /* LAMB's last pass follows the update that the first one has left in grad */
+        t.state0 = p->state[0];
+        t.state1 = p->state[1];
+    }
+    /* the device has lr times the trust ratio */
+    if (last && p->square_index >= 0) t.scale_at = o->trust_rates + p->square_index / 2;
+    return t;
+}
+
+/* A pass over parameter i in pieces, between calls of piece_fn. */
+static ddp_result ddp__optimizer_pieces(const ddp_optimizer *o, ddp_update *u, int i, int last) {
+    const ddp_update_tensor t = ddp__optimizer_tensor(o, i, last);
+    int waits = !(last && o->desc.kind == DDP_OPTIMIZER_LAMB); /* LAMB's first pass has waited */
+    for (size_t from = 0, count; from < t.count; from += count) {
+        count = t.count - from < DDP__HOST_PIECE ? t.count - from : DDP__HOST_PIECE;
+        const ddp_update_tensor part = ddp__update_part(u, &t, from, count);
+        u->tensors = &part;
+        u->tensor_count = 1;
+        if (waits) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, count, 0));
+        ddp__optimizer_kernels_of(o->device)->update(u);
+        if (last) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, count, 1));
+    }
+    return DDP_OK;
+}
+
+/* Whether parameters i and k have the same factors, so that one call of the kernel can update both. */
+static int ddp__optimizer_same_factors(const ddp_optimizer *o, int i, int k) {
+    return o->desc.params[i].value.dtype == o->desc.params[k].value.dtype
+           && ddp__optimizer_decays(&o->desc, i) == ddp__optimizer_decays(&o->desc, k)
+           && o->params[i].copy_dtype == o->params[k].copy_dtype;
+}
+
+/* A pass over all parameters: one call of the kernel for all that have the same factors. LAMB has two passes:
+   moments and update, then a step of plain SGD along the update. In LARS the momentum accumulates updates
+   that include the rate, as in the paper. */
+static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, const ddp__optimizer_step_factors *step,
+                                      int last) {
+    for (int i = 0; i < o->desc.param_count; i++) {
+        int earlier = 0, count = 0;
+        if (!ddp__optimizer_is_stepped(o, i)) continue;
+        ddp_update u = ddp__optimizer_update(o, step, i, last);
+        if (o->piece_fn) {
+            DDP_TRY(ddp__optimizer_pieces(o, &u, i, last));
+            continue;
+        }
+        while (!ddp__optimizer_is_stepped(o, earlier) || !ddp__optimizer_same_factors(o, earlier, i))
+            earlier++;
+        if (earlier < i) continue;
+        for (int k = i; k < o->desc.param_count; k++)
+            if (ddp__optimizer_is_stepped(o, k) && ddp__optimizer_same_factors(o, i, k))
+                o->tensors[count++] = ddp__optimizer_tensor(o, k, last);
+        u.tensors = o->tensors;
+        u.tensor_count = count;
+        ddp__optimizer_kernels_of(o->device)->update(&u);
     }
     return DDP_OK;
 }
@@ -1428,8 +1520,7 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
     const ddp__optimizer_step_factors step = ddp__optimizer_factors(o, lr, grad_scale, grad_scale_at);
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
         if (last && o->square_count) DDP_TRY(ddp__optimizer_norms(o, lr));
-        for (int i = 0; i < o->desc.param_count; i++)
-            if (ddp__optimizer_is_stepped(o, i)) DDP_TRY(ddp__optimizer_pass(o, &step, i, last));
+        DDP_TRY(ddp__optimizer_pass(o, &step, last));
     }
     return ddp_device_check(o->group);
 }
@@ -5179,13 +5270,23 @@ static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, siz
     return DDP_OK;
 }
 
+/* Whether the optimizer's step also writes sent_rows, so that no cast has to follow. The pieces of
+   OFFLOAD_HOST are uploaded instead. */
+static int ddp__shard_is_stepped_with_copy(const ddp__fsdp_shard *s) {
+    const ddp_fsdp *f = s->unit->fsdp;
+    return s->trained && s->own_count && s->sent_rows != s->master_rows && !f->desc.quantize_gather
+           && !f->offload.host_group;
+}
+
 /* Publishes changed master values: updates this rank's sent_rows, which peers read after ddp__shards_barrier,
-   and reshards all units. uploaded: the optimizer has updated sent_rows already. */
-static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
+   and reshards all units. stepped: the optimizer has already written the rows of trained shards. With
+   OFFLOAD_HOST, nothing is left to upload. */
+static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int stepped) {
     ddp__fsdp_cast_run run = DDP_ZERO;
+    int uploaded = stepped && f->offload.host_group;
     DDP_TRY(ddp__fsdp_device_begin(f->group));
     for (ddp__fsdp_shard *s = f->shards; s < f->shards_end && !uploaded; s++) {
-        if (s->source != s) continue;
+        if (s->source != s || (stepped && ddp__shard_is_stepped_with_copy(s))) continue;
         if (f->desc.quantize_gather)
             ddp__quantize(s);
         else if (f->offload.host_group)
@@ -5281,14 +5382,15 @@ static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t coun
 
 /* The step, once all ranks have agreed to it. Allocates nothing. */
 static ddp_result ddp__fsdp_update(ddp_fsdp *f, float lr) {
-    if (!f->desc.scaler || !f->desc.scaler->found_inf) {
+    int steps = !f->desc.scaler || !f->desc.scaler->found_inf;
+    if (steps) {
         DDP_TRY(ddp__fsdp_device_begin(f->group));
         if (f->offload.piece_count) DDP_TRY(ddp__offload_download(f));
         if (f->optimizer) DDP_TRY(ddp__optimizer_step(f->optimizer, lr, f->clip.scale, f->clip.factor_now));
         f->step++;
         if (f->desc.state) f->desc.state->step = f->step;
     }
-    DDP_TRY(ddp__fsdp_publish(f, f->offload.host_group != NULL));
+    DDP_TRY(ddp__fsdp_publish(f, steps || f->offload.host_group));
     DDP_TRY(ddp__shards_barrier(f));
     ddp__fsdp_begin(f);
     return ddp__fsdp_prefetch(f);
@@ -5903,7 +6005,8 @@ static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
            here = sums + (size_t)o->square_count / 2 * sizeof *o->trust_rates;
     int on_host = o->device == ddp_device_cpu();
     if (of_device) return on_host ? 0 : here;
-    size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
+    size_t param_bytes = sizeof *o->params + sizeof *o->tensors;
+    size_t bytes = sizeof *o + (size_t)o->desc.param_count * param_bytes + 2 * DDP_MALLOC_EXTRA;
     if (o->host_squares) bytes += sums + DDP_MALLOC_EXTRA;
     return o->square_count && on_host ? bytes + here + DDP_MALLOC_EXTRA : bytes;
 }
@@ -5935,6 +6038,12 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     DDP_TRY(
         ddp_optimizer_create(&f->optimizer, f->offload.host_group ? f->offload.host_group : f->group, &d));
     if (f->offload.host_group) f->optimizer->piece_fn = ddp__offload_piece;
+    for (int i = 0; i < f->optimizer_param_count; i++) {
+        const ddp__fsdp_shard *s = f->optimizer_shards[i];
+        if (!ddp__shard_is_stepped_with_copy(s)) continue;
+        f->optimizer->params[i].copy = s->sent_rows;
+        f->optimizer->params[i].copy_dtype = s->dtype;
+    }
     ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
     if (!f->desc.alloc_fn)
         ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);

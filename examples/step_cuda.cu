@@ -108,7 +108,7 @@ static ddp_result update(trainer *t, int step) {
     desc.second = t->second;
     desc.copy = t->copy;
     desc.count = size[0];
-    DDP_TRY(ddp_cuda_adamw(&desc, t->stream));
+    DDP_TRY(ddp_cuda_adamw(&desc, 1, t->stream));
     desc.master = t->value[1];
     desc.grad = t->grad[1];
     desc.first = t->first[1];
@@ -116,7 +116,7 @@ static ddp_result update(trainer *t, int step) {
     desc.copy = NULL;
     desc.count = size[1];
     desc.momentum = 0.9f;
-    return ddp_cuda_sgd(&desc, t->stream);
+    return ddp_cuda_sgd(&desc, 1, t->stream);
 }
 
 /* The norm of all gradients: a copy to the host waits for the stream. */

@@ -208,7 +208,7 @@ static ddp_result update(trainer *t, int step, float lr) {
     adamw.step = step;
     adamw.lr = lr;
     adamw.weight_decay = 0.01f;
-    return ddp_cuda_adamw(&adamw, 0);
+    return ddp_cuda_adamw(&adamw, 1, 0);
 }
 
 static ddp_result train(trainer *t) {

@@ -134,7 +134,7 @@ static void place_tokens(bench *b) {
 
 /* Sum of squares of all gradients; AdamW on matrices and on vectors. */
 static void update(bench *b) {
-    ddp_cuda_step_desc d = DDP_ZERO;
+    ddp_cuda_step_desc steps[2] = DDP_ZERO;
     size_t head = (size_t)b->config.vocab * (size_t)b->config.channels;
     void *tied = b->grads;
     const void *uses[2] = {b->grads, b->grads + 2 * b->count};
@@ -143,12 +143,14 @@ static void update(bench *b) {
     ddp_device_cuda()->sum_squares(&b->norm->squares, b->grads, b->count / (size_t)b->config.channels,
                                    (size_t)b->config.channels, DDP_BF16);
     ok(ddp_cuda_check());
-    d.grad_dtype = DDP_BF16;
-    d.step = ++b->step;
-    d.lr = 6e-4f;
-    d.beta2 = 0.95f;
+    b->step++;
     for (int vectors = 0; vectors < 2; vectors++) {
         size_t from = vectors ? b->matrices : 0;
+        ddp_cuda_step_desc &d = steps[vectors];
+        d.grad_dtype = DDP_BF16;
+        d.step = b->step;
+        d.lr = 6e-4f;
+        d.beta2 = 0.95f;
         d.master = b->master + from;
         d.first = b->first + from;
         d.second = b->second + from;
@@ -156,8 +158,8 @@ static void update(bench *b) {
         d.copy = b->values + 2 * from;
         d.count = vectors ? b->count - b->matrices : b->matrices;
         d.weight_decay = vectors ? 0 : 0.1f;
-        ok(ddp_cuda_adamw(&d, b->stream));
     }
+    ok(ddp_cuda_adamw(steps, 2, b->stream));
 }
 
 static int first_param(const bench *b, int unit) {

@@ -188,7 +188,7 @@ static void bench_steps(const space *s) {
                      : what == 2 ? ", random bf16 copy"
                                  : "");
             rate_line(name, bytes, seconds_of([&] {
-                          ok(what == 3 ? ddp_cuda_sgd(&d, stream) : ddp_cuda_adamw(&d, stream));
+                          ok(what == 3 ? ddp_cuda_sgd(&d, 1, stream) : ddp_cuda_adamw(&d, 1, stream));
                       }));
         }
 }

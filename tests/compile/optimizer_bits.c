@@ -32,6 +32,7 @@ static int adamw_case(int offset, int count) {
                                         other[4][COUNT_MAX + OFFSET_MAX + 16];
     ddp_param param = DDP_ZERO;
     ddp__optimizer_param state;
+    ddp_update_tensor tensor;
     ddp_optimizer optimizer;
     memset(&optimizer, 0, sizeof optimizer);
     memset(&state, 0, sizeof state);
@@ -43,6 +44,7 @@ static int adamw_case(int offset, int count) {
     optimizer.desc.param_count = 1;
     optimizer.device = ddp_device_cpu();
     optimizer.params = &state;
+    optimizer.tensors = &tensor;
     param.value.dtype = DDP_F32;
     state.count = (size_t)count;
     state.square_index = -1;
@@ -60,7 +62,7 @@ static int adamw_case(int offset, int count) {
         state.state[0] = ours[2] + offset;
         state.state[1] = ours[3] + offset;
         const ddp__optimizer_step_factors factors = ddp__optimizer_factors(&optimizer, lr, 1, NULL);
-        ddp__optimizer_pass(&optimizer, &factors, 0, 1);
+        ddp__optimizer_pass(&optimizer, &factors, 1);
     }
     if (memcmp(ours, other, sizeof w) != 0)
         return printf("count=%d offset=%d: a plain loop has other bits\n", count, offset);
@@ -76,6 +78,7 @@ static int adamw_case(int offset, int count) {
                 real x[4][COUNT_MAX] = {{0}};                                                          \
                 static real whole[4][COUNT_MAX];                                                       \
                 ddp_update u = DDP_ZERO;                                                               \
+                ddp_update_tensor t = DDP_ZERO;                                                        \
                 u.kind = (ddp_update_kind)kind;                                                        \
                 u.dtype = dtype_;                                                                      \
                 u.rate = 0.25f;                                                                        \
@@ -95,12 +98,12 @@ static int adamw_case(int offset, int count) {
                     u.first = step == 1;                                                               \
                     for (int i = 0; i < COUNT_MAX; i++) x[1][i] = (real)number(i, 2, step) / 7;        \
                     for (int at = 0; at < COUNT_MAX; at += piece) {                                    \
-                        u.value = x[0] + at;                                                           \
-                        u.grad = x[1] + at;                                                            \
-                        u.state0 = x[2] + at;                                                          \
-                        u.state1 = x[3] + at;                                                          \
-                        u.count = (size_t)(at + piece < COUNT_MAX ? piece : COUNT_MAX - at);           \
-                        function(&u);                                                                  \
+                        t.value = x[0] + at;                                                           \
+                        t.grad = x[1] + at;                                                            \
+                        t.state0 = x[2] + at;                                                          \
+                        t.state1 = x[3] + at;                                                          \
+                        t.count = (size_t)(at + piece < COUNT_MAX ? piece : COUNT_MAX - at);           \
+                        function(&u, &t);                                                              \
                     }                                                                                  \
                 }                                                                                      \
                 if (piece == COUNT_MAX) {                                                              \

@@ -116,8 +116,9 @@ static ddp_result gradients(trainer *t, ddp_group *world, int step, int micro) {
 /* AdamW for one dtype of gradients. The dtype is a parameter of the template, since nvcc rejects
    ddp__cuda_update<DDP_F32, 1> in a plain function. */
 template <ddp_dtype GRAD> static ddp_result adamw(trainer *t, ddp_group *world, int step) {
+    ddp_cuda_step_desc descs[PARAMS] = DDP_ZERO;
     for (int i = 0; i < PARAMS; i++) {
-        ddp_cuda_step_desc desc = DDP_ZERO, d;
+        ddp_cuda_step_desc &desc = descs[i], d;
         desc.master = t->value[i];
         desc.grad = t->grad[i];
         desc.first = t->first[i];
@@ -126,14 +127,15 @@ template <ddp_dtype GRAD> static ddp_result adamw(trainer *t, ddp_group *world, 
         desc.step = step + 1;
         desc.lr = 0.01f;
         desc.weight_decay = 0.1f;
-        if (t->d) {
-            RANKS_OK(world, ddp_cuda_adamw(&desc, t->d->stream));
-            continue;
-        }
-        RANKS_OK(world, ddp__cuda_check_step_desc(&desc, &d, 1, "test"));
-        RANKS_OK(world, apply(t, ddp__cuda_update_of<GRAD, 1>(&d), lengths[i]));
+        if (t->d) continue;
+        ddp__cuda_resolve_step_desc(&desc, &d);
+        const ddp__cuda_update<GRAD, 1> factors = ddp__cuda_update_of<GRAD, 1>(&d);
+        const ddp__cuda_step_tensor<float> tensor = {d.master, (void *)d.grad, d.first, d.second,
+                                                     NULL,     NULL,           0};
+        const typename ddp__cuda_update<GRAD, 1>::elements elements = {factors, tensor, 0};
+        RANKS_OK(world, apply(t, elements, lengths[i]));
     }
-    return DDP_OK;
+    return t->d ? ddp_cuda_adamw(descs, PARAMS, t->d->stream) : DDP_OK;
 }
 
 //== training ===============================================================================

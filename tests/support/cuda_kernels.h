@@ -497,9 +497,11 @@ static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_
             d.nesterov = kind == 2;
         }
         d.skip = (const int64_t *)(void *)(flag.device + 8); /* a step that is skipped changes nothing */
-        check_that((adamw ? ddp_cuda_adamw(&d, 0) : ddp_cuda_sgd(&d, 0)) == DDP_OK, "%s", ddp_last_error());
+        check_that((adamw ? ddp_cuda_adamw(&d, 1, 0) : ddp_cuda_sgd(&d, 1, 0)) == DDP_OK, "%s",
+                   ddp_last_error());
         d.skip = (const int64_t *)(void *)flag.device;
-        check_that((adamw ? ddp_cuda_adamw(&d, 0) : ddp_cuda_sgd(&d, 0)) == DDP_OK, "%s", ddp_last_error());
+        check_that((adamw ? ddp_cuda_adamw(&d, 1, 0) : ddp_cuda_sgd(&d, 1, 0)) == DDP_OK, "%s",
+                   ddp_last_error());
         for (size_t i = 0; i < count; i++) {
             float g;
             ddp__cast(&g, DDP_F32, s.grad.host + (shift + i) * ddp_dtype_size(grad_dtype), grad_dtype, 1);
@@ -544,7 +546,7 @@ static void check_random_rounding(void) {
     d.seed = 5;
     d.first_index = 1000;
     d.lr = 0; /* nothing moves, so the step is only the copy */
-    check_that(ddp_cuda_sgd(&d, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(ddp_cuda_sgd(&d, 1, 0) == DDP_OK, "%s", ddp_last_error());
     buffer_down(&s.copy);
     memcpy(whole, s.copy.host, 2 * COUNT);
     for (size_t i = 0; i < COUNT; i++) {
@@ -564,13 +566,13 @@ static void check_random_rounding(void) {
     check_that(fabs(error) < 0.02 * ulp, "random rounding: the average is off by %g of an ulp", error / ulp);
     gpu->fill_zero(s.copy.device, 2 * COUNT);
     d.count = CUT;
-    check_that(ddp_cuda_sgd(&d, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(ddp_cuda_sgd(&d, 1, 0) == DDP_OK, "%s", ddp_last_error());
     d.count = COUNT - CUT;
     d.first_index += CUT;
     d.master += CUT;
     d.grad = (const float *)d.grad + CUT;
     d.copy = (unsigned char *)d.copy + 2 * CUT;
-    check_that(ddp_cuda_sgd(&d, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(ddp_cuda_sgd(&d, 1, 0) == DDP_OK, "%s", ddp_last_error());
     buffer_down(&s.copy);
     check_that(memcmp(whole, s.copy.host, 2 * COUNT) == 0, "random rounding depends on the sharding");
     free(whole);
@@ -597,7 +599,7 @@ static void check_step_defaults(void) {
             d.beta2 = way ? 0.999f : 0;
             d.eps = way ? 1e-8f : 0;
             if (way == 2) d.beta2 = 0.5f;
-            check_that(ddp_cuda_adamw(&d, 0) == DDP_OK, "%s", ddp_last_error());
+            check_that(ddp_cuda_adamw(&d, 1, 0) == DDP_OK, "%s", ddp_last_error());
         }
         gpu->copy(ended[way], s.master.device, 4 * COUNT);
     }
@@ -622,13 +624,90 @@ static void check_optimizers(void) {
     check_step_defaults();
 }
 
-/* A step of an optimizer by the device table, and as ddp_fsdp.h computes it on the CPU. */
-static void update_case(ddp_update u, size_t count, size_t shift) {
+/* Lists of descs give the bits of calls with one desc each. Descs differ in every field that keeps two
+   tensors out of one launch. */
+static void step_list_case(int adamw, int count) {
+    step_state s[2] = {step_make(148 * 40, 1), step_make(148 * 40, 1)};
+    ddp_cuda_step_desc *descs = (ddp_cuda_step_desc *)calloc((size_t)count, sizeof *descs);
+    unsigned char *got = (unsigned char *)malloc(s[0].master.bytes);
+    buffer flag = buffer_make(8);
+    int64_t yes = 1;
+    memcpy(flag.host, &yes, 8);
+    buffer_up(&flag);
+    for (int k = 1; k >= 0; k--) { /* the same numbers in both */
+        memcpy(s[k].master.host, s[0].master.host, s[0].master.bytes);
+        for (size_t i = 0; i < s[k].count && k; i++) {
+            float g = (float)(i % 13) - 6;
+            memcpy(s[0].grad.host + 4 * i, &g, 4);
+        }
+        memcpy(s[k].grad.host, s[0].grad.host, s[0].grad.bytes);
+        buffer_up(&s[k].master);
+        buffer_up(&s[k].grad);
+    }
+    for (int k = 0; k < 2; k++)
+        for (int i = 0; i < count; i++) {
+            ddp_cuda_step_desc *d = &descs[i];
+            size_t at = (size_t)i * 40 + (size_t)i % 3;
+            *d = step_desc(&s[k], DDP_F32, DDP_BF16, 3);
+            d->count = (size_t)(i * 7) % 38;
+            d->master += at;
+            d->first += at;
+            d->second += at;
+            d->grad = (const float *)d->grad + at;
+            d->copy = i % 5 ? (unsigned char *)d->copy + 4 * at : NULL;
+            d->first_index = 10 * (uint64_t)i;
+            if (i % 16 == 1) d->weight_decay = 0;
+            if (i % 16 == 2) d->lr = 1e-4f;
+            if (i % 16 == 3) d->beta1 = 0.8f;
+            if (i % 16 == 4) d->beta2 = 0.95f;
+            if (i % 16 == 5) d->eps = 1e-3f;
+            if (i % 16 == 6) d->momentum = 0.9f;
+            if (i % 16 == 7) d->momentum = d->dampening = 0.5f;
+            if (i % 16 == 8) {
+                d->momentum = 0.9f;
+                d->nesterov = 1;
+            }
+            if (i % 16 == 9) d->grad_factor = 0.3f;
+            if (i % 16 == 10) d->step = 1;
+            if (i % 16 == 11) d->copy_dtype = DDP_F32;
+            if (i % 16 == 12) d->stochastic = 1;
+            if (i % 16 == 13) d->stochastic = (int)(d->seed = 1);
+            if (i % 16 == 14) d->skip = (const int64_t *)(void *)flag.device;
+            if (i % 16 == 15) d->grad_dtype = DDP_BF16;
+            if (k == 0)
+                check_that((adamw ? ddp_cuda_adamw(d, 1, 0) : ddp_cuda_sgd(d, 1, 0)) == DDP_OK, "%s",
+                           ddp_last_error());
+        }
+    check_that((adamw ? ddp_cuda_adamw(descs, count, 0) : ddp_cuda_sgd(descs, count, 0)) == DDP_OK, "%s",
+               ddp_last_error());
+    const buffer pairs[4][2] = {{s[0].master, s[1].master},
+                                {s[0].first, s[1].first},
+                                {s[0].second, s[1].second},
+                                {s[0].copy, s[1].copy}};
+    for (int i = 0; i < 4; i++) {
+        gpu->copy(pairs[i][0].host, pairs[i][0].device, pairs[i][0].bytes);
+        gpu->copy(got, pairs[i][1].device, pairs[i][1].bytes);
+        check_that(memcmp(pairs[i][0].host, got, pairs[i][0].bytes) == 0, "%s of %d descs: array %d differs",
+                   adamw ? "adamw" : "sgd", count, i);
+    }
+    for (int k = 0; k < 2; k++) step_free(&s[k]);
+    buffer_free(&flag);
+    free(descs);
+    free(got);
+}
+
+static void check_step_lists(void) {
+    static const int counts[] = {0, 1, 63, 64, 65, 148};
+    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+        for (int adamw = 0; adamw < 2; adamw++) step_list_case(adamw, counts[c]);
+}
+
+/* A step of an optimizer by the device table, and as ddp_fsdp.h computes it on the CPU. without: momentum. */
+static void update_case(ddp_update u, int without, size_t count, size_t shift) {
     size_t size = ddp_dtype_size(u.dtype), bytes = (count + shift + 4) * size,
            at[4] = {shift * size, shift * size, shift * size, shift * size};
     unsigned char *got = (unsigned char *)malloc(bytes + 64);
     static const char *const names[4] = {"value", "grad", "state0", "state1"};
-    int without = !u.state0;
     buffer b[4], factors = buffer_make(16); /* some are read from device memory */
     float grad_scale = (float)(u.grad_scale != 0 ? u.grad_scale : 1);
     memcpy(factors.host, &grad_scale, sizeof grad_scale);
@@ -644,10 +723,10 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
         if (k > 1) memset(b[k].host, 0, bytes);
         buffer_up(&b[k]);
     }
-    u.count = count;
     for (int step = 1; step <= 3; step++) {
-        ddp_update host = u, device;
-        host.first = step == 1;
+        ddp_update_tensor host = DDP_ZERO, device;
+        u.first = step == 1;
+        host.count = count;
         host.value = b[0].host + at[0];
         host.grad = b[1].host + at[1];
         host.state0 = without ? NULL : b[2].host + at[2];
@@ -657,16 +736,19 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
         device.grad = b[1].device + at[1];
         device.state0 = without ? NULL : b[2].device + at[2];
         device.state1 = b[3].device + at[3];
-        if (shift == 1) {
-            device.grad_scale_at = (const float *)(const void *)factors.device;
-            device.scale_at = (const double *)(const void *)(factors.device + 8);
-            device.grad_scale = device.scale = 0.123;
-        }
         if (u.dtype == DDP_F32)
-            ddp__update_f32(&host);
+            ddp__update_f32(&u, &host);
         else
-            ddp__update_f64(&host);
-        gpu->optimizer->update(&device);
+            ddp__update_f64(&u, &host);
+        ddp_update on_device = u;
+        if (shift == 1) {
+            on_device.grad_scale_at = (const float *)(const void *)factors.device;
+            device.scale_at = (const double *)(const void *)(factors.device + 8);
+            on_device.grad_scale = on_device.scale = 0.123;
+        }
+        on_device.tensors = &device;
+        on_device.tensor_count = 1;
+        gpu->optimizer->update(&on_device);
     }
     for (int k = 0; k < 4; k++) {
         gpu->copy(got, b[k].device, bytes);
@@ -679,32 +761,124 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
     free(got);
 }
 
+/* Kinds: 0 ADAMW, 1 and 2 LAMB without and with decay, 3 to 5 SGD: plain, momentum, Nesterov and decay. */
+static ddp_update update_factors(int kind, ddp_dtype dtype) {
+    ddp_update u = DDP_ZERO;
+    u.kind = DDP_UPDATE_SGD;
+    if (kind < 3) u.kind = kind == 0 ? DDP_UPDATE_ADAMW : DDP_UPDATE_LAMB;
+    u.dtype = u.grad_dtype = dtype;
+    u.rate = 0.03f;
+    u.beta1 = 0.9f;
+    u.one_minus_beta1 = 1.0f - 0.9f;
+    u.beta2 = 0.999f;
+    u.one_minus_beta2 = 1.0f - 0.999f;
+    u.inv_sqrt_bias_correction2 = 31.6f;
+    u.eps = 1e-8f;
+    u.decay_factor = 0.997f;
+    u.scale = kind == 4 ? 0.7f : 1;
+    u.decay = kind == 2 || kind == 5 ? 0.1f : 0;
+    u.nesterov = kind == 5;
+    u.grad_scale = kind % 2 ? 0.3f : 0;
+    return u;
+}
+
+/* Elements of tensor i of a list: some have none, some more than a chunk. */
+static size_t list_length(int i) {
+    static const size_t lengths[] = {5, 0, 1, 300, 3, 64, 0, 17};
+    return i % 50 == 3 ? DDP__CUDA_CHUNK + 1 + (size_t)i : lengths[i % 8];
+}
+
+enum { LIST_VALUE, LIST_GRAD, LIST_STATE0, LIST_STATE1, LIST_COPY, LIST_ARRAYS };
+
+/* A step of `count` tensors by one call of the device table, and of each by ddp_fsdp.h on the CPU. Arrays
+   begin at any element. Some tensors read their scale from memory, and some have a copy. */
+static void update_list_case(int kind, ddp_dtype dtype, ddp_dtype grad, ddp_dtype copy, int count) {
+    static const char *const names[LIST_ARRAYS] = {"value", "grad", "state0", "state1", "copy"};
+    const ddp_dtype dtypes[LIST_ARRAYS] = {dtype, grad, dtype, dtype, copy};
+    ddp_update u = update_factors(kind, dtype);
+    ddp_update_tensor *tensors = (ddp_update_tensor *)calloc((size_t)count, sizeof *tensors), host;
+    buffer b[LIST_ARRAYS], scale = buffer_make(8);
+    size_t total = 0, at;
+    double factor = 0.61;
+    for (int i = 0; i < count; i++) total += list_length(i) + (size_t)i % 3;
+    float *wide = (float *)malloc(total * sizeof *wide + 64);
+    unsigned char *got = (unsigned char *)malloc(total * 8 + 64);
+    for (int k = 0; k < LIST_ARRAYS; k++) {
+        b[k] = buffer_make(total * ddp_dtype_size(dtypes[k]));
+        if (k <= LIST_GRAD) fill(b[k].host, total, dtypes[k], 0);
+        buffer_up(&b[k]);
+    }
+    memcpy(scale.host, &factor, 8);
+    buffer_up(&scale);
+    u.first = 1;
+    u.grad_dtype = grad;
+    u.copy_dtype = copy;
+    u.tensors = tensors;
+    u.tensor_count = count;
+    at = 0;
+    for (int i = 0; i < count; i++) {
+        void *start[2][LIST_ARRAYS]; /* on the host, on the device */
+        size_t length = list_length(i);
+        at += (size_t)i % 3; /* a gap, which must not change */
+        for (int k = 0; k < LIST_ARRAYS; k++) {
+            start[0][k] = b[k].host + at * ddp_dtype_size(dtypes[k]);
+            start[1][k] = b[k].device + at * ddp_dtype_size(dtypes[k]);
+        }
+        for (int on_device = 0; on_device < 2; on_device++) {
+            ddp_update_tensor *t = on_device ? &tensors[i] : &host;
+            memset(t, 0, sizeof *t);
+            t->value = start[on_device][LIST_VALUE];
+            t->grad = start[on_device][LIST_GRAD];
+            t->state0 = kind == 3 ? NULL : start[on_device][LIST_STATE0];
+            t->state1 = start[on_device][LIST_STATE1];
+            if (u.kind != DDP_UPDATE_LAMB && i % 4 != 1) t->copy = start[on_device][LIST_COPY];
+            t->count = length;
+            if (kind > 3 && i % 2)
+                t->scale_at = (const double *)(void *)(on_device ? scale.device : scale.host);
+        }
+        if (grad != dtype) {
+            ddp__cast(wide, DDP_F32, host.grad, grad, length);
+            host.grad = wide;
+        }
+        if (dtype == DDP_F32)
+            ddp__update_f32(&u, &host);
+        else
+            ddp__update_f64(&u, &host);
+        if (host.copy) ddp__cast(host.copy, copy, host.value, dtype, length);
+        at += length;
+    }
+    gpu->optimizer->update(&u);
+    for (int k = 0; k < LIST_ARRAYS; k++) {
+        gpu->copy(got, b[k].device, total * ddp_dtype_size(dtypes[k]));
+        check_that(same(got, b[k].host, total, dtypes[k]),
+                   "update of %d tensors, kind=%d %s %s to %s: %s differs", count, kind,
+                   ddp_dtype_name(dtype), ddp_dtype_name(grad), ddp_dtype_name(copy), names[k]);
+        buffer_free(&b[k]);
+    }
+    buffer_free(&scale);
+    free(tensors);
+    free(wide);
+    free(got);
+}
+
 static void check_updates(void) {
     static const size_t counts[] = {0, 1, 7, 1003};
-    /* ADAMW, LAMB without and with decay, SGD: plain, momentum, Nesterov and decay. */
     for (int kind = 0; kind < 6; kind++)
         for (int wide = 0; wide < 2; wide++)
             for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
-                for (size_t shift = 0; shift < 3; shift++) {
-                    ddp_update u;
-                    memset(&u, 0, sizeof u);
-                    u.kind = kind == 0 ? DDP_UPDATE_ADAMW : kind < 3 ? DDP_UPDATE_LAMB : DDP_UPDATE_SGD;
-                    u.dtype = wide ? DDP_F64 : DDP_F32;
-                    u.state0 = kind == 3 ? NULL : &u;
-                    u.rate = 0.03f;
-                    u.beta1 = 0.9f;
-                    u.one_minus_beta1 = 1.0f - 0.9f;
-                    u.beta2 = 0.999f;
-                    u.one_minus_beta2 = 1.0f - 0.999f;
-                    u.inv_sqrt_bias_correction2 = 31.6f;
-                    u.eps = 1e-8f;
-                    u.decay_factor = 0.997f;
-                    u.scale = kind == 4 ? 0.7f : 1;
-                    u.decay = kind == 2 || kind == 5 ? 0.1f : 0;
-                    u.nesterov = kind == 5;
-                    u.grad_scale = kind % 2 ? 0.3f : 0;
-                    update_case(u, counts[c], shift);
-                }
+                for (size_t shift = 0; shift < 3; shift++)
+                    update_case(update_factors(kind, wide ? DDP_F64 : DDP_F32), kind == 3, counts[c], shift);
+}
+
+static void check_update_lists(void) {
+    static const int counts[] = {1, 55, 56, 57, 63, 64, 65, 113, 148};
+    for (int kind = 0; kind < 6; kind++)
+        for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+            ddp_dtype half = c % 2 ? DDP_F16 : DDP_BF16, copy = float_dtypes[(c + (size_t)kind) % 4];
+            int halves = kind != 1 && kind != 2; /* LAMB writes its update to the gradient */
+            update_list_case(kind, DDP_F32, halves && c % 3 == 0 ? half : DDP_F32, copy, counts[c]);
+            update_list_case(kind, DDP_F64, DDP_F64, float_dtypes[c % 4], counts[c]);
+        }
 }
 
 /* ---- 8 bits ---- */
@@ -1011,6 +1185,8 @@ static int kernel_checks(void) {
     failed += table_line("unscale, sum of squares", check_squares);
     failed += table_line("AdamW, SGD", check_optimizers);
     failed += table_line("optimizers of the table", check_updates);
+    failed += table_line("lists of the table", check_update_lists);
+    failed += table_line("lists of AdamW, SGD", check_step_lists);
     failed += table_line("clip, trust ratios", check_steer);
     failed += table_line("8-bit blocks", check_quantise);
     failed += table_line("copies of many ranges", check_copy_many);

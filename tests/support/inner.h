@@ -13,6 +13,7 @@ enum { INNER_HELLO = 1, INNER_NEWS, INNER_DATA, INNER_CHALLENGE, INNER_PROOF }; 
 enum { INNER_TEXT = 512 }; /* bytes of text after each head except that of data */
 
 struct ddp_update;
+struct ddp_update_tensor;
 
 typedef struct test_inner {
     /* private parameters of ddp.h; their initial values are the normal ones */
@@ -39,8 +40,8 @@ typedef struct test_inner {
                         ddp_dtype dtype, ddp_op op, uint64_t divisor, int how);
     void (*cast)(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    void (*update_f32)(const struct ddp_update *u);
-    void (*update_f64)(const struct ddp_update *u);
+    void (*update_f32)(const struct ddp_update *u, const struct ddp_update_tensor *t);
+    void (*update_f64)(const struct ddp_update *u, const struct ddp_update_tensor *t);
     void (*copy_across)(void *dst, const void *src, size_t size_bytes);
     void (*copy_stream)(void *dst, const void *src, size_t size_bytes);
     void (*stream_end)(void);

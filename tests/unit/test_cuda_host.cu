@@ -343,9 +343,27 @@ static void check_kernels_refuse(float *memory) {
          "ddp_cuda_unscale: data or norm is NULL");
     says(ddp_cuda_unscale(memory, 1, 1, DDP_I64, 1, norm, 0), DDP_ERR_INVALID,
          "ddp_cuda_unscale: dtype=i64; use a floating-point dtype");
+    says(ddp_cuda_adamw(NULL, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_adamw: count=1 is negative, or descs is NULL");
+    says(ddp_cuda_sgd(&step, -1, 0), DDP_ERR_INVALID, "ddp_cuda_sgd: count=-1 is negative, or descs is NULL");
     step.master = memory, step.grad = memory, step.count = 1, step.step = 1, step.momentum = 0.9f;
-    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: first or second is NULL");
-    says(ddp_cuda_sgd(&step, 0), DDP_ERR_INVALID, "ddp_cuda_sgd: momentum=0.9, but first is NULL");
+    says(ddp_cuda_adamw(&step, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_adamw: descs[0]: first or second is NULL; set both");
+    says(ddp_cuda_sgd(&step, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_sgd: descs[0]: momentum=0.9, but first is NULL; set it");
+    ddp_cuda_step_desc two[2] = {step, step}; /* the second one is invalid: the first one is not launched */
+    two[0].first = two[0].second = two[1].first = two[1].second = memory;
+    two[1].grad = NULL;
+    says(ddp_cuda_adamw(two, 2, 0), DDP_ERR_INVALID,
+         "ddp_cuda_adamw: descs[1]: master or grad is NULL; set both");
+    two[1].grad_dtype = DDP_F64;
+    two[1].grad = memory;
+    says(ddp_cuda_sgd(two, 2, 0), DDP_ERR_INVALID,
+         "ddp_cuda_sgd: descs[1]: grad_dtype=f64; use f32, f16 or bf16");
+    two[1].grad_dtype = DDP_F32;
+    two[1].copy_dtype = DDP_I8;
+    says(ddp_cuda_adamw(two, 2, 0), DDP_ERR_INVALID,
+         "ddp_cuda_adamw: descs[1]: copy_dtype=i8; use bf16, f16 or f32");
     says(ddp_cuda_quantise8(NULL, memory, memory, DDP_F32, 1, 0), DDP_ERR_INVALID,
          "ddp_cuda_quantise8: q, scales or src is NULL");
     says(ddp_cuda_dequantise8(NULL, DDP_F32, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID,
@@ -356,6 +374,29 @@ static void check_kernels_refuse(float *memory) {
     check_that(ddp_cuda_flatten(NULL, DDP_F32, NULL, 0, DDP_F32, 1, 0) == DDP_OK
                    && ddp_cuda_quantise8(NULL, NULL, NULL, DDP_F32, 0, 0) == DDP_OK,
                "nothing is refused");
+}
+
+/* The 148 tensors of GPT-2 124M: 50 matrices with weight decay, 98 vectors without. One launch per tensor
+   became three per step. */
+static void check_launches(void) {
+    enum { COUNT = 148 };
+    static float memory[4 * COUNT];
+    ddp_cuda_step_desc descs[COUNT] = DDP_ZERO;
+    for (int i = 0; i < COUNT; i++) {
+        ddp_cuda_step_desc *d = &descs[i];
+        d->master = memory + i;
+        d->grad = memory + COUNT + i;
+        d->first = memory + 2 * COUNT + i;
+        d->second = memory + 3 * COUNT + i;
+        d->count = d->step = 1;
+        d->weight_decay = i % 3 ? 0 : 0.1f;
+    }
+    for (int adamw = 0; adamw < 2; adamw++) {
+        record.launches = 0;
+        check_that((adamw ? ddp_cuda_adamw(descs, COUNT, 0) : ddp_cuda_sgd(descs, COUNT, 0)) == DDP_OK, "%s",
+                   ddp_last_error());
+        check_that(record.launches == 3, "%d launches for %d tensors", record.launches, (int)COUNT);
+    }
 }
 
 /* A call of the device table without a result stores its error, with its name, for ddp_cuda_check. */
@@ -442,15 +483,18 @@ static void check_errors(void) {
 
     says(ddp_cuda_reduce_tree(&dst, 1, src, 65, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID,
          "ddp_cuda_reduce_tree: dst_count=1 src_count=65; use 1 to 64");
-    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: step=0; use 1 or more");
+    says(ddp_cuda_adamw(&step, 1, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: descs[0]: step=0; use 1 or more");
     step.step = 1;
     step.stochastic = 1;
     step.copy_dtype = DDP_F16;
-    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID,
-         "ddp_cuda_adamw: stochastic rounding with copy_dtype=f16; use bf16");
+    says(ddp_cuda_adamw(&step, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_adamw: descs[0]: stochastic rounding with copy_dtype=f16; use bf16");
     says(ddp_cuda_quantise8((int8_t *)memory, memory, memory, DDP_F64, 1, 0), DDP_ERR_INVALID,
          "ddp_cuda_quantise8: src_dtype=f64; use f32, f16 or bf16");
     check_kernels_refuse(memory);
+    kernels_run = 0;
+    check_launches();
+    kernels_run = 1;
     check_table_errors(memory);
 }
 

@@ -484,13 +484,13 @@ static void state_comes_from_the_users_allocator(void **state) {
 }
 
 /* A device with its own kernels is called to compute, with the results of the CPU. */
-static int updates;
+static int updates; /* tensors */
 static void device_update(const ddp_update *u) {
-    updates++;
-    if (u->dtype == DDP_F32)
-        inner.update_f32(u);
-    else
-        inner.update_f64(u);
+    for (int i = 0; i < u->tensor_count; i++, updates++)
+        if (u->dtype == DDP_F32)
+            inner.update_f32(u, &u->tensors[i]);
+        else
+            inner.update_f64(u, &u->tensors[i]);
 }
 static void device_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
     ddp_device_cpu()->scale(data, count, dtype, *factor);
