@@ -205,9 +205,10 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
         int still = ddp_world_size(world) == 1 && desc.strategy <= DDP_FSDP_SHARD_GRAD;
         /* Of 2 steps. For each of 6 parameters and 2 micro-batches: 2 that make gradients here; for each
            parameter: micro-batches added, divided, squares. For each unit: a cast of the gradients of each
-           micro-batch. AdamW of all matrices and of all vectors, which also write the new values in bf16; the
-           norm. */
-        int most = still && turn == 0 ? 2 * (6 * 2 * 2 + 6 * 3 + 3 * 2 + 2 + 1) : INT32_MAX;
+           micro-batch. AdamW of all matrices and of all vectors, which also write the new values in bf16;
+           offloaded, each gradient is clipped instead. And the norm. */
+        int update = way == OFFLOADED ? 6 : 2;
+        int most = still && turn == 0 ? 2 * (6 * 2 * 2 + 6 * 3 + 3 * 2 + update + 1) : INT32_MAX;
         if (s == 2 && way != WAITS && !norms)
             RANKS_OK(world, steady_calls(world, early, way, still, most, strategies[desc.strategy]));
 #endif
