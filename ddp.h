@@ -1014,6 +1014,13 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* frees its memory, and empties it */
 
+/* Returns a key for the random numbers of one sample: dropout, augmentation. It depends only on the arguments:
+   the seed of the run, the epoch, the index of the sample in the dataset, and a number per use, such as that
+   of a layer. Every number of ranks, workers and restarts then draws the same numbers for a sample.
+   Different arguments give unrelated keys. To draw numbers, use the key as the state of a generator, or as
+   the seed of ddp_seed(key, 0, i, 0) for number i. */
+DDPDEF uint64_t ddp_seed(uint64_t seed, uint64_t epoch, int64_t index, uint64_t stream);
+
 //== loader ======================================================================================= >>loader
 /* A loader has worker threads that fetch the sampler's samples into a ring of batches, ahead of the consumer.
    The consumer gets batches in the sampler's order for any number of workers. Workers share the samples of a
@@ -1035,6 +1042,8 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* frees its memory, and emp
 /* Writes sample `index`: its field f to fields[f]. Runs on worker threads, for different samples at the same
    time. It may run again for the same sample. On failure it calls ddp_fail with a description. */
 typedef ddp_result (*ddp_fetch_fn)(void *user, int64_t index, void *const *fields);
+/* Like ddp_fetch_fn, for samples that change from epoch to epoch, such as augmented images: see ddp_seed. */
+typedef ddp_result (*ddp_fetch_epoch_fn)(void *user, int64_t index, uint64_t epoch, void *const *fields);
 
 typedef struct ddp_loader ddp_loader; /* see ddp_loader_create */
 
@@ -1047,8 +1056,8 @@ typedef struct ddp_loader_desc {
     const ddp_tensor *fields; /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
                                  - 1 dimensions; data is not read */
     int field_count;          /* required; 1 to DDP_LOADER_FIELDS */
-    ddp_fetch_fn fetch;       /* required */
-    void *fetch_user;         /* passed to fetch */
+    ddp_fetch_fn fetch;       /* required, except with fetch_epoch */
+    void *fetch_user;         /* passed to fetch or fetch_epoch */
     int worker_count;         /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches, without a
                                  timeout */
     int prefetch;             /* batches prepared ahead; 0 = 2 per worker; not read without workers */
@@ -1062,6 +1071,7 @@ typedef struct ddp_loader_desc {
                                                          called on any thread */
     void (*free_fn)(void *memory, void *user);        /* of memory from alloc_fn */
     void *user;                                       /* passed to alloc_fn and free_fn */
+    ddp_fetch_epoch_fn fetch_epoch;                   /* NULL = fetch; otherwise fetch must be NULL */
 } ddp_loader_desc;
 
 /* The samples that ddp_loader_next returns, in host memory of the loader. At the end of an epoch, and after
@@ -12425,6 +12435,13 @@ static uint64_t ddp__splitmix64(uint64_t x) { /* the finisher of splitmix64 (Ste
     return x ^ x >> 31;
 }
 
+DDPDEF uint64_t ddp_seed(uint64_t seed, uint64_t epoch, int64_t index, uint64_t stream) {
+    const uint64_t words[4] = {seed, epoch, (uint64_t)index, stream};
+    uint64_t key = 0;
+    for (int i = 0; i < 4; i++) key = ddp__splitmix64(key + words[i] + UINT64_C(0x9e3779b97f4a7c15));
+    return key;
+}
+
 /* Sets the keys of the rounds. A small N has few bits to mix in a round, so it takes more rounds. */
 static void ddp__feistel_setup(ddp_sampler *s) {
     uint64_t key = ddp__splitmix64(ddp__splitmix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
@@ -13117,7 +13134,12 @@ static void ddp__loader_fetch_chunk(ddp_loader *l, ddp__loader_worker *w) {
         destination[f] = slot->data + l->field_offset[f] + (size_t)sample * l->sample_bytes[f];
     for (; sample < end && ddp__load_relaxed(&l->phase) == DDP__LOADER_RUNNING; sample++) {
         __atomic_store_n(&w->index, slot->indices[sample], __ATOMIC_RELAXED);
-        result = l->desc.fetch(l->desc.fetch_user, slot->indices[sample], destination);
+        /* The epoch changes only while no worker is inside a chunk. */
+        if (l->desc.fetch)
+            result = l->desc.fetch(l->desc.fetch_user, slot->indices[sample], destination);
+        else
+            result = l->desc.fetch_epoch(l->desc.fetch_user, slot->indices[sample], l->sampler.epoch,
+                                         destination);
         if (result != DDP_OK) break;
         for (int f = 0; f < l->desc.field_count; f++)
             destination[f] = (unsigned char *)destination[f] + l->sample_bytes[f];
@@ -13372,9 +13394,9 @@ static ddp_result ddp__loader_resolve_desc(ddp_loader_desc *d) {
                      (long long)d->sampler.dataset_size);
     DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; use 1 or more samples of this rank per batch",
                      (long long)d->batch_size);
-    DDP__LOADER_NEED(d->fetch && d->fields, "%s",
-                     d->fetch ? "fields is NULL; list the fields of a sample"
-                              : "fetch is NULL; set it to a function that writes a sample");
+    DDP__LOADER_NEED(d->fetch || d->fetch_epoch, "fetch is NULL; set it to a function that writes a sample");
+    DDP__LOADER_NEED(!d->fetch || !d->fetch_epoch, "set fetch or fetch_epoch, not both");
+    DDP__LOADER_NEED(d->fields, "fields is NULL; list the fields of a sample");
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         int *value = ranges[i].value, low = ranges[i].low, high = ranges[i].high;
         DDP__LOADER_NEED(*value >= low && *value <= high, "%s=%d; use %d to %d", ranges[i].name, *value, low,

@@ -75,6 +75,7 @@ FUNCTION(ddp_reducer_ready, ddp_result, (ddp_reducer *, int));
 FUNCTION(ddp_reducer_wait, ddp_result, (ddp_reducer *));
 FUNCTION(ddp_reducer_no_sync, ddp_result, (ddp_reducer *, int));
 FUNCTION(ddp_reducer_sync_buffers, ddp_result, (ddp_reducer *, int));
+FUNCTION(ddp_seed, uint64_t, (uint64_t, uint64_t, int64_t, uint64_t));
 FUNCTION(ddp_reducer_get_stats, ddp_result, (const ddp_reducer *, ddp_reducer_stats *));
 FUNCTION(ddp_reducer_destroy, void, (ddp_reducer *));
 FUNCTION(ddp_accumulator_create, ddp_result, (ddp_accumulator **, ddp_group *, const ddp_accumulator_desc *));

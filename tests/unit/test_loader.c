@@ -208,6 +208,77 @@ static void test_most_fields(void **state) {
     ddp_loader_destroy(l);
 }
 
+static ddp_result fetch_key(void *user, int64_t index, uint64_t epoch, void *const *fields) {
+    uint64_t key = ddp_seed(7, epoch, index, *(const uint64_t *)user);
+    memcpy(fields[0], &key, sizeof key);
+    return DDP_OK;
+}
+
+/* fetch_epoch receives the epoch of the batch: with any workers, after a jump to another epoch, which discards
+   prefetched batches, and after a load. */
+static void test_epoch_of_a_fetch(void **state) {
+    enum { SAMPLES = 50, BATCH = 4 };
+    static const uint64_t epochs[] = {0, 3, 1ull << 40, 2};
+    const ddp_tensor field = {NULL, DDP_U64, 0, {0}};
+    uint64_t stream = 5, epoch = 0;
+    (void)state;
+    for (int workers = -1; workers <= 4; workers += 5) {
+        ddp_loader_desc desc = DDP_ZERO;
+        ddp_sampler_state saved;
+        ddp_loader *l;
+        ddp_batch b;
+        desc.sampler.dataset_size = SAMPLES;
+        desc.batch_size = BATCH;
+        desc.fields = &field;
+        desc.field_count = 1;
+        desc.fetch_epoch = fetch_key;
+        desc.fetch_user = &stream;
+        desc.worker_count = workers;
+        OK(ddp_loader_create(&l, &desc));
+        for (int jump = 0; jump < 5; jump++) {
+            if (jump == 4) /* the state saved in epoch 3 */
+                OK(ddp_loader_load(l, &saved));
+            else
+                OK(ddp_loader_set_epoch(l, epochs[jump]));
+            epoch = epochs[jump == 4 ? 1 : jump];
+            for (int batches = 0; batches < 3; batches++) {
+                OK(ddp_loader_next(l, &b));
+                assert_int_equal(b.count, BATCH);
+                for (int64_t i = 0; i < b.count; i++)
+                    assert_true(((const uint64_t *)b.fields[0].data)[i]
+                                == ddp_seed(7, epoch, b.indices[i], 5));
+            }
+            if (jump == 1) OK(ddp_loader_save(l, &saved));
+        }
+        ddp_loader_destroy(l);
+    }
+}
+
+static int compare_keys(const void *left, const void *right) {
+    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
+    return (a > b) - (a < b);
+}
+
+/* Keys of neighbouring arguments differ, and each argument changes about half of the bits. */
+static void test_seed(void **state) {
+    enum { SIDE = 12, KEYS = SIDE * SIDE * SIDE * SIDE };
+    static uint64_t keys[KEYS];
+    const uint64_t key = ddp_seed(1, 2, 3, 4);
+    const uint64_t changed[] = {ddp_seed(2, 2, 3, 4), ddp_seed(1, 3, 3, 4), ddp_seed(1, 2, 4, 4),
+                                ddp_seed(1, 2, 3, 5), ddp_seed(2, 1, 3, 4), ddp_seed(1, 3, 2, 4)};
+    (void)state;
+    for (int i = 0; i < KEYS; i++)
+        keys[i] = ddp_seed((uint64_t)(i % SIDE), (uint64_t)(i / SIDE % SIDE), i / SIDE / SIDE % SIDE - 2,
+                           (uint64_t)(i / SIDE / SIDE / SIDE));
+    qsort(keys, KEYS, sizeof *keys, compare_keys);
+    for (int i = 1; i < KEYS; i++) assert_true(keys[i] != keys[i - 1]);
+    for (int i = 0; i < COUNT(changed); i++) {
+        int bits = __builtin_popcountll(key ^ changed[i]);
+        if (bits < 16 || bits > 48) fail_msg("argument %d changes %d bits", i, bits);
+    }
+    assert_true(key == UINT64_C(0x336c3255cbcc01fe)); /* runs of other versions draw the same numbers */
+}
+
 /* A batch stays valid until extra_valid_batches + 1 more were returned; prefetched batches use other
    memory. */
 static void test_hold(void **state) {
@@ -692,6 +763,7 @@ static void test_refused(void **state) {
         assert_null(l);                                          \
     } while (0)
     REFUSED(d.fetch = NULL, "ddp_loader_create: fetch is NULL");
+    REFUSED(d.fetch_epoch = fetch_key, "ddp_loader_create: set fetch or fetch_epoch, not both");
     REFUSED(d.sampler.dataset_size = 0, "sampler.dataset_size=0; use 1 or more");
     REFUSED(d.sampler.dataset_size = -3, "sampler.dataset_size=-3");
     REFUSED(d.sampler.rank = 2, "rank=2");
@@ -764,7 +836,8 @@ int main(void) {
         cmocka_unit_test(test_tokens),   cmocka_unit_test(test_first_failure_is_named),
         cmocka_unit_test(test_failures), cmocka_unit_test(test_blocked),
         cmocka_unit_test(test_memory),   cmocka_unit_test(test_pinned),
-        cmocka_unit_test(test_refused)};
+        cmocka_unit_test(test_refused),  cmocka_unit_test(test_epoch_of_a_fetch),
+        cmocka_unit_test(test_seed)};
     data_fields[0].dtype = DDP_I64;
     data_fields[1].dtype = DDP_F32;
     data_fields[1].ndim = 1;
