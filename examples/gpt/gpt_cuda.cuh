@@ -1,4 +1,4 @@
-/*  gpt_cuda.cuh - the GPT of gpt.h on a GPU, in bf16 or f32: products by cuBLASLt, all other work by own
+/*  gpt_cuda.cuh - the GPT of gpt.h on a GPU, in bf16, f16 or f32: products by cuBLASLt, all other work by own
    kernels.
 
 USAGE
@@ -74,7 +74,8 @@ DETERMINISM
 
 typedef struct gpt_cuda_desc {
     gpt_config config;        /* of the full model. channels: a multiple of 8 */
-    ddp_dtype dtype;          /* of parameters, activations and gradients. 0 = DDP_BF16; DDP_F32 for checks */
+    ddp_dtype dtype;          /* of parameters, activations and gradients. 0 = DDP_BF16; DDP_F16; DDP_F32 for
+                                 checks */
     int batch, length;        /* B and T of a micro-batch */
     int slots;                /* micro-batches in flight. 0 = 1 */
     int first_unit, end_unit; /* units of this rank: first_unit to end_unit - 1. end_unit 0 = layers + 2 */
@@ -82,9 +83,12 @@ typedef struct gpt_cuda_desc {
     int graphs; /* 1 = capture forward and backward of each unit, and each gpt_cuda_micro_batch, as a CUDA
                    graph in the second call with the same pointers. Needs a stream other than 0, and no tensor
                    group */
-    /* 1 = wte and head.weight have one gradient, the same memory in both tables: the backward of the embedding
-       adds to what that of the head has written. 0 = each overwrites its own */
+    /* 1 = wte and head.weight have one gradient, the same memory in both tables: the backward of the
+       embedding adds to what that of the head has written. 0 = each overwrites its own */
     int tied_grads;
+    /* NULL = 1. Otherwise device memory with the factor of the loss in backward. It is read when the kernels
+       of the head run, also in graphs. Losses are not multiplied. For f16: see ddp_scaler */
+    const float *loss_scale;
     ddp_group *group;  /* GPUs with this rank, for ddp_cuda_gemm: destroyed after the model. gpt_cuda_create
                          requires it, other functions of a desc do not */
     ddp_group *tensor; /* GPUs of tensor parallelism; NULL = none. Unit calls are then collective */
@@ -151,10 +155,10 @@ GPT_DEF void gpt_cuda_destroy(gpt_cuda *model);
 GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *model, int unit, int slot, void *const *values,
                                          const int32_t *batch, const void *in, void *out);
 
-/* Backward of a unit for the mean of the B T losses, after its forward in the same slot with the same values,
-   batch and in. Overwrites grads, a table like values; see also tied_grads. d_out, d_in: gradients of output
-   and input, (B T, C), may be the same memory; NULL = gpt_cuda_d_stream_of(model). The head has no d_out, the
-   embedding no d_in. Asynchronous. */
+/* Backward of a unit for the mean of the B T losses, times loss_scale. Follows its forward in the same slot
+   with the same values, batch and in. Overwrites grads, a table like values; see also tied_grads. d_out,
+   d_in: gradients of output and input, (B T, C), may be the same memory; NULL = gpt_cuda_d_stream_of(model).
+   The head has no d_out, the embedding no d_in. Asynchronous. */
 GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *model, int unit, int slot, void *const *values,
                                           void *const *grads, const int32_t *batch, const void *in,
                                           const void *d_out, void *d_in);
@@ -263,8 +267,8 @@ GPT_DEF const char *gpt_cuda_check(const gpt_cuda_desc *desc) {
     c = &d.config;
     wrong = gpt_config_check(c);
     if (wrong) return gpt_cuda__message("config: %s", wrong);
-    if (d.dtype != DDP_BF16 && d.dtype != DDP_F32)
-        return gpt_cuda__message("dtype is %s; the model is bf16 or f32", ddp_dtype_name(d.dtype));
+    if (d.dtype != DDP_BF16 && d.dtype != DDP_F16 && d.dtype != DDP_F32)
+        return gpt_cuda__message("dtype is %s; the model is bf16, f16 or f32", ddp_dtype_name(d.dtype));
     if (c->channels % 8 || c->channels > GPT_CUDA__CHANNELS)
         return gpt_cuda__message(
             "%d channels are not a multiple of 8 up to %d; the kernels read 16 bytes at a time", c->channels,
@@ -494,7 +498,7 @@ GPT_DEF size_t gpt_cuda_bytes(const gpt_cuda_desc *desc) {
 }
 
 //== kernels on rows ========================================================================================
-/* Rows are accessed in packs of 16 bytes, so their length is a multiple of 8 (bf16) or 4 (f32) elements. */
+/* Rows are accessed in packs of 16 bytes, so their length is a multiple of 8 (16-bit) or 4 (f32) elements. */
 
 #if defined(GPT_CUDA_ON_CPU)
 #define GPT_CUDA__THREADS(...)
@@ -794,22 +798,23 @@ GPT_CUDA_DEVICE void gpt_cuda__softmax_join_warp(float *top, float *sum) {
     }
 }
 
-/* Rounds floats to a pack of 16 bytes, two bf16 per instruction. */
+/* Rounds floats to a pack of 16 bytes, two 16-bit numbers per instruction. */
 GPT_CUDA_DEVICE void gpt_cuda__round_pack(float *v, const float *x) { memcpy(v, x, 16); }
-GPT_CUDA_DEVICE void gpt_cuda__round_pack(gpt_bf16 *v, const float *x) {
+template <class T> GPT_CUDA_DEVICE void gpt_cuda__round_pack(T *v, const float *x) {
     uint32_t pair[4];
-    GPT_CUDA_UNROLL for (int i = 0; i < 4; i++) pair[i] = gpt_cuda_pack_bf16(x[2 * i], x[2 * i + 1]);
+    GPT_CUDA_UNROLL for (int i = 0; i < 4; i++) pair[i] = gpt_cuda_pack<T>(x[2 * i], x[2 * i + 1]);
     memcpy(v, pair, 16);
 }
 
 /* Cross-entropy of a row of logits (rows, padded), of which V columns are used: losses[row] = -log
-   softmax[target]. Replaces the row by the gradient of factor * loss; padding becomes 0. One block per row.
+   softmax[target]. Replaces the row by the gradient of factor * loss, times *scale unless it is NULL; padding
+   becomes 0. One block per row.
    CACHED: shared memory holds the row between the two passes, so global memory is read and written once. Only
    the packs with the end of V or the target test single elements, so that the kernel is bound by memory. */
 template <class T, int CACHED>
 static __global__ void GPT_CUDA__THREADS(1024, 2)
     gpt_cuda__classifier_kernel(T *logits, float *losses, const int32_t *targets, int V, int padded,
-                                float factor) {
+                                float factor, const float *scale) {
     enum { K = 16 / sizeof(T) };
     GPT_CUDA_DYNAMIC_SHARED(memory);
     GPT_CUDA_SHARED(float, tops, 32);
@@ -820,6 +825,11 @@ static __global__ void GPT_CUDA__THREADS(1024, 2)
     float top = -INFINITY, sum = 0, lse, x_of[K];
     gpt_cuda_load<1>(&target, targets + blockIdx.x);
     gpt_cuda_load<1>(&at_target, x + target);
+    if (scale) {
+        float times;
+        gpt_cuda_load<1>(&times, scale);
+        factor *= times;
+    }
     for (int j = (int)threadIdx.x; j < padded / K; j += (int)blockDim.x) {
         gpt_cuda__vector<T> a;
         float both = top;
@@ -885,8 +895,14 @@ static __global__ void GPT_CUDA__THREADS(256) gpt_cuda__sum_kernel(double *out, 
 //== launches of kernels ====================================================================================
 /* Void pointers point to memory of the model's dtype. */
 
+/* Calls a function template with the type of the model. */
 #define GPT_CUDA__AS(m, function, ...) \
-    ((m)->f32 ? function<float>(m, __VA_ARGS__) : function<gpt_bf16>(m, __VA_ARGS__))
+    gpt_cuda__as((m)->desc.dtype, [&](auto type) { return function<decltype(type)>(m, __VA_ARGS__); })
+template <class F> static inline ddp_result gpt_cuda__as(ddp_dtype dtype, const F &call) {
+    if (dtype == DDP_F32) return call(float());
+    if (dtype == DDP_F16) return call(gpt_f16());
+    return call(gpt_bf16());
+}
 
 static inline void gpt_cuda__note(const gpt_cuda *m, const char *name, double flops, double bytes) {
     if (m->desc.note && !m->capturing) m->desc.note(m->desc.note_user, name, flops, bytes);
@@ -1000,10 +1016,12 @@ static ddp_result gpt_cuda__classify(gpt_cuda *m, void *logits, float *losses, c
     int V = m->desc.config.vocab, padded = (int)m->padded;
     if (row <= GPT_CUDA__ROW_BYTES)
         DDP_TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 1>), (unsigned)m->rows, threads, row,
-                                m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
+                                m->desc.stream, (T *)logits, losses, targets, V, padded, factor,
+                                m->desc.loss_scale));
     else
         DDP_TRY(GPT_CUDA_LAUNCH((gpt_cuda__classifier_kernel<T, 0>), (unsigned)m->rows, threads, 0,
-                                m->desc.stream, (T *)logits, losses, targets, V, padded, factor));
+                                m->desc.stream, (T *)logits, losses, targets, V, padded, factor,
+                                m->desc.loss_scale));
     gpt_cuda__note(m, "classifier", 0, (row <= GPT_CUDA__ROW_BYTES ? 2.0 : 3.0) * m->rows * (double)row);
     return DDP_OK;
 }

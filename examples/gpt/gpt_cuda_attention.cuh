@@ -1,7 +1,8 @@
 /*  gpt_cuda_attention.cuh - causal attention on the GPU, forward and backward (FlashAttention-2).
 
     Dao 2023: tiles of queries and keys in shared memory, and an online softmax, so no T x T matrix is in
-    memory. Backward recomputes the probabilities from lse. bf16 uses tensor cores with f32 accumulation.
+    memory. Backward recomputes the probabilities from lse. bf16 and f16 use tensor cores with f32
+    accumulation.
 
 USAGE
     gpt_cuda_attention it = {batch, length, heads, head_size, DDP_BF16, stream};
@@ -13,9 +14,9 @@ USAGE
     lse            (B, NH, T) f32     log of the sum of exp of a query's scaled scores, as in gpt_attention
     workspace      gpt_cuda_attention_workspace(&it) bytes, uninitialised
 
-    All pointers are device memory, aligned to 16 bytes. T is arbitrary. bf16 with heads of 32, 64 or 128 uses
-    the fast kernels. f32, and other head sizes up to GPT_CUDA_ATTENTION_LARGEST, use plain kernels for checks
-    and small models.
+    All pointers are device memory, aligned to 16 bytes. T is arbitrary. bf16 with heads of 32, 64 or 128, and
+    f16 with heads of 64 or 128, use the fast kernels. f32, and other head sizes up to
+    GPT_CUDA_ATTENTION_LARGEST, use plain kernels for checks and small models.
 
 CONTENTS
     interface  arguments  tiles  fragments  forward  prepare  backward  plain  calls
@@ -29,8 +30,8 @@ FORWARD
         d[2], d[3]   row g + 8
 
     The left operand of the next mma, 16 x 16, has in each lane (g, 2t..), (g + 8, 2t..), (g, 2t + 8..) and
-    (g + 8, 2t + 8..). These are the pairs of two neighbouring results, rounded to bf16. So the probabilities
-    are the left operand of P V without leaving their registers.
+    (g + 8, 2t + 8..). These are the pairs of two neighbouring results, rounded to 16 bits. So the
+    probabilities are the left operand of P V without leaving their registers.
     exp(x) is 2^(x log2 e): scale and log2 e are one factor, and one multiply-add gives the exponent. A warp
     skips tiles above the diagonal and masks only tiles on it. Blocks of one head are neighbours, so that they
     read its keys from L2. Blocks with the most keys start first.
@@ -43,8 +44,8 @@ BACKWARD
 
     Order of sums: a tile of dQ is the sum over several blocks. Query tile i (64 rows) needs key tiles
     j = i / 2, i / 2 - 1, ..., 0 (128 rows), and the sum has this order. The first block writes its part to
-    the workspace, the next ones read it, add theirs and write it, and the last rounds to bf16 into d_qkv. So
-    the bits do not depend on the schedule, and no floating-point atomics are needed. Block j processes its
+    the workspace, the next ones read it, add theirs and write it, and the last rounds to 16 bits into d_qkv.
+    So the bits do not depend on the schedule, and no floating-point atomics are needed. Block j processes its
     query tiles i = 2j, 2j + 1, ... in ascending order. After tile i it stores its progress in progress[j]
     (release). Before it reads tile i it waits (acquire) until block j + 1 has passed tile i.
 
@@ -60,9 +61,9 @@ BACKWARD
     thread with the same number as the thread that wrote it.
 
 SHARED MEMORY
-    A row of a tile has D bf16 values in chunks of 16 bytes. Chunk c of row r is stored at c ^ (r % 8) (heads
-    of 32: c ^ (r / 2 % 4)). So the 8 rows of a column that ldmatrix reads, and the 8 rows that a warp writes,
-    are in 32 different banks.
+    A row of a tile has D 16-bit values in chunks of 16 bytes. Chunk c of row r is stored at c ^ (r % 8)
+    (heads of 32: c ^ (r / 2 % 4)). So the 8 rows of a column that ldmatrix reads, and the 8 rows that a warp
+    writes, are in 32 different banks.
 
 REGISTERS
     Accumulators use most of them: 128 of 255 in backward, 64 of 168 in forward with heads of 64. With ptxas
@@ -82,7 +83,7 @@ REGISTERS
 
 typedef struct gpt_cuda_attention {
     int batch, length, heads, head_size; /* B, T, NH (of this rank), HS */
-    ddp_dtype dtype;                     /* 0 = DDP_BF16; DDP_F32 */
+    ddp_dtype dtype;                     /* 0 = DDP_BF16; DDP_F16, DDP_F32 */
     cudaStream_t stream;
 } gpt_cuda_attention;
 
@@ -192,14 +193,13 @@ template <int D> GPT_CUDA_DEVICE int gpt_cuda__across(int row) {
 
 /* Starts asynchronous copies of rows first to first + ROWS - 1 of a head to a tile. Rows from `end` on become
    zeros. All threads of the block call it. */
-template <int ROWS, int D, int THREADS>
-GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const gpt_bf16 *from, int pitch, int first,
-                                         int end) {
+template <int ROWS, int D, int THREADS, class T>
+GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const T *from, int pitch, int first, int end) {
     const int CHUNKS = D / 8, STEP = THREADS / CHUNKS; /* rows at a time */
     static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "a thread has the same chunk of each of its rows");
     int thread = gpt_cuda__thread(), row = thread / CHUNKS, chunk = thread % CHUNKS;
     unsigned char *to = tile + gpt_cuda__at<D>(row, chunk);
-    const gpt_bf16 *at = from + ((first + row) * pitch + chunk * 8);
+    const T *at = from + ((first + row) * pitch + chunk * 8);
     GPT_CUDA_UNROLL for (int i = 0; i < ROWS / STEP; i++)
         gpt_cuda_copy_async16(to + i * STEP * 2 * D, at + i * STEP * pitch, first + row + i * STEP < end);
 }
@@ -208,7 +208,7 @@ GPT_CUDA_DEVICE void gpt_cuda__tile_load(unsigned char *tile, const gpt_bf16 *fr
 
 /* d (16 M x 16 N) += a b^T. a: 16 M rows of a tile from a_at = down(row). b: 16 N rows of a tile from
    b_at = across(row). */
-template <int M, int N, int D>
+template <class T, int M, int N, int D>
 GPT_CUDA_DEVICE void gpt_cuda__mma_rows(float (*d)[2 * N][4], const unsigned char *a, int a_at,
                                         const unsigned char *b, int b_at) {
     GPT_CUDA_UNROLL for (int k = 0; k < D / 16; k++) {
@@ -219,42 +219,44 @@ GPT_CUDA_DEVICE void gpt_cuda__mma_rows(float (*d)[2 * N][4], const unsigned cha
             uint32_t right[4];
             gpt_cuda_ldmatrix4(right, b + gpt_cuda__move<D>(b_at, n, k));
             GPT_CUDA_UNROLL for (int m = 0; m < M; m++) {
-                gpt_cuda_mma_bf16(d[m][2 * n], left[m], right);
-                gpt_cuda_mma_bf16(d[m][2 * n + 1], left[m], right + 2);
+                gpt_cuda_mma<T>(d[m][2 * n], left[m], right);
+                gpt_cuda_mma<T>(d[m][2 * n + 1], left[m], right + 2);
             }
         }
     }
 }
 
 /* d (16 M x D) += p b. p: 16 M x 16 K in registers. b: 16 K rows of a tile from b_at = down(row). */
-template <int M, int K, int D>
+template <class T, int M, int K, int D>
 GPT_CUDA_DEVICE void gpt_cuda__mma_columns(float (*d)[D / 8][4], const uint32_t (*p)[K][4],
                                            const unsigned char *b, int b_at) {
     GPT_CUDA_UNROLL for (int k = 0; k < K; k++) GPT_CUDA_UNROLL for (int n = 0; n < D / 16; n++) {
         uint32_t right[4];
         gpt_cuda_ldmatrix4_trans(right, b + gpt_cuda__move<D>(b_at, k, n));
         GPT_CUDA_UNROLL for (int m = 0; m < M; m++) {
-            gpt_cuda_mma_bf16(d[m][2 * n], p[m][k], right);
-            gpt_cuda_mma_bf16(d[m][2 * n + 1], p[m][k], right + 2);
+            gpt_cuda_mma<T>(d[m][2 * n], p[m][k], right);
+            gpt_cuda_mma<T>(d[m][2 * n + 1], p[m][k], right + 2);
         }
     }
 }
 
 /* Converts results of mma (16 x 8 each) to left operands of the next mma (16 x 16 each). */
-template <int M, int K> GPT_CUDA_DEVICE void gpt_cuda__pack(uint32_t (*p)[K][4], const float (*d)[2 * K][4]) {
+template <class T, int M, int K>
+GPT_CUDA_DEVICE void gpt_cuda__pack(uint32_t (*p)[K][4], const float (*d)[2 * K][4]) {
     GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int n = 0; n < 2 * K; n++)
         GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
-            p[m][n / 2][n % 2 * 2 + r] = gpt_cuda_pack_bf16(d[m][n][2 * r], d[m][n][2 * r + 1]);
+            p[m][n / 2][n % 2 * 2 + r] = gpt_cuda_pack<T>(d[m][n][2 * r], d[m][n][2 * r + 1]);
 }
 
 /* Stores 32 neighbouring columns of row g (r = 0) or g + 8 (r = 1) of four results, times scale. The four
    lanes of a row transpose their 4 x 4 pairs, so that each has 16 contiguous bytes. All lanes of the warp
    call it. `to` is the start of the row; it is written only if `valid`. */
-GPT_CUDA_DEVICE void gpt_cuda__store_row(gpt_bf16 *to, const float (*d)[4], int r, float scale, int valid) {
+template <class T>
+GPT_CUDA_DEVICE void gpt_cuda__store_row(T *to, const float (*d)[4], int r, float scale, int valid) {
     int t = (int)threadIdx.x % 4;
     uint32_t w[4], got;
     GPT_CUDA_UNROLL for (int n = 0; n < 4; n++)
-        w[n] = gpt_cuda_pack_bf16(d[n][2 * r] * scale, d[n][2 * r + 1] * scale);
+        w[n] = gpt_cuda_pack<T>(d[n][2 * r] * scale, d[n][2 * r + 1] * scale);
     GPT_CUDA_UNROLL for (int n = 0; n < 4; n += 2) {
         got = gpt_cuda_shuffle_xor(t & 1 ? w[n] : w[n + 1], 1);
         if (t & 1)
@@ -269,14 +271,14 @@ GPT_CUDA_DEVICE void gpt_cuda__store_row(gpt_bf16 *to, const float (*d)[4], int 
         else
             w[n + 2] = got;
     }
-    if (valid) gpt_cuda_store<8>(to + 8 * t, (const gpt_bf16 *)(const void *)w);
+    if (valid) gpt_cuda_store<8>(to + 8 * t, (const T *)(const void *)w);
 }
 
 /* Stores 16 M rows of a warp from `row` on, 32 N columns, to a matrix with row pitch `pitch`. Skips rows from
    `end` on. */
-template <int M, int N>
-GPT_CUDA_DEVICE void gpt_cuda__store_rows(gpt_bf16 *to, int pitch, int row, int end,
-                                          const float (*d)[4 * N][4], float scale) {
+template <int M, int N, class T>
+GPT_CUDA_DEVICE void gpt_cuda__store_rows(T *to, int pitch, int row, int end, const float (*d)[4 * N][4],
+                                          float scale) {
     GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) {
         int at = row + 16 * m + 8 * r + (int)threadIdx.x % 32 / 4;
         GPT_CUDA_UNROLL for (int n = 0; n < N; n++)
@@ -330,12 +332,12 @@ GPT_CUDA_DEVICE void gpt_cuda__softmax_row(float (*s)[4], float (*o)[4], int r, 
 }
 
 /* Stores out and lse of a warp's 32 queries from `row` on. */
-template <int D>
-GPT_CUDA_DEVICE void gpt_cuda__forward_end(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at,
-                                           int row, float (*o)[D / 8][4], const float (*top)[2],
+template <int D, class T>
+GPT_CUDA_DEVICE void gpt_cuda__forward_end(const gpt_cuda__attn<T> &a, const gpt_cuda__place &at, int row,
+                                           float (*o)[D / 8][4], const float (*top)[2],
                                            const float (*sum)[2]) {
     const size_t pitch = (size_t)(a.heads * D);
-    gpt_bf16 *to = a.to + at.row * pitch + (size_t)(at.head * D);
+    T *to = a.to + at.row * pitch + (size_t)(at.head * D);
     GPT_CUDA_UNROLL for (int m = 0; m < 2; m++) GPT_CUDA_UNROLL for (int r = 0; r < 2; r++) {
         int query = row + 16 * m + 8 * r + (int)threadIdx.x % 32 / 4;
         float total = gpt_cuda__row_sum(sum[m][r]), lse = top[m][r] * a.scale + logf(total);
@@ -357,9 +359,9 @@ template <int D> struct gpt_cuda__forward_shape {
     };
 };
 
-template <int D>
+template <class T, int D>
 static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS)
-    gpt_cuda__attn_forward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
+    gpt_cuda__attn_forward_kernel(const gpt_cuda__attn<T> a) {
     enum {
         QUERIES = GPT_CUDA__QUERIES,
         KEYS = gpt_cuda__forward_shape<D>::KEYS,
@@ -367,7 +369,7 @@ static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS
     };
     GPT_CUDA_DYNAMIC_SHARED(shared);
     const gpt_cuda__place at = gpt_cuda__place_of(a, (int)blockIdx.x, (a.length + QUERIES - 1) / QUERIES);
-    const gpt_bf16 *head = gpt_cuda__part(a, a.qkv, at, 0);
+    const T *head = gpt_cuda__part(a, a.qkv, at, 0);
     const int width = a.heads * D;
     const int first = at.tile * QUERIES, mine = gpt_cuda__warp() * 32, row = first + mine;
     const int end = first + QUERIES < a.length ? first + QUERIES : a.length;
@@ -392,13 +394,14 @@ static __global__ void __launch_bounds__(128, gpt_cuda__forward_shape<D>::BLOCKS
             continue; /* all queries of the warp precede these keys: row and key are multiples of 32 */
         float s[2][KEYS / 8][4] = {};
         uint32_t p[2][KEYS / 16][4];
-        gpt_cuda__mma_rows<2, KEYS / 16, D>(s, shared, gpt_cuda__down<D>(mine), here, gpt_cuda__across<D>(0));
+        gpt_cuda__mma_rows<T, 2, KEYS / 16, D>(s, shared, gpt_cuda__down<D>(mine), here,
+                                               gpt_cuda__across<D>(0));
         if (key + KEYS - 1 > row)
             gpt_cuda__mask_rows<2, KEYS / 8>(s, row, key); /* also masks keys after T for queries before T */
         GPT_CUDA_UNROLL for (int m = 0; m < 2; m++) GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
             gpt_cuda__softmax_row<KEYS / 8, D>(s[m], o[m], r, factor, &top[m][r], &sum[m][r]);
-        gpt_cuda__pack<2, KEYS / 16>(p, s);
-        gpt_cuda__mma_columns<2, KEYS / 16, D>(o, p, here + BYTES, gpt_cuda__down<D>(0));
+        gpt_cuda__pack<T, 2, KEYS / 16>(p, s);
+        gpt_cuda__mma_columns<T, 2, KEYS / 16, D>(o, p, here + BYTES, gpt_cuda__down<D>(0));
     }
     gpt_cuda__forward_end<D>(a, at, row, o, top, sum);
 }
@@ -471,8 +474,8 @@ template <int D> struct gpt_cuda__backward_shape {
 };
 
 /* Loads a stage: queries from `query` on, their d_out, lse2 and delta. */
-template <int D>
-GPT_CUDA_DEVICE void gpt_cuda__stage_load(unsigned char *stage, const gpt_cuda__attn<gpt_bf16> &a,
+template <int D, class T>
+GPT_CUDA_DEVICE void gpt_cuda__stage_load(unsigned char *stage, const gpt_cuda__attn<T> &a,
                                           const gpt_cuda__place &at, int query) {
     typedef gpt_cuda__backward_shape<D> S;
     const int width = a.heads * D;
@@ -511,7 +514,7 @@ GPT_CUDA_DEVICE void gpt_cuda__softmax_backward(float (*s)[4][4], float (*dp)[4]
 
 /* Processes 32 queries of a stage (half 0 or 1) with the warp's keys, from row `mine` of the block: adds to
    dk and dv, and writes dS^T to scores. key, query: first key of the block, first query of the stage. */
-template <int D, int M>
+template <class T, int D, int M>
 GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const unsigned char *stage,
                                              unsigned char *scores, int mine, int half, int key, int query,
                                              float factor, float (*dk)[D / 8][4], float (*dv)[D / 8][4]) {
@@ -522,12 +525,13 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const un
     uint32_t p[M][2][4], ds[M][2][4] = {};
     if (!none) { /* none: all keys of the warp are later than all queries */
         float s[M][4][4] = {}, dp[M][4][4] = {};
-        gpt_cuda__mma_rows<M, 2, D>(s, keys, gpt_cuda__down<D>(mine), stage, gpt_cuda__across<D>(32 * half));
-        gpt_cuda__mma_rows<M, 2, D>(dp, keys + S::KEY_BYTES, gpt_cuda__down<D>(mine), stage + S::QUERY_BYTES,
-                                    gpt_cuda__across<D>(32 * half));
+        gpt_cuda__mma_rows<T, M, 2, D>(s, keys, gpt_cuda__down<D>(mine), stage,
+                                       gpt_cuda__across<D>(32 * half));
+        gpt_cuda__mma_rows<T, M, 2, D>(dp, keys + S::KEY_BYTES, gpt_cuda__down<D>(mine),
+                                       stage + S::QUERY_BYTES, gpt_cuda__across<D>(32 * half));
         gpt_cuda__softmax_backward<M>(s, dp, numbers, factor, key + mine, query + 32 * half);
-        gpt_cuda__pack<M, 2>(p, s);
-        gpt_cuda__pack<M, 2>(ds, dp);
+        gpt_cuda__pack<T, M, 2>(p, s);
+        gpt_cuda__pack<T, M, 2>(ds, dp);
     }
     GPT_CUDA_UNROLL for (int m = 0; m < M; m++) GPT_CUDA_UNROLL for (int n = 0; n < 4; n++)
             GPT_CUDA_UNROLL for (int r = 0; r < 2; r++)
@@ -535,14 +539,14 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_half(const unsigned char *keys, const un
                                + gpt_cuda__at<GPT_CUDA__ACROSS>(mine + 16 * m + 8 * r + g, 4 * half + n)
                                + 4 * t) = ds[m][n / 2][n % 2 * 2 + r];
     if (none) return;
-    gpt_cuda__mma_columns<M, 2, D>(dv, p, stage + S::QUERY_BYTES, gpt_cuda__down<D>(32 * half));
-    gpt_cuda__mma_columns<M, 2, D>(dk, ds, stage, gpt_cuda__down<D>(32 * half));
+    gpt_cuda__mma_columns<T, M, 2, D>(dv, p, stage + S::QUERY_BYTES, gpt_cuda__down<D>(32 * half));
+    gpt_cuda__mma_columns<T, M, 2, D>(dk, ds, stage, gpt_cuda__down<D>(32 * half));
 }
 
 /* Adds this block's part dS K to the tile of dQ. The first block starts the sum; the last one stores it to
    d_qkv, the others to the workspace. */
-template <int D>
-GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<gpt_bf16> &a, const gpt_cuda__place &at,
+template <int D, class T>
+GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<T> &a, const gpt_cuda__place &at,
                                                 const unsigned char *keys, const unsigned char *scores,
                                                 int warp, int tile) {
     typedef gpt_cuda__backward_shape<D> S;
@@ -566,7 +570,7 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<gpt_bf16> &
             GPT_CUDA_UNROLL for (int n = 0; n < 2; n++) gpt_cuda_ldmatrix4_trans(
                 right[n], keys + gpt_cuda__move<D>(b_at, 4 * part + k, 2 * beside + n));
             GPT_CUDA_UNROLL for (int m = 0; m < QM; m++) GPT_CUDA_UNROLL for (int n = 0; n < 4; n++)
-                gpt_cuda_mma_bf16(dq[m][n], left[m], right[n / 2] + n % 2 * 2);
+                gpt_cuda_mma<T>(dq[m][n], left[m], right[n / 2] + n % 2 * 2);
         }
     GPT_CUDA_UNROLL for (int i = 0; i < QM * 16; i++)
         dq[i / 16][i / 4 % 4][i % 4] += before[i / 16][i / 4 % 4][i % 4];
@@ -579,10 +583,10 @@ GPT_CUDA_DEVICE void gpt_cuda__backward_queries(const gpt_cuda__attn<gpt_bf16> &
     }
 }
 
-template <int D>
+template <class T, int D>
 static __global__ void __launch_bounds__(gpt_cuda__backward_shape<D>::THREADS,
                                          gpt_cuda__backward_shape<D>::BLOCKS)
-    gpt_cuda__attn_backward_kernel(const gpt_cuda__attn<gpt_bf16> a) {
+    gpt_cuda__attn_backward_kernel(const gpt_cuda__attn<T> a) {
     typedef gpt_cuda__backward_shape<D> S;
     enum { M = S::M };
     GPT_CUDA_DYNAMIC_SHARED(shared);
@@ -623,7 +627,7 @@ static __global__ void __launch_bounds__(gpt_cuda__backward_shape<D>::THREADS,
         if (waits && !first && known <= tile)
             known = gpt_cuda_acquire(progress + 1); /* often enough; otherwise wait after the next products */
         gpt_cuda_warp_sync();
-        GPT_CUDA__KEEP for (int half = 0; half < 2; half++) gpt_cuda__backward_half<D, M>(
+        GPT_CUDA__KEEP for (int half = 0; half < 2; half++) gpt_cuda__backward_half<T, D, M>(
             keys, here, scores, mine, half, key, tile * GPT_CUDA__ACROSS, factor, dk, dv);
         while (waits && !first && known <= tile) known = gpt_cuda_acquire(progress + 1);
         gpt_cuda_warp_sync();
@@ -832,8 +836,8 @@ static inline const char *gpt_cuda_attention_check(const gpt_cuda_attention *it)
         return "batch, length, heads and head_size must be at least 1";
     if (it->head_size > GPT_CUDA_ATTENTION_LARGEST)
         return "head_size must be at most 256: use more heads for the same channels";
-    if (it->dtype != 0 && it->dtype != DDP_BF16 && it->dtype != DDP_F32)
-        return "dtype must be DDP_BF16 or DDP_F32";
+    if (it->dtype != 0 && it->dtype != DDP_BF16 && it->dtype != DDP_F16 && it->dtype != DDP_F32)
+        return "dtype must be DDP_BF16, DDP_F16 or DDP_F32";
     if ((double)it->batch * it->heads * (double)gpt_cuda__attn_padded(it) >= 2147483648.0
         || 3.0 * it->heads * it->head_size * (it->length + 128.0) >= 2147483648.0)
         return "batch times heads times length, and length times 3 times channels, must stay below 2^31: "
@@ -852,8 +856,10 @@ static inline void gpt_cuda__attn_layout(const gpt_cuda_attention *it, int fast,
     at[3] = at[2] + (fast ? pairs * padded * (size_t)it->head_size * sizeof(float) : 0);
 }
 
+/* Heads of 32 have no fast kernels in f16, as each takes seconds to compile. */
 static inline int gpt_cuda__attn_fast(const gpt_cuda_attention *it) {
-    return it->dtype != DDP_F32 && (it->head_size == 32 || it->head_size == 64 || it->head_size == 128);
+    if (it->dtype == DDP_F32) return 0;
+    return (it->head_size == 32 && it->dtype != DDP_F16) || it->head_size == 64 || it->head_size == 128;
 }
 
 static inline size_t gpt_cuda_attention_workspace(const gpt_cuda_attention *it) {
@@ -869,7 +875,8 @@ static inline double gpt_cuda_attention_flops(const gpt_cuda_attention *it, int 
 }
 
 template <class T>
-static inline gpt_cuda__attn<T> gpt_cuda__attn_arguments(const gpt_cuda_attention *it, const void *qkv) {
+static inline gpt_cuda__attn<T> gpt_cuda__attn_arguments(const gpt_cuda_attention *it, const void *qkv,
+                                                         void *to, float *lse) {
     gpt_cuda__attn<T> a;
     memset(&a, 0, sizeof a);
     a.batch = it->batch;
@@ -879,6 +886,8 @@ static inline gpt_cuda__attn<T> gpt_cuda__attn_arguments(const gpt_cuda_attentio
     a.padded = (int)gpt_cuda__attn_padded(it);
     a.scale = 1 / sqrtf((float)it->head_size);
     a.qkv = (const T *)qkv;
+    a.to = (T *)to;
+    a.lse = lse;
     return a;
 }
 
@@ -900,18 +909,17 @@ static inline ddp_result gpt_cuda__attn_valid(const char *function, const gpt_cu
     return DDP_OK;
 }
 
-template <int D>
-static inline ddp_result gpt_cuda__attn_forward(const gpt_cuda_attention *it,
-                                                const gpt_cuda__attn<gpt_bf16> &a) {
-    return GPT_CUDA_LAUNCH(gpt_cuda__attn_forward_kernel<D>, gpt_cuda__attn_blocks(it, GPT_CUDA__QUERIES),
-                           128, gpt_cuda__forward_shape<D>::SHARED_BYTES, it->stream, a);
+template <int D, class T>
+static inline ddp_result gpt_cuda__attn_forward(const gpt_cuda_attention *it, const gpt_cuda__attn<T> &a) {
+    return GPT_CUDA_LAUNCH((gpt_cuda__attn_forward_kernel<T, D>),
+                           gpt_cuda__attn_blocks(it, GPT_CUDA__QUERIES), 128,
+                           gpt_cuda__forward_shape<D>::SHARED_BYTES, it->stream, a);
 }
 
-template <int D>
-static inline ddp_result gpt_cuda__attn_backward(const gpt_cuda_attention *it,
-                                                 const gpt_cuda__attn<gpt_bf16> &a) {
+template <int D, class T>
+static inline ddp_result gpt_cuda__attn_backward(const gpt_cuda_attention *it, const gpt_cuda__attn<T> &a) {
     typedef gpt_cuda__backward_shape<D> S;
-    return GPT_CUDA_LAUNCH(gpt_cuda__attn_backward_kernel<D>, gpt_cuda__attn_blocks(it, GPT_CUDA__DOWN),
+    return GPT_CUDA_LAUNCH((gpt_cuda__attn_backward_kernel<T, D>), gpt_cuda__attn_blocks(it, GPT_CUDA__DOWN),
                            S::THREADS, S::SHARED_BYTES, it->stream, a);
 }
 
@@ -955,14 +963,16 @@ static inline ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it
     ddp_result result = gpt_cuda__attn_valid("gpt_cuda_attention_forward", it, 3, names, pointers);
     if (result != DDP_OK) return result;
     if (it->dtype == DDP_F32) {
-        gpt_cuda__attn<float> a = gpt_cuda__attn_arguments<float>(it, qkv);
-        a.to = (float *)out;
-        a.lse = lse;
+        gpt_cuda__attn<float> a = gpt_cuda__attn_arguments<float>(it, qkv, out, lse);
         return gpt_cuda__attn_plain_forward(it, a);
     }
-    gpt_cuda__attn<gpt_bf16> a = gpt_cuda__attn_arguments<gpt_bf16>(it, qkv);
-    a.to = (gpt_bf16 *)out;
-    a.lse = lse;
+    if (it->dtype == DDP_F16) {
+        gpt_cuda__attn<gpt_f16> a = gpt_cuda__attn_arguments<gpt_f16>(it, qkv, out, lse);
+        if (it->head_size == 64) return gpt_cuda__attn_forward<64>(it, a);
+        if (it->head_size == 128) return gpt_cuda__attn_forward<128>(it, a);
+        return gpt_cuda__attn_plain_forward(it, a);
+    }
+    gpt_cuda__attn<gpt_bf16> a = gpt_cuda__attn_arguments<gpt_bf16>(it, qkv, out, lse);
     if (it->head_size == 32) return gpt_cuda__attn_forward<32>(it, a);
     if (it->head_size == 64) return gpt_cuda__attn_forward<64>(it, a);
     if (it->head_size == 128) return gpt_cuda__attn_forward<128>(it, a);
@@ -972,15 +982,14 @@ static inline ddp_result gpt_cuda_attention_forward(const gpt_cuda_attention *it
 /* Sets the arguments of backward and launches its first kernel. */
 template <class T>
 static inline ddp_result gpt_cuda__attn_prepare(const gpt_cuda_attention *it, gpt_cuda__attn<T> *a,
-                                                const void *out, const float *lse, const void *d_out,
-                                                void *d_qkv, void *workspace) {
+                                                const void *out, const void *d_out, void *d_qkv,
+                                                void *workspace) {
     unsigned char *memory = (unsigned char *)workspace;
     size_t at[4];
     gpt_cuda__attn_layout(it, gpt_cuda__attn_fast(it), at);
     a->out = (const T *)out;
     a->d_out = (const T *)d_out;
     a->d_qkv = (T *)d_qkv;
-    a->lse = (float *)lse; /* read only */
     a->ticket = (int *)workspace;
     a->progress = a->ticket + 1;
     a->lse2 = (float *)(void *)(memory + at[0]);
@@ -1002,13 +1011,22 @@ static inline ddp_result gpt_cuda_attention_backward(const gpt_cuda_attention *i
         return ddp_fail(
             DDP_ERR_INVALID,
             "gpt_cuda_attention_backward: d_qkv is qkv, which blocks read to the end; give other memory");
+    float *const lse_of = (float *)lse; /* read only */
     if (it->dtype == DDP_F32) {
-        gpt_cuda__attn<float> a = gpt_cuda__attn_arguments<float>(it, qkv);
-        result = gpt_cuda__attn_prepare(it, &a, out, lse, d_out, d_qkv, workspace);
+        gpt_cuda__attn<float> a = gpt_cuda__attn_arguments<float>(it, qkv, NULL, lse_of);
+        result = gpt_cuda__attn_prepare(it, &a, out, d_out, d_qkv, workspace);
         return result == DDP_OK ? gpt_cuda__attn_plain_backward(it, a) : result;
     }
-    gpt_cuda__attn<gpt_bf16> a = gpt_cuda__attn_arguments<gpt_bf16>(it, qkv);
-    result = gpt_cuda__attn_prepare(it, &a, out, lse, d_out, d_qkv, workspace);
+    if (it->dtype == DDP_F16) {
+        gpt_cuda__attn<gpt_f16> a = gpt_cuda__attn_arguments<gpt_f16>(it, qkv, NULL, lse_of);
+        result = gpt_cuda__attn_prepare(it, &a, out, d_out, d_qkv, workspace);
+        if (result != DDP_OK) return result;
+        if (it->head_size == 64) return gpt_cuda__attn_backward<64>(it, a);
+        if (it->head_size == 128) return gpt_cuda__attn_backward<128>(it, a);
+        return gpt_cuda__attn_plain_backward(it, a);
+    }
+    gpt_cuda__attn<gpt_bf16> a = gpt_cuda__attn_arguments<gpt_bf16>(it, qkv, NULL, lse_of);
+    result = gpt_cuda__attn_prepare(it, &a, out, d_out, d_qkv, workspace);
     if (result != DDP_OK) return result;
     if (it->head_size == 32) return gpt_cuda__attn_backward<32>(it, a);
     if (it->head_size == 64) return gpt_cuda__attn_backward<64>(it, a);

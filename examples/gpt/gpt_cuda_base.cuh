@@ -59,11 +59,31 @@ typedef struct gpt_bf16 {
     uint16_t bits;
 } gpt_bf16;
 
+/* IEEE binary16; same layout as __half and DDP_F16. */
+typedef struct gpt_f16 {
+    uint16_t bits;
+} gpt_f16;
+
 GPT_CUDA_BOTH float gpt_cuda_to_float(float x) { return x; }
 GPT_CUDA_BOTH float gpt_cuda_to_float(gpt_bf16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
     float value;
     memcpy(&value, &bits, sizeof value);
+    return value;
+}
+GPT_CUDA_BOTH float gpt_cuda_to_float(gpt_f16 x) {
+    float value;
+#if defined(__CUDA_ARCH__)
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.bits));
+#else
+    uint32_t bits = (uint32_t)(x.bits & 0x7fff) << 13, infinity = 0x7f800000;
+    memcpy(&value, &bits, sizeof value);
+    value *= 5.192296858534828e33f; /* 2^112: the exponents' biases differ by 112 */
+    memcpy(&bits, &value, sizeof bits);
+    if ((x.bits & 0x7c00) == 0x7c00) bits |= infinity;
+    bits |= (uint32_t)(x.bits & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+#endif
     return value;
 }
 
@@ -80,24 +100,65 @@ GPT_CUDA_BOTH gpt_bf16 gpt_cuda_round_bf16(float x) {
     return y;
 }
 
+/* The same for f16. From 65520 on the result is infinity. */
+GPT_CUDA_BOTH gpt_f16 gpt_cuda_round_f16(float x) {
+    gpt_f16 y;
+#if defined(__CUDA_ARCH__)
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    uint32_t bits, magnitude;
+    memcpy(&bits, &x, sizeof bits);
+    magnitude = bits & 0x7fffffff;
+    if (magnitude < 113u << 23) { /* below 2^-14: adding 0.5, with a last place of 2^-24, rounds */
+        float sum;
+        memcpy(&sum, &magnitude, sizeof sum);
+        sum += 0.5f;
+        memcpy(&magnitude, &sum, sizeof magnitude);
+        magnitude -= 0x3f000000;
+    } else if (magnitude < 143u << 23)
+        magnitude = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    else
+        magnitude = 0x7c00;
+    y.bits = x != x ? 0x7fff : (uint16_t)(magnitude | (bits >> 16 & 0x8000));
+#endif
+    return y;
+}
+
+/* from: rounds one number. pack: rounds two, and puts them into one register for mma, low in the lower
+   half. */
 template <class T> struct gpt_cuda__number;
 template <> struct gpt_cuda__number<float> {
     GPT_CUDA_BOTH float from(float x) { return x; }
 };
 template <> struct gpt_cuda__number<gpt_bf16> {
     GPT_CUDA_BOTH gpt_bf16 from(float x) { return gpt_cuda_round_bf16(x); }
+    GPT_CUDA_BOTH uint32_t pack(float low, float high) {
+#if defined(__CUDA_ARCH__)
+        uint32_t pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+        return pair;
+#else
+        return from(low).bits | (uint32_t)from(high).bits << 16;
+#endif
+    }
+};
+template <> struct gpt_cuda__number<gpt_f16> {
+    GPT_CUDA_BOTH gpt_f16 from(float x) { return gpt_cuda_round_f16(x); }
+    GPT_CUDA_BOTH uint32_t pack(float low, float high) {
+#if defined(__CUDA_ARCH__)
+        uint32_t pair;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+        return pair;
+#else
+        return from(low).bits | (uint32_t)from(high).bits << 16;
+#endif
+    }
 };
 template <class T> GPT_CUDA_BOTH T gpt_cuda_from_float(float x) { return gpt_cuda__number<T>::from(x); }
 
-/* Packs two values into one register for mma: low in the lower half. */
-GPT_CUDA_BOTH uint32_t gpt_cuda_pack_bf16(float low, float high) {
-#if defined(__CUDA_ARCH__)
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    return gpt_cuda_round_bf16(low).bits | (uint32_t)gpt_cuda_round_bf16(high).bits << 16;
-#endif
+/* Rounds two numbers to gpt_bf16 or gpt_f16, and packs them into one register: low in the lower half. */
+template <class T> GPT_CUDA_BOTH uint32_t gpt_cuda_pack(float low, float high) {
+    return gpt_cuda__number<T>::pack(low, high);
 }
 
 //== global memory ==========================================================================================
@@ -330,16 +391,29 @@ GPT_CUDA_DEVICE void gpt_cuda_ldmatrix4_trans(uint32_t r[4], const void *shared)
 #endif
 }
 
-/* d += a b, in bf16 with f32 accumulation. */
-GPT_CUDA_DEVICE void gpt_cuda_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+/* d += a b, of gpt_bf16 or gpt_f16 with f32 accumulation. The first argument selects the type. */
+GPT_CUDA_DEVICE void gpt_cuda__mma(gpt_bf16, float d[4], const uint32_t a[4], const uint32_t b[2]) {
 #if defined(GPT_CUDA_ON_CPU)
-    fake_kernel_mma_bf16(d, a, b);
+    fake_kernel_mma(d, a, b, 0);
 #else
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
                  "{%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
+}
+GPT_CUDA_DEVICE void gpt_cuda__mma(gpt_f16, float d[4], const uint32_t a[4], const uint32_t b[2]) {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_mma(d, a, b, 1);
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                 "{%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+template <class T> GPT_CUDA_DEVICE void gpt_cuda_mma(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    gpt_cuda__mma(T(), d, a, b);
 }
 
 //== functions ==============================================================================================

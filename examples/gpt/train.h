@@ -77,6 +77,7 @@ typedef struct run_options {
     int reads_tokens; /* 1 = this program accepts token shards */
     /* only for train_gpt_cuda */
     int32_t offload, memory_limit, no_graphs, profile;
+    double loss_scale;
     const char *gpus, *schedule, *dtype, *order, *reduce_dtype, *tied_grads, *timeline, *init, *write_random;
     char wrong[512]; /* the error in the command line; "" = none */
 } run_options;

@@ -1,4 +1,4 @@
-/*  train_gpt_cuda.cu - trains a GPT on GPUs in bf16, with FSDP, pipeline and tensor parallelism.
+/*  train_gpt_cuda.cu - trains a GPT on GPUs in bf16 or f16, with FSDP, pipeline and tensor parallelism.
 
 USAGE
     nvcc -std=c++17 -O3 -arch=native examples/gpt/train_gpt_cuda.cu -o train_gpt_cuda \
@@ -52,8 +52,21 @@ STEP
     numbers, no mismatch checks and no timeouts. Norm and optimizer are not captured, because step and
     learning rate change.
 
-    With --stages the host waits at the end of each step. Ranks that share a GPU also wait for each other
-    within a step. --timeline writes a trace, --profile prints the time of each kernel.
+    With --stages the host waits at the end of each step. With --dtype f16 it waits once per step until the
+    gradients are summed, because the device finds out whether the step counts: see LOSS SCALE. The device is
+    idle until the host has enqueued more work. Ranks that share a GPU also wait for each other within a step.
+    --timeline writes a trace, --profile prints the time of each kernel.
+
+LOSS SCALE
+    f16 holds magnitudes from 6e-8 to 65504. --dtype f16 therefore multiplies the gradient of the loss by a
+    scale, as ddp_scaler describes: --loss-scale at the start, half of it after an overflow, twice of it after
+    2000 steps without one. The scale is in device memory, where captured kernels read it. Averages of
+    gradients are divided by it in f32. If one of them is not finite on any rank, the step changes no weight
+    and does not count. The next batch takes its place, and a line shows the new scale. All ranks decide the
+    same, so DETERMINISM holds for f16, too.
+
+    A checkpoint folder stores the scale. A checkpoint file has no place for it, so --dtype f16 does not write
+    one. A run that resumes a file starts with --loss-scale.
 
 DETERMINISM
     Gradients are summed in f32, in the tree order of train_gpt, for every --dtype. The same --batch and
@@ -64,7 +77,7 @@ DETERMINISM
                                on the number of GPUs along dp, the strategy and NCCL's version. With one GPU
                                along both, they do not change.
         --reduce-dtype bf16    Gradients are rounded to 16 bits before they are sent, and sums over ranks once
-                               more. This halves the bytes. The strategies optim and none then also add
+        --reduce-dtype f16     more. This halves the bytes. The strategies optim and none then also add
                                micro-batches in 16 bits. The bits can depend on the number of GPUs along dp
                                and on the strategy, but every run with the same flags has the same bits.
 
@@ -96,7 +109,7 @@ CHECKPOINTS
 #include "../../ddp_pipeline.h"
 #define TRAIN_PROMISE                                                                                      \
     "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit,\n" \
-    "except with --order any or --reduce-dtype bf16."
+    "except with --order any or a 16-bit --reduce-dtype."
 #define TRAIN_RANKS "one per entry of --gpus, or as many as --stages and --tp need"
 #include "checkpoint.h"
 #include "folder.h"
@@ -109,11 +122,15 @@ static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--gpus", FLAG_TEXT, NOT_SAVED, AT(gpus), 0, 0,
      "LIST devices, such as 0,2: local rank r uses entry r modulo the length; default: its local rank"},
-    {"--dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0, "NAME dtype of the model: bf16 (default) or f32"},
+    {"--dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0, "NAME dtype of the model: bf16 (default), f16 or f32"},
+    {"--loss-scale", FLAG_DOUBLE, NOT_SAVED, AT(loss_scale), 1, 1e30,
+     "X first loss scale of --dtype f16, a power of two; default 65536; a resumed folder has\n"
+     "                        its own"},
     {"--order", FLAG_TEXT, NOT_SAVED, AT(order), 0, 0,
      "NAME order of sums over ranks: tree (default; fixed) or any (NCCL's; sends less between nodes)"},
     {"--reduce-dtype", FLAG_TEXT, NOT_SAVED, AT(reduce_dtype), 0, 0,
-     "NAME dtype in which gradients are added over ranks: f32 (default) or bf16 (half the bytes)"},
+     "NAME dtype in which gradients are added over ranks: f32 (default), or bf16 or f16 (half the bytes;\n"
+     "                        f16 needs --dtype f16)"},
     {"--tied-grads", FLAG_TEXT, NOT_SAVED, AT(tied_grads), 0, 0,
      "NAME gradients of the matrix that embedding and head share: separate (one per use) or\n"
      "                        merged (reduced once; not with --stages). Default: separate; with --order any\n"
@@ -197,6 +214,14 @@ static const char *stray_gpu(const run_options *o) {
     return NULL;
 }
 
+/* The dtype of a name; NULL = fallback, DDP_DTYPE_DEFAULT = invalid. */
+static ddp_dtype find_dtype(const char *name, ddp_dtype fallback) {
+    if (!name) return fallback;
+    if (!strcmp(name, "f32")) return DDP_F32;
+    if (!strcmp(name, "bf16")) return DDP_BF16;
+    return !strcmp(name, "f16") ? DDP_F16 : DDP_DTYPE_DEFAULT;
+}
+
 /* Whether the value of a flag is one of two names. NULL is the default. */
 static int is_one_of(const char *value, const char *one, const char *other) {
     return !value || !strcmp(value, one) || !strcmp(value, other);
@@ -204,20 +229,33 @@ static int is_one_of(const char *value, const char *one, const char *other) {
 
 /* Checks single flags. Returns the number of ranks to start if --ranks is not set. */
 static int check_flags(run_options *o) {
-    int gpus[GPU_LIST], strategy = find_strategy(o->strategy), count = read_gpus(o->gpus, gpus);
+    int gpus[GPU_LIST], exponent, strategy = find_strategy(o->strategy), count = read_gpus(o->gpus, gpus);
     int64_t stages = o->stages ? o->stages : 1;
     int64_t tensor = o->tensor ? o->tensor : 1, least = stages * tensor;
+    ddp_dtype dtype = find_dtype(o->dtype, DDP_BF16), reduce_dtype = find_dtype(o->reduce_dtype, DDP_F32);
     o->reads_tokens = 1;
     o->round_robin = !(o->stages > 1) && (strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD);
     if (o->wrong[0]) return 1;
     if (strategy == STRATEGY_COUNT)
         snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: use full, grad, optim or none", o->strategy);
-    else if (!is_one_of(o->dtype, "bf16", "f32"))
-        snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: use bf16 or f32", o->dtype);
+    else if (!dtype)
+        snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: use bf16, f16 or f32", o->dtype);
+    else if (dtype != DDP_F16 && o->loss_scale)
+        snprintf(o->wrong, sizeof o->wrong, "--loss-scale %g needs --dtype f16; leave it out", o->loss_scale);
+    else if (o->loss_scale && frexp(o->loss_scale, &exponent) != 0.5)
+        snprintf(o->wrong, sizeof o->wrong, "--loss-scale %g: use a power of two, such as 65536",
+                 o->loss_scale);
+    else if (dtype == DDP_F16 && o->write_random)
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--write-random %.60s: files of llm.c are bf16 or f32; use another --dtype",
+                 o->write_random);
     else if (!is_one_of(o->order, "tree", "any"))
         snprintf(o->wrong, sizeof o->wrong, "--order %.60s: use tree or any", o->order);
-    else if (!is_one_of(o->reduce_dtype, "f32", "bf16"))
-        snprintf(o->wrong, sizeof o->wrong, "--reduce-dtype %.60s: use f32 or bf16", o->reduce_dtype);
+    else if (!reduce_dtype)
+        snprintf(o->wrong, sizeof o->wrong, "--reduce-dtype %.60s: use f32, bf16 or f16", o->reduce_dtype);
+    else if (reduce_dtype == DDP_F16 && dtype != DDP_F16)
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--reduce-dtype f16 overflows without a loss scale; use bf16, or --dtype f16");
     else if (!is_one_of(o->tied_grads, "separate", "merged"))
         snprintf(o->wrong, sizeof o->wrong, "--tied-grads %.60s: use separate or merged", o->tied_grads);
     else if (o->tied_grads && o->tied_grads[0] == 'm' && o->stages > 1)
@@ -247,7 +285,7 @@ static int write_random(const run_options *o) {
     if (c->heads) h.config.heads = c->heads;
     if (c->channels) h.config.channels = c->channels;
     if (c->context) h.config.context = c->context;
-    h.dtype = o->dtype && !strcmp(o->dtype, "bf16") ? DDP_BF16 : DDP_F32;
+    h.dtype = find_dtype(o->dtype, DDP_F32);
     if (llmc_write_random(o->write_random, &h, c->seed < 0 ? 1 : (uint64_t)c->seed) != DDP_OK) {
         fprintf(stderr, "%s: %s\n", o->program->name, ddp_last_error());
         return 1;
@@ -315,7 +353,9 @@ typedef struct trainer {
     ddp_fsdp_unit_desc *units;
     ddp_fsdp *fsdp;
     ddp_fsdp_state state;      /* part of a checkpoint folder */
-    unsigned char *bf16_grads; /* with stages and bf16: gradients of one unit, as written by backward */
+    ddp_scaler scaler;         /* --dtype f16 */
+    float *loss_scale;         /* device: its scale, which the model reads; NULL without a scaler */
+    unsigned char *half_grads; /* with stages and 16 bits: gradients of one unit, as written by backward */
     float *full_param;         /* host memory for the largest parameter */
 
     ddp_loader *loader;
@@ -331,7 +371,7 @@ typedef struct trainer {
     void *const **table_of;             /* pointers to the tables */
     double *sums[2];                    /* pinned: losses of a step */
     float *norms;                       /* pinned: norms of two steps, with pp or tp above 1 */
-    ddp_exact_sum *squares;             /* device: sum of squares, followed by the clip factor */
+    ddp_exact_sum *squares;             /* device: sum of squares, followed by clip factor and loss scale */
     cudaEvent_t copied[2], done[2];
 
     ddp_schedule *schedule;
@@ -378,9 +418,9 @@ static void set_mesh(trainer *t) {
     t->tp = o->tensor ? o->tensor : 1;
     t->dp = t->run.world_size / (t->pp * t->tp);
     if (t->dp < 1) t->dp = 1;
-    t->dtype = o->dtype && !strcmp(o->dtype, "f32") ? DDP_F32 : DDP_BF16;
+    t->dtype = find_dtype(o->dtype, DDP_BF16);
     t->reduce_dtype = DDP_F32; /* a single rank along dp sends nothing */
-    if (t->dp > 1 && o->reduce_dtype && !strcmp(o->reduce_dtype, "bf16")) t->reduce_dtype = DDP_BF16;
+    if (t->dp > 1) t->reduce_dtype = find_dtype(o->reduce_dtype, DDP_F32);
     t->order = o->order && !strcmp(o->order, "any") ? DDP_ORDER_ANY : DDP_ORDER_TREE;
     t->merges_tied = o->tied_grads ? o->tied_grads[0] == 'm' : t->order == DDP_ORDER_ANY && t->pp == 1;
     t->strategy = (ddp_fsdp_strategy)find_strategy(o->strategy);
@@ -477,6 +517,12 @@ static ddp_result plan_run(trainer *t) {
     DDP_TRY(check_mesh(t));
     if (o->checkpoint)
         DDP_TRY(is_folder(o->checkpoint) ? folder_check(o->checkpoint) : check_writable(o->checkpoint));
+    if (o->checkpoint && !is_folder(o->checkpoint) && t->dtype == DDP_F16)
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "--checkpoint %s: a file has no place for the loss scale of --dtype f16; use a folder: "
+            "--checkpoint %s/",
+            o->checkpoint, o->checkpoint);
     if (o->timeline) DDP_TRY(check_writable(o->timeline));
     if (o->init) DDP_TRY(plan_init(t, &options));
     if (o->resume && is_folder(o->resume)) {
@@ -596,8 +642,7 @@ static void describe_slice(trainer *t, slice *s, ddp_fsdp_param *p, int boxes) {
     }
     p->index = (int)(s - t->slices);
     if (info->tied_to >= 0) p->tied_to = t->run.infos[info->tied_to].name;
-    if (t->pp > 1 && t->dtype == DDP_BF16)
-        p->param.grad.dtype = DDP_F32; /* ddp_pipeline sums micro-batches */
+    if (t->pp > 1 && t->dtype != DDP_F32) p->param.grad.dtype = DDP_F32; /* ddp_pipeline sums micro-batches */
 }
 
 /* Whether a parameter is a use of wte that has no slices of its own. */
@@ -742,7 +787,7 @@ static double fsdp_bytes(const trainer *t) {
     if (t->dp > 1 && t->order == DDP_ORDER_TREE) bytes += tree_bytes(largest * reduce_element);
     for (int64_t m = t->pp > 1 ? t->micro_count : 0; m > 0; m >>= 1)
         bytes += all * 4;                                     /* ddp_pipeline's sums */
-    if (t->pp > 1 && element < 4) bytes += largest * element; /* bf16_grads */
+    if (t->pp > 1 && element < 4) bytes += largest * element; /* half_grads */
     return bytes;
 }
 
@@ -982,6 +1027,24 @@ static ddp_result fill_moments(trainer *t) {
     return ddp_fsdp_set_step(t->fsdp, t->run.plan.first_step);
 }
 
+/* --dtype f16: creates the scaler. An infinity on a rank along dp, pp or tp makes all of them skip the step;
+   ddp_fsdp covers dp. */
+static ddp_result build_scaler(trainer *t) {
+    ddp_scaler_desc desc = DDP_ZERO;
+    if (t->dtype != DDP_F16) return DDP_OK;
+    desc.init_scale = (float)t->run.options->loss_scale;
+    if (t->along_pp) desc.groups[desc.group_count++] = t->along_pp;
+    if (t->along_tp) desc.groups[desc.group_count++] = t->along_tp;
+    t->loss_scale = (float *)(void *)(t->squares + 1) + 1;
+    return ddp_scaler_init(&t->scaler, &desc);
+}
+
+/* Copies the loss scale to the device, after the work that has read the old one. Waits for the device. */
+static void copy_loss_scale(const trainer *t) {
+    float scale = ddp_scaler_scale(&t->scaler);
+    if (t->loss_scale) t->memory->copy(t->loss_scale, &scale, sizeof scale);
+}
+
 /* Creates ddp_fsdp along dp and loads the checkpoint. Collective. */
 static ddp_result build_shards(trainer *t) {
     run *r = &t->run;
@@ -1005,6 +1068,7 @@ static ddp_result build_shards(trainer *t) {
     desc.optimizer.beta2 = 0.95f;
     desc.optimizer.weight_decay = 0.1f;
     desc.optimizer.decay_matrices_only = 1;
+    desc.scaler = t->loss_scale ? &t->scaler : NULL;
     desc.init_fn = fill_rows;
     desc.init_user = t;
     desc.state = &t->state;
@@ -1013,10 +1077,10 @@ static ddp_result build_shards(trainer *t) {
     DDP_TRY(ddp_fsdp_create(&t->fsdp, t->along_dp, &desc));
     for (int u = t->first_unit; u < t->end_unit; u++)
         unit = unit_elements(t, u) > unit ? unit_elements(t, u) : unit;
-    if (t->pp > 1 && t->dtype == DDP_BF16) { /* each of them aligned */
+    if (t->pp > 1 && t->dtype != DDP_F32) { /* each of them aligned */
         void *memory;
         DDP_TRY(t->memory->alloc(t->along_dp, unit * 2 + 3 * 64 * (size_t)GPT_BLOCK_PARAMS, &memory));
-        t->bf16_grads = (unsigned char *)memory;
+        t->half_grads = (unsigned char *)memory;
     }
     if (t->mapped) DDP_TRY(fill_moments(t));
     if (r->plan.first_step == 0 || t->mapped) return DDP_OK;
@@ -1299,7 +1363,7 @@ static int compare_rows(const void *left, const void *right) {
     return (l < r) - (l > r); /* longest first */
 }
 
-/* Peak of a GPU according to its data sheet: dense bf16 FLOP/s and memory bytes/s. 0 = unknown. The first
+/* Peak of a GPU according to its data sheet: dense 16-bit FLOP/s and memory bytes/s. 0 = unknown. The first
    entry with a name that is part of the device's name is used. NVL cards are slower than the H100 or H200 in
    their name. */
 typedef struct gpu_peak {
@@ -1327,13 +1391,13 @@ static gpu_peak find_peak(int device) {
     return none;
 }
 
-/* Rank 0: prints one line per kernel, longest first. "of limit" is the time for its FLOPs (in bf16) or bytes
+/* Rank 0: prints one line per kernel, longest first. "of limit" is the time for its FLOPs (16-bit) or bytes
    at the peak of the GPU, divided by its measured time. */
 static ddp_result print_profile(trainer *t) {
     profile_row *rows = (profile_row *)calloc((size_t)t->mark_count + 1, sizeof *rows);
     const gpu_peak peak = find_peak(t->device);
     double whole = 0;
-    int count = 0, bf16 = t->dtype == DDP_BF16;
+    int count = 0, half = t->dtype != DDP_F32;
     if (!rows) return ddp_fail(DDP_ERR_NO_MEMORY, "a profile of %d marks", t->mark_count);
     for (int i = 1; i < t->mark_count; i++) { /* mark 0 is the beginning of the step */
         const mark *m = &t->marks[i];
@@ -1356,7 +1420,7 @@ static ddp_result print_profile(trainer *t) {
         const profile_row *row = &rows[k];
         double seconds = row->seconds > 0 ? row->seconds : 1e-12, least = 0;
         if (peak.bytes > 0) least = row->bytes / peak.bytes;
-        if (bf16 && peak.flops > 0 && row->flops / peak.flops > least) least = row->flops / peak.flops;
+        if (half && peak.flops > 0 && row->flops / peak.flops > least) least = row->flops / peak.flops;
         printf("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   ", row->name, row->launches,
                row->seconds * 1e3, whole > 0 ? 100 * row->seconds / whole : 0, row->flops / seconds * 1e-12,
                row->bytes / seconds * 1e-9);
@@ -1394,17 +1458,17 @@ static ddp_result unit_forward(trainer *t, int unit, int slot, const void *in, v
     return DDP_OK;
 }
 
-/* With stages and bf16: points `grads` to bf16_grads, where backward writes. widen: also casts them to the
+/* With stages and 16 bits: points `grads` to half_grads, where backward writes. widen: also casts them to the
    f32 gradients of ddp_fsdp, which ddp_pipeline sums. */
-static void cast_bf16_grads(const trainer *t, int unit, void **grads, int widen) {
+static void cast_half_grads(const trainer *t, int unit, void **grads, int widen) {
     int first, count = unit_params(t, unit, &first);
     size_t at = 0;
     for (int i = 0; i < count; i++) {
         int from = sliced_param(t, first + i);
         for (int k = t->slice_of[from]; k < t->slice_of[from + 1]; k++) {
-            void *narrow = t->bf16_grads + at;
+            void *narrow = t->half_grads + at;
             if (widen)
-                t->memory->cast(t->params[k].param.grad.data, DDP_F32, narrow, DDP_BF16,
+                t->memory->cast(t->params[k].param.grad.data, DDP_F32, narrow, t->dtype,
                                 slice_elements(t, k));
             grads[3 * i + t->slices[k].box] = narrow;
             at += (slice_elements(t, k) * 2 + 63) / 64 * 64;
@@ -1418,10 +1482,10 @@ static ddp_result unit_backward(trainer *t, int unit, int slot, const void *in, 
     int span = span_begin(t, "backward", unit, 1);
     fill_table(t, unit, 0, values);
     fill_table(t, unit, 1, grads);
-    if (t->bf16_grads) cast_bf16_grads(t, unit, grads, 0);
+    if (t->half_grads) cast_half_grads(t, unit, grads, 0);
     DDP_TRY(gpt_cuda_unit_backward(t->model, unit, slot, values, grads, t->batch[slot], in, d_out, d_in));
-    if (t->bf16_grads) cast_bf16_grads(t, unit, grads, 1);
-    if (t->bf16_grads) profile_mark(t, "gradients to f32", 0, 0);
+    if (t->half_grads) cast_half_grads(t, unit, grads, 1);
+    if (t->half_grads) profile_mark(t, "gradients to f32", 0, 0);
     span_end(t, span);
     return DDP_OK;
 }
@@ -1672,25 +1736,51 @@ static int micro_number(const trainer *t, int micro) {
     return t->run.options->round_robin ? micro * t->dp + t->replica : t->replica * t->micro_count + micro;
 }
 
-/* Waits for a step, then checks and reports its loss and norm. Collective. */
-static ddp_result read_step(trainer *t, int64_t step) {
+/* Waits for a step, and computes its loss. Collective. */
+static ddp_result wait_step(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
-    double tokens = (double)r->plan.config.micro_batch * r->plan.config.context, loss;
+    double tokens = (double)r->plan.config.micro_batch * r->plan.config.context;
     int parity = (int)(step & 1), span = span_begin(t, "read the step before", -1, 0);
-    float norm;
     CUDA(cudaEventSynchronize(t->done[parity]));
     span_end(t, span);
-    norm = t->norms[parity];
-    if (t->pp == 1 && t->tp == 1) DDP_TRY(ddp_fsdp_get_norm(t->fsdp, &norm));
     if (is_last(t) && t->tensor_rank == 0)
         for (int micro = 0; micro < t->micro_count; micro++)
             r->losses[micro_number(t, micro)] = t->sums[parity][micro] / tokens;
-    DDP_TRY(run_mean_loss(r, (int64_t)t->micro_count * t->dp, &loss));
+    return run_mean_loss(r, (int64_t)t->micro_count * t->dp, loss);
+}
+
+/* Waits for a step, then checks and reports its loss and norm. Collective. */
+static ddp_result read_step(trainer *t, int64_t step) {
+    run *r = &t->run;
+    double loss;
+    float norm;
+    DDP_TRY(wait_step(t, step, &loss));
+    norm = t->norms[step & 1];
+    if (t->pp == 1 && t->tp == 1) DDP_TRY(ddp_fsdp_get_norm(t->fsdp, &norm));
     r->train_seconds += ddp_now() - t->since;
     t->since = ddp_now();
     DDP_TRY(run_check_step(step, loss, norm));
     run_report_step(r, step, loss, norm);
     if (step == t->trace_last) t->tracing = 0;
+    return DDP_OK;
+}
+
+/* --dtype f16: ends a step for the scaler. *skipped 1: a gradient was not finite, so the step has changed
+   nothing. If its loss is not finite either, a smaller scale does not help. Collective. */
+static ddp_result adapt_scale(trainer *t, int64_t step, int *skipped) {
+    run *r = &t->run;
+    float before = ddp_scaler_scale(&t->scaler), after;
+    double loss;
+    *skipped = ddp_scaler_found_inf(&t->scaler);
+    DDP_TRY(ddp_scaler_update(&t->scaler));
+    after = ddp_scaler_scale(&t->scaler);
+    if (after != before) copy_loss_scale(t);
+    if (!*skipped) return DDP_OK;
+    DDP_TRY(wait_step(t, step, &loss));
+    DDP_TRY(run_check_step(step, loss, 0));
+    if (r->rank == 0)
+        printf("%sstep %lld: a gradient overflowed; skipped the batch, loss scale %g -> %g\n",
+               r->report.terminal ? "\r\033[K" : "", (long long)step, (double)before, (double)after);
     return DDP_OK;
 }
 
@@ -1803,19 +1893,25 @@ static ddp_result train_steps(trainer *t, double *validation) {
     t->since = ddp_now();
     for (int64_t step = first + 1; step <= r->plan.config.steps; step++) {
         double begin, end;
-        int span;
+        int span, skipped = 0;
         t->step = (int)step;
         if (step == t->trace_first && r->options->timeline) DDP_TRY(trace_begin(t));
         span = span_begin(t, "pack", -1, 0);
         DDP_TRY(prepare(t, step));
         span_end(t, span);
         begin = ddp_now();
-        DDP_TRY(WITHOUT_WAITING(enqueue_begin(t, step)));
+        DDP_TRY(t->loss_scale && t->pp > 1 ? enqueue_begin(t, step)
+                                           : WITHOUT_WAITING(enqueue_begin(t, step)));
         t->host_seconds += ddp_now() - begin;
         if (last_read < step - 1) DDP_TRY(read_step(t, ++last_read));
         end = ddp_now();
-        DDP_TRY(WITHOUT_WAITING(enqueue_update(t, step)));
+        DDP_TRY(t->loss_scale ? enqueue_update(t, step) : WITHOUT_WAITING(enqueue_update(t, step)));
         t->host_seconds += ddp_now() - end;
+        if (t->loss_scale) DDP_TRY(adapt_scale(t, step, &skipped));
+        if (skipped) {
+            step--; /* once more, with the next batch */
+            continue;
+        }
         if (!is_validation_step(r, step)) continue;
         DDP_TRY(read_step(t, ++last_read));
         DDP_TRY(evaluate(t, step, validation));
@@ -1878,11 +1974,11 @@ static ddp_result print_table(const trainer *t, const ddp_fsdp_memory *memory) {
     flops = gpt_cuda_flops(&full) * tokens / ((double)c->micro_batch * c->context);
     shards = (double)(memory->peak.total - memory->peak.bookkeeping);
     if (r->options->offload) shards -= (double)memory->now.optimizer;
-    peak = t->dtype == DDP_BF16 ? find_peak(t->device).flops * gpus : 0;
+    peak = t->dtype != DDP_F32 ? find_peak(t->device).flops * gpus : 0;
     printf(
         "\n  ranks   pp   dp   tp   strategy   dtype   tokens/s   TFLOP/s     MFU   host in a step   step\n");
     printf("  %5d   %2d   %2d   %2d   %-8s   %-5s   %8.0f   %7.2f   ", r->world_size, t->pp, t->dp, t->tp,
-           strategy_name(t->strategy), t->dtype == DDP_BF16 ? "bf16" : "f32", tokens, flops * 1e-12);
+           strategy_name(t->strategy), ddp_dtype_name(t->dtype), tokens, flops * 1e-12);
     if (peak > 0)
         printf("%4.1f%%", 100 * flops / peak);
     else
@@ -1932,7 +2028,12 @@ static ddp_result build(trainer *t) {
     DDP_TRY(pick_gpu(t));
     DDP_TRY(check_memory(t));
     DDP_TRY(build_device(t));
+    DDP_TRY(t->memory->alloc(t->along_dp, sizeof *t->squares + 2 * sizeof(float), &memory));
+    t->squares = (ddp_exact_sum *)memory;
+    DDP_TRY(build_scaler(t));
     DDP_TRY(build_shards(t));
+    copy_loss_scale(t);
+    t->desc.loss_scale = t->loss_scale;
     t->desc.stream = t->stream;
     t->desc.group = t->all_gpus ? t->all_gpus : t->along_dp;
     t->desc.tensor = t->along_tp;
@@ -1943,8 +2044,6 @@ static ddp_result build(trainer *t) {
     DDP_TRY(gpt_cuda_create(&t->model, &t->desc));
     DDP_TRY(build_loader(t));
     CUDA(cudaHostAlloc((void **)&t->norms, 2 * sizeof *t->norms, cudaHostAllocDefault));
-    DDP_TRY(t->memory->alloc(t->along_dp, sizeof *t->squares + sizeof(float), &memory));
-    t->squares = (ddp_exact_sum *)memory;
     return t->pp > 1 ? build_pipeline(t) : build_tables(t);
 }
 
@@ -2001,7 +2100,7 @@ static void trainer_free(void *user) {
     ddp_pipeline_destroy(t->pipeline);
     gpt_cuda_destroy(t->model);
     ddp_fsdp_destroy(t->fsdp);
-    if (t->bf16_grads) t->memory->free(t->along_dp, t->bf16_grads);
+    if (t->half_grads) t->memory->free(t->along_dp, t->half_grads);
     if (t->norms) cudaFreeHost(t->norms);
     if (t->squares) t->memory->free(t->along_dp, t->squares);
     ddp_loader_destroy(t->loader);

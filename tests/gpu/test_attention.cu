@@ -70,9 +70,10 @@ static std::vector<unsigned char> array_down(const array &a, const char *name) {
     return std::vector<unsigned char>(all.begin() + (long)a.guard, all.begin() + (long)(a.guard + a.bytes));
 }
 
-static float bf16_up(uint16_t bits) {
-    gpt_bf16 x = {bits};
-    return gpt_cuda_to_float(x);
+static float float_of(ddp_dtype dtype, uint16_t bits) {
+    gpt_bf16 bf16 = {bits};
+    gpt_f16 f16 = {bits};
+    return dtype == DDP_F16 ? gpt_cuda_to_float(f16) : gpt_cuda_to_float(bf16);
 }
 
 static std::vector<float> as_floats(const std::vector<unsigned char> &bytes, ddp_dtype dtype) {
@@ -84,7 +85,7 @@ static std::vector<float> as_floats(const std::vector<unsigned char> &bytes, ddp
             continue;
         }
         memcpy(&bits, &bytes[2 * i], 2);
-        x[i] = bf16_up(bits);
+        x[i] = float_of(dtype, bits);
     }
     return x;
 }
@@ -92,9 +93,10 @@ static std::vector<float> as_floats(const std::vector<unsigned char> &bytes, ddp
 static std::vector<unsigned char> as_bytes(const std::vector<float> &x, ddp_dtype dtype) {
     std::vector<unsigned char> bytes(x.size() * (dtype == DDP_F32 ? 4 : 2));
     for (size_t i = 0; i < x.size(); i++) {
-        gpt_bf16 half = gpt_cuda_round_bf16(x[i]);
+        uint16_t half = gpt_cuda_round_bf16(x[i]).bits;
+        if (dtype == DDP_F16) half = gpt_cuda_round_f16(x[i]).bits;
         memcpy(&bytes[i * (dtype == DDP_F32 ? 4 : 2)],
-               dtype == DDP_F32 ? (const void *)&x[i] : (const void *)&half.bits, dtype == DDP_F32 ? 4 : 2);
+               dtype == DDP_F32 ? (const void *)&x[i] : (const void *)&half, dtype == DDP_F32 ? 4 : 2);
     }
     return bytes;
 }
@@ -144,8 +146,8 @@ static attention_case case_make(ddp_dtype dtype, shape s, float deviation) {
     static char title[128];
     attention_case c;
     size_t count = (size_t)s.B * (size_t)s.T * (size_t)s.NH * (size_t)s.HS;
-    snprintf(title, sizeof title, "%s B=%d T=%d NH=%d HS=%d deviation=%g", dtype == DDP_F32 ? "f32" : "bf16",
-             s.B, s.T, s.NH, s.HS, (double)deviation);
+    snprintf(title, sizeof title, "%s B=%d T=%d NH=%d HS=%d deviation=%g", ddp_dtype_name(dtype), s.B, s.T,
+             s.NH, s.HS, (double)deviation);
     memset(&c.it, 0, sizeof c.it);
     c.it.batch = s.B;
     c.it.length = s.T;
@@ -253,6 +255,8 @@ static void check_shape(ddp_dtype dtype, shape s, float deviation, int times) {
     attention_run run = case_run(&c, times, random_u64() % 2 * GUARD);
     if (dtype == DDP_F32)
         case_compare(&c, run, 1e-5, 2e-6, 1);
+    else if (dtype == DDP_F16)
+        case_compare(&c, run, 2e-3, 4e-4, 1);
     else
         case_compare(&c, run, 1e-2, 2e-3, 1);
 }
@@ -275,6 +279,8 @@ static void check_fast(void) {
         if (!attention_short() || T % 3 == 0) check_shape(DDP_BF16, {1, T, 1, sizes[turn % 3]}, 1, 1), turn++;
     for (int HS : sizes) check_shape(DDP_BF16, {2, 70, 2, HS}, 1.5f, 2);
     check_shape(DDP_BF16, {1, 400, 1, 64}, 1, 2); /* four tiles of keys */
+    check_shape(DDP_F16, {2, 150, 1, 64}, 1.5f, 1);
+    check_shape(DDP_F16, {1, 70, 1, 128}, 1.5f, 1);
 }
 
 static void check_plain(void) {
@@ -288,6 +294,8 @@ static void check_plain(void) {
     }
     check_shape(DDP_F32, {2, 40, 3, 24}, 1.5f, 2);
     check_shape(DDP_BF16, {2, 40, 3, 7}, 1.5f, 2);
+    check_shape(DDP_F16, {1, 40, 2, 32}, 1.5f, 1);
+    check_shape(DDP_F16, {1, 33, 1, 80}, 1, 1);
 }
 
 /* Scores of thousands, of millions, and all the same. */
@@ -369,7 +377,7 @@ static void check_refusals(void) {
         {{1, 8, -1, 64, DDP_BF16, 0}, "must be at least 1"},
         {{1, 8, 1, 0, DDP_BF16, 0}, "must be at least 1"},
         {{1, 8, 1, 257, DDP_F32, 0}, "head_size must be at most 256"},
-        {{1, 8, 1, 64, DDP_F16, 0}, "dtype must be"},
+        {{1, 8, 1, 64, DDP_F64, 0}, "dtype must be"},
         {{1 << 15, 1 << 16, 1, 64, DDP_BF16, 0}, "below 2^31"},
     };
     gpt_cuda_attention good = {1, 8, 1, 64, DDP_DTYPE_DEFAULT, 0};

@@ -38,6 +38,16 @@ static floats numbers(uint64_t seed, size_t count, float size) {
     return x;
 }
 
+/* Numbers of a 16-bit dtype. */
+static uint16_t half_of(ddp_dtype dtype, float x) {
+    return dtype == DDP_F16 ? gpt_cuda_round_f16(x).bits : gpt_cuda_round_bf16(x).bits;
+}
+static float float_of(ddp_dtype dtype, uint16_t bits) {
+    gpt_f16 f16 = {bits};
+    gpt_bf16 bf16 = {bits};
+    return dtype == DDP_F16 ? gpt_cuda_to_float(f16) : gpt_cuda_to_float(bf16);
+}
+
 /* Device memory of one dtype, freed with the scope. */
 struct far_memory {
     device_rank *d;
@@ -55,8 +65,8 @@ struct far_memory {
     }
     void *take_rows(size_t count) { return take(count * size()); }
     void put(void *to, const floats &x) {
-        std::vector<gpt_bf16> half(x.size());
-        for (size_t i = 0; i < x.size(); i++) half[i] = gpt_cuda_from_float<gpt_bf16>(x[i]);
+        std::vector<uint16_t> half(x.size());
+        for (size_t i = 0; i < x.size(); i++) half[i] = half_of(dtype, x[i]);
         ddp_device_cuda()->copy(to, dtype == DDP_F32 ? (const void *)x.data() : half.data(),
                                 x.size() * size());
     }
@@ -72,9 +82,9 @@ struct far_memory {
     }
     floats down(const void *from, size_t count) const {
         floats x(count);
-        std::vector<gpt_bf16> half(count);
+        std::vector<uint16_t> half(count);
         ddp_device_cuda()->copy(dtype == DDP_F32 ? (void *)x.data() : half.data(), from, count * size());
-        for (size_t i = 0; i < count && dtype != DDP_F32; i++) x[i] = gpt_cuda_to_float(half[i]);
+        for (size_t i = 0; i < count && dtype != DDP_F32; i++) x[i] = float_of(dtype, half[i]);
         return x;
     }
     floats down_f32(const void *from, size_t count) const {
@@ -84,7 +94,7 @@ struct far_memory {
     }
     void round(floats &x) const {
         for (float &v : x)
-            if (dtype != DDP_F32) v = gpt_cuda_to_float(gpt_cuda_from_float<gpt_bf16>(v));
+            if (dtype != DDP_F32) v = float_of(dtype, half_of(dtype, v));
     }
     floats some(uint64_t seed, size_t count, float scale = 1) const {
         floats x = numbers(seed, count, scale);
@@ -207,14 +217,12 @@ static ddp_result rows_and_columns(device_rank *d, ddp_dtype dtype, int rows, in
     float *far_vector = (float *)f.take((size_t)rows * 4);
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__add, out, far_x, far_b, far_r, rows, columns));
     GPT_TRY(near(f, "bias and residual", f.down(out, n), sum, unit_round(f)));
-    if (dtype == DDP_F32)
-        RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<float>, (unsigned)(rows + 7) / 8, 256,
-                                         0, d->stream, far_vector, (const float *)far_x, (const float *)far_b,
-                                         rows, columns));
-    else
-        RANKS_OK(d->cpu, GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<gpt_bf16>, (unsigned)(rows + 7) / 8,
-                                         256, 0, d->stream, far_vector, (const gpt_bf16 *)far_x,
-                                         (const gpt_bf16 *)far_b, rows, columns));
+    RANKS_OK(d->cpu, gpt_cuda__as(dtype, [&](auto type) {
+                 typedef decltype(type) T;
+                 return GPT_CUDA_LAUNCH(gpt_cuda__matrix_vector_kernel<T>, (unsigned)(rows + 7) / 8, 256, 0,
+                                        d->stream, far_vector, (const T *)far_x, (const T *)far_b, rows,
+                                        columns);
+             }));
     return near(f, "a matrix times a vector", f.down_f32(far_vector, (size_t)rows), vector, 1e-5);
 }
 
@@ -259,7 +267,9 @@ static ddp_result classifier(device_rank *d, ddp_dtype dtype, int V, int rows) {
     far_memory f(d, dtype);
     gpt_cuda m;
     std::vector<int32_t> targets((size_t)rows);
+    const float scale = dtype == DDP_F16 ? 512 : 1;
     GPT_TRY(shape(f, &m, 8, V, rows, 1));
+    if (dtype == DDP_F16) m.desc.loss_scale = (const float *)f.bytes(&scale, sizeof scale);
     size_t padded = (size_t)m.padded;
     floats x = f.some(1, (size_t)rows * padded, 8), gradient(x.size()), losses((size_t)rows);
     double sum = 0;
@@ -271,7 +281,7 @@ static ddp_result classifier(device_rank *d, ddp_dtype dtype, int V, int rows) {
         losses[i] = (float)(top + log(total) - x[i * padded + (size_t)targets[i]]);
         for (size_t j = 0; j < (size_t)V; j++)
             gradient[i * padded + j] =
-                (float)((exp(x[i * padded + j] - top) / total - (j == (size_t)targets[i])) / rows);
+                (float)((exp(x[i * padded + j] - top) / total - (j == (size_t)targets[i])) / rows * scale);
         /* Memory that was never written. */
         for (size_t j = (size_t)V; j < padded; j++) x[i * padded + j] = NAN;
     }
@@ -288,6 +298,14 @@ static ddp_result classifier(device_rank *d, ddp_dtype dtype, int V, int rows) {
     RANKS_CHECK(d->cpu, fabs(have - sum) <= 1e-12 * fabs(sum),
                 "the sum of the losses is %.17g and should be %.17g", have, sum);
     return DDP_OK;
+}
+
+/* f16 differs from bf16 only in its conversions, which each kernel has. */
+static ddp_result f16_kernels(device_rank *d) {
+    GPT_TRY(norms(d, DDP_F16, 72, 37, 1));
+    GPT_TRY(rows_and_columns(d, DDP_F16, 600, 24));
+    GPT_TRY(embedding(d, DDP_F16, 264, 300, 2, 9));
+    return classifier(d, DDP_F16, 51, 300);
 }
 
 static ddp_result kernels(device_rank *d, ddp_dtype dtype) {
@@ -331,7 +349,7 @@ static ddp_result checks(device_rank *d) {
     bad[n].says = "multiple of heads", bad[n++].desc.config.heads = 3;
     bad[n].says = "multiple of 8", bad[n++].desc.config.channels = 60;
     bad[n].says = "multiple of 8", bad[n++].desc.config.channels = GPT_CUDA__CHANNELS + 8;
-    bad[n].says = "bf16 or f32", bad[n++].desc.dtype = DDP_F16;
+    bad[n].says = "bf16, f16 or f32", bad[n++].desc.dtype = DDP_F64;
     bad[n].says = "context of 12", bad[n++].desc.length = 13;
     bad[n].says = "at least 1", bad[n++].desc.batch = 0;
     bad[n].says = "micro-batches can be kept", bad[n++].desc.slots = -1;
@@ -526,7 +544,7 @@ static ddp_result pair_open(pair *p, int micro_batches) {
         for (int64_t j = 0; j < info.count && info.tied_to < 0; j++) {
             value[j] = info.ndim == 2 ? 4 * value[j] : value[j] + 0.3f * number((uint64_t)i, (uint64_t)j);
             if (p->desc.dtype != DDP_F32)
-                value[j] = gpt_cuda_to_float(gpt_cuda_from_float<gpt_bf16>(value[j]));
+                value[j] = float_of(p->desc.dtype, half_of(p->desc.dtype, value[j]));
         }
         GPT_TRY(table(p, i, own(*p, i, value), &p->values[(size_t)info.unit]));
         GPT_TRY(table(p, i, floats(own(*p, i, value).size(), NAN), &p->grads[(size_t)info.unit]));
@@ -824,6 +842,40 @@ static ddp_result many_pointers(device_rank *d, gpt_cuda_desc desc) {
         floats have = gradients(p);
         if (i == 0) first = have;
         GPT_TRY(same(p.f, named("micro-batch ", i).c_str(), have, first));
+    }
+    return DDP_OK;
+}
+
+/* A model in f16 with a loss scale in device memory, which changes between launches of one graph: the same
+   loss, and gradients times the scale. A scale that is too large makes some of them infinite. */
+static ddp_result scaled(device_rank *d) {
+    gpt_cuda_desc desc = plain(d, DDP_F16);
+    far_memory memory(d, DDP_F32);
+    desc.graphs = 1;
+    desc.loss_scale = (const float *)memory.up({1});
+    pair p(d, desc);
+    gpt_param info;
+    GPT_TRY(pair_open(&p, 1));
+    const int *tokens = p.batches[0].data();
+    double have, want = gpt_model_forward_backward(&p.cpu, tokens, tokens + desc.batch * desc.length,
+                                                   desc.batch, desc.length, NULL, NULL);
+    for (float scale : {1024.0f, 64.0f, 1e9f, 256.0f}) {
+        size_t infinite = 0;
+        memory.put((void *)desc.loss_scale, {scale});
+        RANKS_OK(d->cpu, micro_batch(&p, p.m, 0, 0));
+        GPT_TRY(loss(&p, 0, &have));
+        RANKS_CHECK(d->cpu, fabs(have - want) <= 1e-3 * want, "the loss is %.9g and should be %.9g", have,
+                    want);
+        for (int i = 0; gpt_param_info(&desc.config, i, &info) == 0; i++) {
+            floats g = gradient(p, i);
+            for (float &x : g) {
+                infinite += !isfinite(x);
+                x /= scale;
+            }
+            if (scale < 1e9f) GPT_TRY(near(p.f, info.name, g, own(p, i, p.cpu.grads[i]), 1e-2));
+        }
+        RANKS_CHECK(d->cpu, (infinite > 0) == (scale == 1e9f), "%zu infinite gradients with scale %g",
+                    infinite, (double)scale);
     }
     return DDP_OK;
 }
@@ -1162,6 +1214,9 @@ static ddp_result test(ddp_group *world, void *user) {
         GPT_TRY(checks(&d));
         GPT_TRY(boxes(&d));
         GPT_TRY(sorting(&d));
+        GPT_TRY(f16_kernels(&d));
+        GPT_TRY(units(&d, plain(&d, DDP_F16), 0));
+        GPT_TRY(scaled(&d));
         GPT_TRY(training(&d));
         GPT_TRY(misuse(&d));
         GPT_TRY(notes(&d));

@@ -1,6 +1,6 @@
 #!/bin/sh
 # examples/gpt/train_gpt_cuda.cu on a GPU, which all ranks share. Ten steps have the losses of train_gpt in f32,
-# and similar ones in bf16. The weights are the same with every strategy on 1, 2 and 4 ranks, with stages,
+# and similar ones in bf16 and f16. The weights are the same with every strategy on 1, 2 and 4 ranks, with stages,
 # without graphs, with recomputation, and in a second run; --tp, --order any and --tied-grads merged have similar
 # losses. Checkpoints go to train_gpt and back. With optimizer state in host memory a model steps under a memory
 # limit that is too small otherwise.
@@ -47,6 +47,8 @@ one_rank() {
     train_with f32 "$program" $run --dtype f32
     near f32 whole 0.0002
     near one whole 0.03
+    train_with f16 "$program" $run --dtype f16
+    near f16 one 0.03
     train_with again "$program" $run --strategy none
     train_with plain "$program" $run --strategy none --no-graphs
     train_with recomputed "$program" $run --strategy none --recompute

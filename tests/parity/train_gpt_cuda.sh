@@ -1,7 +1,7 @@
 #!/bin/sh
 # The trainer on the fake GPU: the losses of train_gpt, within 1e-4 in f32, similar in bf16. The weights are
 # the same on any number of ranks along dp, with every strategy, with stages, graphs or recomputation, and
-# similar with --tp, --order any, --reduce-dtype or --tied-grads merged. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and back. Inside a step the
+# similar with --tp, --order any, --reduce-dtype, --tied-grads merged or --dtype f16. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and back. Inside a step the
 # host never waits. Invalid input is one sentence.
 # usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; the program is
 # support/gpt_tests.cu under that name, with llmc in the same folder
@@ -79,7 +79,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
         same_hash "single $type" "single $type plain"
         [ "$(number "single $type" graphs) $(number "single $type" products)" = "2 0" ] || fail "single $type: $(cat "single $type.err")"
     done
-    for way in 'full 1' 'full 2' 'full 4' 'grad 1' 'grad 2' 'optim 2' 'optim 4' 'none 2' 'none 4'; do
+    for way in 'full 1' 'full 2' 'full 4' 'grad 2' 'optim 2' 'optim 4' 'none 4'; do
         cuda "$way" $short --strategy ${way% *} --ranks ${way#* }
         same_hash one "$way"
     done
@@ -88,7 +88,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     cuda merged $short --tied-grads merged
     near merged one
     [ "$(hash_of merged)" != "$(hash_of one)" ] || fail "--tied-grads merged changed nothing"
-    for way in 'full 4' 'grad 2' 'optim 2' 'none 2'; do
+    for way in 'full 4' 'optim 2' 'none 2'; do
         cuda "merged $way" $short --tied-grads merged --strategy ${way% *} --ranks ${way#* }
         same_hash merged "merged $way"
     done
@@ -106,6 +106,23 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     cuda mesh $short --stages 2 --ranks 4 --strategy grad --schedule GPipe --profile
     same_hash one stages
     same_hash one mesh
+    # f16 with a loss scale that is too large: batches are skipped until it fits, the same ones in every run.
+    # A folder stores the scale, so that a resumed run skips none, whatever --loss-scale.
+    cuda f16 $short --dtype f16 --tied-grads merged
+    near f16 one
+    cuda over $short --dtype f16 --loss-scale 262144 --checkpoint f16/
+    [ "$(grep -c '^step 1: a gradient overflowed; skipped the batch, loss scale' over.all)" = 2 ] || fail "$(cat over.all)"
+    grep -q 'overflowed; skipped the batch, loss scale 131072 -> 65536$' over.all || fail "$(cat over.all)"
+    for way in '4 --strategy grad' '2 --strategy optim --offload' '4 --stages 2'; do
+        cuda "over $way" $short --dtype f16 --loss-scale 262144 --ranks $way
+        same_hash over "over $way"
+    done
+    cuda "over cut" $short --dtype f16 --loss-scale 262144 --stages 2 --tp 2 --ranks 4 --reduce-dtype f16
+    near "over cut" over
+    cuda resumed --resume f16 --steps 6 --dtype f16 --loss-scale 1048576
+    cuda straight $run --steps 6 --lr-decay-steps 4 --dtype f16 --loss-scale 262144
+    same_hash resumed straight
+    if grep overflowed f16.all resumed.all; then fail "batches were skipped"; fi
     DDP_TEST_GPUS=1
     export DDP_TEST_GPUS
     cuda shared $short --gpus 0,0
@@ -123,7 +140,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     same_hash cut cut_stages
 }
 # The memory held is at least half of the estimate, and never more than it.
-for name in one 'full 1' 'full plain' 'full 4' 'merged full 4' 'merged grad 2' any 'optim 2' stages cut again 'single f32' 'single bf16'; do
+for name in one 'full 1' 'full plain' 'full 4' 'merged full 4' 'merged optim 2' any 'optim 2' stages cut again f16 'over 4 --stages 2' 'single f32' 'single bf16'; do
     expected=$(sed -n 's/.* of each rank.s GPU: \([0-9.]*\) MiB expected.*/\1/p' "$name.all")
     awk "BEGIN { held = $(number "$name" held) / 1048576; exit !(held <= $expected && held >= $expected / 2) }" ||
         fail "$name: $expected MiB were expected, $(number "$name" held) bytes held"
@@ -284,9 +301,14 @@ before=$(state)
 {
     short="$run --steps 2 --threads-as-ranks"
     wrong "use full, grad, optim or none" $short --strategy zero text
-    wrong "use bf16 or f32" $short --dtype f16 text
+    wrong "use bf16, f16 or f32" $short --dtype f64 text
+    wrong "use bf16, or --dtype f16" $short --reduce-dtype f16 text
+    wrong "use a folder: --checkpoint new/" $short --dtype f16 --checkpoint new text
+    wrong "needs --dtype f16; leave it out" $short --loss-scale 1024 text
+    wrong "use a power of two" $short --dtype f16 --loss-scale 1000 text
+    wrong "files of llm.c are bf16 or f32" --dtype f16 --write-random new
     wrong "use tree or any" $short --order ring text
-    wrong "use f32 or bf16" $short --reduce-dtype f16 text
+    wrong "use f32, bf16 or f16" $short --reduce-dtype f64 text
     wrong "use separate or merged" $short --tied-grads both text
     wrong "with --stages 2 embedding and head are on different ranks" $short --tied-grads merged --stages 2 text
     wrong "such as 0,2" $short --gpus first text

@@ -26,6 +26,7 @@
 
 #include "fake_gpu.h"
 #include "host_only.h"
+#include <cuda_fp16.h>
 #include <math.h>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -47,9 +48,17 @@
 #define FAKE_SHARED ((size_t)227 * 1024) /* of a block of sm_90, of which 16 KiB may be static */
 #define FAKE_SPINS 1000
 
-enum fake_warp_kind { FAKE_WARP_SYNC, FAKE_SHUFFLE, FAKE_LDMATRIX, FAKE_LDMATRIX_TRANS, FAKE_MMA };
-static const char *const fake_warp_names[] = {"gpt_cuda_warp_sync", "gpt_cuda_shuffle", "gpt_cuda_ldmatrix4",
-                                              "gpt_cuda_ldmatrix4_trans", "gpt_cuda_mma_bf16"};
+enum fake_warp_kind {
+    FAKE_WARP_SYNC,
+    FAKE_SHUFFLE,
+    FAKE_LDMATRIX,
+    FAKE_LDMATRIX_TRANS,
+    FAKE_MMA,
+    FAKE_MMA_F16
+};
+static const char *const fake_warp_names[] = {"gpt_cuda_warp_sync", "gpt_cuda_shuffle",
+                                              "gpt_cuda_ldmatrix4", "gpt_cuda_ldmatrix4_trans",
+                                              "gpt_cuda_mma",       "gpt_cuda_mma of f16"};
 enum fake_fiber_state { FAKE_READY, FAKE_AT_BARRIER, FAKE_IN_WARP, FAKE_SPINNING, FAKE_RETURNED };
 
 struct fake_static {
@@ -449,12 +458,12 @@ static inline void fake_kernel_ldmatrix(uint32_t r[4], const void *shared, int t
     fake_warp_meet(trans ? FAKE_LDMATRIX_TRANS : FAKE_LDMATRIX);
 }
 
-static inline void fake_kernel_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+static inline void fake_kernel_mma(float d[4], const uint32_t a[4], const uint32_t b[2], int f16) {
     fake_lane &mine = fake_kernel_my_lane();
     mine.in = a;
     mine.more = b;
     mine.out = d;
-    fake_warp_meet(FAKE_MMA);
+    fake_warp_meet(f16 ? FAKE_MMA_F16 : FAKE_MMA);
 }
 
 /* Inner loops on separate arrays, optimized in every build. */
@@ -539,8 +548,16 @@ FAKE_HOT static int fake_add(float *z, const uint32_t (*x)[16], const uint32_t (
    compared, or only with the same run. */
 static int fake_rounds;
 
+/* The bits of a number as f32. */
+static inline uint32_t fake_wide_bits(uint32_t half, int f16) {
+    if (!f16) return half << 16;
+    const float wide = __half2float(__ushort_as_half((uint16_t)half));
+    memcpy(&half, &wide, 4);
+    return half;
+}
+
 /* In and out by lanes. */
-FAKE_HOT static void fake_product(float (*d)[4], const uint32_t (*a)[4], const uint32_t (*b)[2]) {
+FAKE_HOT static void fake_product(float (*d)[4], const uint32_t (*a)[4], const uint32_t (*b)[2], int f16) {
     typedef float four __attribute__((vector_size(16)));
     union {
         uint32_t bits[16][16];
@@ -555,13 +572,13 @@ FAKE_HOT static void fake_product(float (*d)[4], const uint32_t (*a)[4], const u
         int g = lane / 4, t = lane % 4;
         for (int i = 0; i < 4; i++) {
             int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
-            x.bits[row][column] = a[lane][i] << 16;
-            x.bits[row][column + 1] = a[lane][i] & 0xffff0000u;
+            x.bits[row][column] = fake_wide_bits(a[lane][i] & 0xffff, f16);
+            x.bits[row][column + 1] = fake_wide_bits(a[lane][i] >> 16, f16);
             z.at[g + i / 2 * 8][2 * t + i % 2] = d[lane][i];
         }
         for (int i = 0; i < 2; i++) {
-            y.bits[2 * t + i * 8][g] = b[lane][i] << 16;
-            y.bits[2 * t + i * 8 + 1][g] = b[lane][i] & 0xffff0000u;
+            y.bits[2 * t + i * 8][g] = fake_wide_bits(b[lane][i] & 0xffff, f16);
+            y.bits[2 * t + i * 8 + 1][g] = fake_wide_bits(b[lane][i] >> 16, f16);
         }
     }
     if (fake_rounds || !fake_add(&z.at[0][0], x.bits, y.bits))
@@ -583,7 +600,7 @@ static inline void fake_warp_ldmatrix(fake_warp *w, int trans) {
     for (int lane = 0; lane < 32; lane++) memcpy(w->lane[lane].out, r[lane], 16);
 }
 
-static inline void fake_warp_mma(fake_warp *w) {
+static inline void fake_warp_mma(fake_warp *w, int f16) {
     uint32_t a[32][4], b[32][2];
     float d[32][4];
     for (int lane = 0; lane < 32; lane++) {
@@ -591,7 +608,7 @@ static inline void fake_warp_mma(fake_warp *w) {
         memcpy(b[lane], w->lane[lane].more, 8);
         memcpy(d[lane], w->lane[lane].out, 16);
     }
-    fake_product(d, a, b);
+    fake_product(d, a, b, f16);
     for (int lane = 0; lane < 32; lane++) memcpy(w->lane[lane].out, d[lane], 16);
 }
 
@@ -602,7 +619,8 @@ static inline void fake_warp_do(fake_warp *w) {
         break;
     case FAKE_LDMATRIX: fake_warp_ldmatrix(w, 0); break;
     case FAKE_LDMATRIX_TRANS: fake_warp_ldmatrix(w, 1); break;
-    case FAKE_MMA: fake_warp_mma(w); break;
+    case FAKE_MMA: fake_warp_mma(w, 0); break;
+    case FAKE_MMA_F16: fake_warp_mma(w, 1); break;
     default: break;
     }
 }

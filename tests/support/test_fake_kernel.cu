@@ -48,10 +48,26 @@ static void numbers(void) {
     };
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         CHECK(gpt_cuda_from_float<gpt_bf16>(known[i].x).bits == known[i].bits);
-        CHECK(gpt_cuda_pack_bf16(known[i].x, 1) == (0x3f800000u | known[i].bits));
+        CHECK(gpt_cuda_pack<gpt_bf16>(known[i].x, 1) == (0x3f800000u | known[i].bits));
     }
     CHECK(gpt_cuda_round_bf16(NAN).bits == 0x7fff);
     CHECK(gpt_cuda_to_float(gpt_cuda_round_bf16(1.5f)) == 1.5f && gpt_cuda_from_float<float>(0.1f) == 0.1f);
+    CHECK(gpt_cuda_pack<gpt_f16>(1, -2) == 0xc0003c00u);
+    CHECK(gpt_cuda_round_f16(65519).bits == 0x7bff && gpt_cuda_round_f16(-65520).bits == 0xfc00);
+    CHECK(gpt_cuda_round_f16(NAN).bits == 0x7fff && gpt_cuda_round_f16(INFINITY).bits == 0x7c00);
+    for (uint32_t i = 0; i < 0x10000; i++) { /* every number of f16, and the middle between it and the next */
+        gpt_f16 x = {(uint16_t)i}, next = {(uint16_t)(i + 1)};
+        float value = gpt_cuda_to_float(x), real = __half2float(__ushort_as_half(x.bits));
+        if ((i & 0x7fff) > 0x7c00) {
+            CHECK(value != value);
+            continue;
+        }
+        CHECK(memcmp(&value, &real, 4) == 0 && gpt_cuda_round_f16(value).bits == i);
+        if ((i & 0x7fff) >= 0x7bff) continue;
+        float middle = (value + gpt_cuda_to_float(next)) / 2, above = nextafterf(middle, value * 4);
+        CHECK(gpt_cuda_round_f16(middle).bits == (i & 1 ? i + 1 : i));
+        if (value != 0) CHECK(gpt_cuda_round_f16(above).bits == i + 1);
+    }
 }
 
 /* ---- barriers and lanes ---- */
@@ -137,35 +153,38 @@ static void transposed(void) {
 /* ---- matrices ---- */
 
 /* One product of fragments; b is stored by rows (16 x 8), or transposed (8 x 16). */
-static __global__ void fragment_kernel(float *out, const gpt_bf16 *a, const gpt_bf16 *b, int transposed) {
-    GPT_CUDA_SHARED(gpt_bf16, rows, 256);
-    GPT_CUDA_SHARED(gpt_bf16, columns, 256);
+template <class H>
+static __global__ void fragment_kernel(float *out, const H *a, const H *b, int transposed) {
+    GPT_CUDA_SHARED(H, rows, 256);
+    GPT_CUDA_SHARED(H, columns, 256);
     int lane = (int)threadIdx.x, g = lane / 4, t = lane % 4;
     uint32_t x[4], y[4];
     float d[4] = {1, 2, 3, 4};
     gpt_cuda_load<8>(rows + lane * 8, a + lane * 8);
     gpt_cuda_load<4>(columns + lane * 4, b + lane * 4);
     columns[128 + lane * 4] = columns[129 + lane * 4] = columns[130 + lane * 4] = columns[131 + lane * 4] =
-        gpt_cuda_from_float<gpt_bf16>(0);
+        gpt_cuda_from_float<H>(0);
     gpt_cuda_sync();
     gpt_cuda_ldmatrix4(x, rows + (lane % 16) * 16 + lane / 16 * 8);
     if (transposed)
         gpt_cuda_ldmatrix4(y, columns + lane % 8 * 16 + lane / 8 % 2 * 8);
     else
         gpt_cuda_ldmatrix4_trans(y, columns + lane * 8);
-    gpt_cuda_mma_bf16(d, x, y);
+    gpt_cuda_mma<H>(d, x, y);
     gpt_cuda_store<2>(out + g * 8 + 2 * t, d);
     gpt_cuda_store<2>(out + (g + 8) * 8 + 2 * t, d + 2);
 }
 
-static void fragments(void) {
+template <class H> static void fragments_of(void) {
     float *out = made<float>(128);
-    gpt_bf16 *a = made<gpt_bf16>(256), *b = made<gpt_bf16>(128);
+    H *a = made<H>(256), *b = made<H>(128);
     float plain_a[256], plain_b[128];
-    for (int i = 0; i < 256; i++) seen(a)[i] = gpt_cuda_round_bf16(plain_a[i] = (float)fake_random(32) - 16);
-    for (int i = 0; i < 128; i++) seen(b)[i] = gpt_cuda_round_bf16(plain_b[i] = (float)fake_random(32) - 16);
+    for (int i = 0; i < 256; i++)
+        seen(a)[i] = gpt_cuda_from_float<H>(plain_a[i] = (float)fake_random(32) - 16);
+    for (int i = 0; i < 128; i++)
+        seen(b)[i] = gpt_cuda_from_float<H>(plain_b[i] = (float)fake_random(32) - 16);
     for (int transposed = 0; transposed < 2; transposed++) {
-        RUN(fragment_kernel, 1, 32, 0, out, a, b, transposed);
+        RUN(fragment_kernel<H>, 1, 32, 0, out, a, b, transposed);
         for (int i = 0; i < 16; i++)
             for (int j = 0; j < 8; j++) {
                 float sum = (float)(i / 8 * 2 + j % 2 + 1);
@@ -177,19 +196,24 @@ static void fragments(void) {
     CLEAN();
 }
 
+static void fragments(void) {
+    fragments_of<gpt_bf16>();
+    fragments_of<gpt_f16>();
+}
+
 /* out[i] = d + five products with 1; in[6 i ...]: d and the products. */
 static __global__ void added_kernel(float *out, const float *in, int count) {
     for (int i = 0; i < count; i++) {
         float d[4], products[5];
-        uint32_t x[4], y[2] = {gpt_cuda_pack_bf16(1, 1), gpt_cuda_pack_bf16(1, 1)};
+        uint32_t x[4], y[2] = {gpt_cuda_pack<gpt_bf16>(1, 1), gpt_cuda_pack<gpt_bf16>(1, 1)};
         for (int k = 0; k < 4; k++) gpt_cuda_load<1>(&d[k], in + 6 * i);
         for (int k = 0; k < 5; k++) gpt_cuda_load<1>(&products[k], in + 6 * i + 1 + k);
         if (threadIdx.x % 4)
             for (int k = 0; k < 4; k++) products[k] = 0;
-        x[0] = x[1] = gpt_cuda_pack_bf16(products[0], products[1]);
-        x[2] = x[3] = gpt_cuda_pack_bf16(products[2], products[3]);
-        if (threadIdx.x % 4 == 1) x[0] = x[1] = gpt_cuda_pack_bf16(products[4], 0);
-        gpt_cuda_mma_bf16(d, x, y);
+        x[0] = x[1] = gpt_cuda_pack<gpt_bf16>(products[0], products[1]);
+        x[2] = x[3] = gpt_cuda_pack<gpt_bf16>(products[2], products[3]);
+        if (threadIdx.x % 4 == 1) x[0] = x[1] = gpt_cuda_pack<gpt_bf16>(products[4], 0);
+        gpt_cuda_mma<gpt_bf16>(d, x, y);
         if (threadIdx.x == 0) gpt_cuda_store<1>(out + i, d);
     }
 }
@@ -246,8 +270,8 @@ static __global__ void product_kernel(float *out, const gpt_bf16 *a, const gpt_b
         gpt_cuda_ldmatrix4(x, from + (warp * 16 + lane % 16) * 16 + lane / 16 * 8);
         GPT_CUDA_UNROLL for (int j = 0; j < 4; j++) {
             gpt_cuda_ldmatrix4_trans(y, from + 1024 + lane % 16 * 64 + j * 16 + lane / 16 * 8);
-            gpt_cuda_mma_bf16(d[2 * j], x, y);
-            gpt_cuda_mma_bf16(d[2 * j + 1], x, y + 2);
+            gpt_cuda_mma<gpt_bf16>(d[2 * j], x, y);
+            gpt_cuda_mma<gpt_bf16>(d[2 * j + 1], x, y + 2);
         }
         gpt_cuda_sync();
     }
