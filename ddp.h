@@ -1014,11 +1014,11 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* frees its memory, and empties it */
 
-/* Returns a key for the random numbers of one sample: dropout, augmentation. It depends only on the arguments:
-   the seed of the run, the epoch, the index of the sample in the dataset, and a number per use, such as that
-   of a layer. Every number of ranks, workers and restarts then draws the same numbers for a sample.
-   Different arguments give unrelated keys. To draw numbers, use the key as the state of a generator, or as
-   the seed of ddp_seed(key, 0, i, 0) for number i. */
+/* Returns a key for the random numbers of one sample: dropout, augmentation. It depends only on the
+   arguments: the seed of the run, the epoch, the index of the sample in the dataset, and a number per use,
+   such as that of a layer. A sample then gets the same numbers on any number of ranks and workers.
+   Different arguments give unrelated keys. To draw numbers, use the key as the state of a generator, or call
+   ddp_seed(key, 0, i, 0) for number i. */
 DDPDEF uint64_t ddp_seed(uint64_t seed, uint64_t epoch, int64_t index, uint64_t stream);
 
 //== loader ======================================================================================= >>loader

@@ -214,8 +214,8 @@ static ddp_result fetch_key(void *user, int64_t index, uint64_t epoch, void *con
     return DDP_OK;
 }
 
-/* fetch_epoch receives the epoch of the batch: with any workers, after a jump to another epoch, which discards
-   prefetched batches, and after a load. */
+/* fetch_epoch receives the epoch of the batch: with any workers, after a jump to another epoch, which
+   discards prefetched batches, and after a load. */
 static void test_epoch_of_a_fetch(void **state) {
     enum { SAMPLES = 50, BATCH = 4 };
     static const uint64_t epochs[] = {0, 3, 1ull << 40, 2};
