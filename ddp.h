@@ -310,8 +310,8 @@ typedef struct ddp_launch_desc {
                              the ranks of a launcher, or of an enclosing ddp_launch. Another number than
                              theirs is an error */
     ddp_launch_mode mode; /* 0 = processes */
-    int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times. No
-                             effect with threads, with one rank or under a launcher */
+    int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times:
+                             ddp_group_attempt counts. No effect with threads or under a launcher */
     const int *devices;   /* for GPU backends: the rank with local rank r uses device devices[r], on every
                              machine. Ranks that ddp_launch starts are all on one machine: there r is the
                              rank. NULL = the backend chooses */
@@ -468,7 +468,7 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    Joining: inside torchrun, mpirun, srun or another ddp_launch, it starts no rank. It creates a group of
    all ranks there, as ddp_group_create does, and runs fn on the calling thread. It returns when this fn has
    returned, with its result. desc->world_size must be 0 or the number of these ranks.
-   One rank: fn runs on the calling thread, with processes as well.
+   One rank: fn runs on the calling thread, with processes as well, unless max_restarts is set.
    Ownership: ddp_launch creates and destroys the world; fn must not destroy it. No exception may leave fn.
    Cores: each rank that it starts gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and
    OPENBLAS_NUM_THREADS unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such
@@ -580,6 +580,12 @@ DDPDEF int ddp_rank(const ddp_group *group);             /* this rank in the gro
 DDPDEF int ddp_world_size(const ddp_group *group);       /* ranks of the group */
 DDPDEF int ddp_local_rank(const ddp_group *group);       /* this rank among those on its machine, from 0 */
 DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of the group on this machine */
+
+/* The number of times that the job was restarted, the same on every rank: 0 in the first start. It comes from
+   ddp_launch_desc.max_restarts, or from the launcher: torchrun (TORCHELASTIC_RESTART_COUNT), SLURM
+   (SLURM_RESTART_COUNT). In an attempt above 0, load the newest checkpoint. Splits have the attempt of their
+   parent. 0 for a NULL group. */
+DDPDEF int ddp_group_attempt(const ddp_group *group);
 
 /* --- collectives ---
    All are collective over the group. The call, its count, dtype, op and root must be equal on all ranks;
@@ -2003,6 +2009,7 @@ struct ddp_group {
     const ddp_device *device;
     void *state, *device_state; /* of the backend; of the device */
     int device_index;
+    int attempt;                /* see ddp_group_attempt */
     const int *in_rank_process; /* 1; 0 in a process that the rank has forked (a page that fork clears) */
     void (*wait_fn)(void *argument);      /* from ddp_group_on_wait, or NULL */
     void *wait_argument;                  /* of wait_fn */
@@ -6907,6 +6914,7 @@ enum {
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
     int device_plus_1;         /* its device, from ddp_launch_desc.devices; 0 = none */
+    int attempt;               /* see ddp_group_attempt */
     ddp__heap *heap;           /* of the ddp_launch that runs this thread as a rank; NULL = none */
     const char *size_variable; /* the variable with the launcher's world size; NULL = no launcher */
     char token[416];           /* the same on all ranks of a job, different for other jobs of this user */
@@ -6920,7 +6928,7 @@ static DDP__THREAD_LOCAL ddp__identity ddp__launch_identity;
 /* The environment variables of a launcher. Without the local ones the world is on this machine, unless
    MASTER_ADDR names another one. */
 typedef struct ddp__launcher {
-    const char *name, *rank, *size, *local_rank, *local_size;
+    const char *name, *rank, *size, *local_rank, *local_size, *restarts;
     const char *job[4]; /* up to four variables that together identify a job */
 } ddp__launcher;
 
@@ -6960,6 +6968,7 @@ static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__laun
                       from->size);
     DDP_TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
     DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
+    DDP_TRY(ddp__env_int(from->restarts, 0, &id->attempt));
     DDP__CREATE_CHECK(id->rank < id->world_size, "%s=%d with %s=%d; use ranks 0 to %d", from->rank, id->rank,
                       from->size, id->world_size, id->world_size - 1);
     DDP__CREATE_CHECK(id->local_world_size >= 1 && id->local_world_size <= id->world_size
@@ -6981,13 +6990,13 @@ static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__laun
 static ddp_result ddp__identity_from_env(ddp__identity *id) {
     // clang-format off
     static const ddp__launcher launchers[] = {
-        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
                   {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
         {"ompi",  "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                  "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+                  "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "",
                   {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
-        {"pmi",   "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
-        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "",
+        {"pmi",   "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", {"PMI_PORT"}},
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", "SLURM_RESTART_COUNT",
                   {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}},
     };
     // clang-format on
@@ -7024,8 +7033,10 @@ static ddp_result ddp__identity_resolve(ddp__identity *id, const ddp_group_desc 
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
         if (scheme == DDP__SCHEME_ENV && !ddp__launch_identity.heap
-            && ddp__identity_from_env(&launched) == DDP_OK)
+            && ddp__identity_from_env(&launched) == DDP_OK) {
             DDP_TRY(ddp__check_world_size("ddp_group_create", &launched, desc->world_size));
+            id->attempt = launched.attempt;
+        }
         id->rank = desc->rank;
         id->world_size = desc->world_size;
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"),
@@ -9154,6 +9165,7 @@ static ddp_result ddp__group_alloc(ddp_group **out, const ddp_group_desc *desc, 
     group->backend = backend;
     group->device = desc->device;
     group->device_index = ddp__launch_identity.device_plus_1 - 1;
+    group->attempt = parent ? parent->attempt : ddp__launch_identity.attempt;
     group->needs_queue = backend->enqueues || desc->device->use_stream;
     if (desc->order == DDP_ORDER_DEFAULT)
         group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
@@ -9185,6 +9197,7 @@ static ddp_result ddp__group_open(ddp_group **out, const ddp_group_desc *desc, c
         return ddp_error_restore(&first);
     }
     if (result != DDP_OK) return result;
+    if (id->attempt) group->attempt = id->attempt;
     if (!backend) {
         result = ddp__tcp_open(group, ddp__tcp_alloc(group, rv, 0), &group->state);
     } else if (backend != &ddp__backend_local) {
@@ -9210,6 +9223,7 @@ DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *parent, con
     ddp__identity identity = DDP_ZERO;
     ddp__rendezvous rv = DDP_ZERO;
     identity.world_size = count;
+    identity.attempt = parent->attempt;
     while (ranks[identity.rank] != parent->rank) identity.rank++;
     snprintf(rv.token, sizeof rv.token, "%s", token);
     desc.order = DDP_ORDER_TREE;
@@ -9234,6 +9248,7 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     if (result == DDP_OK)
         result = ddp__group_alloc(&group, &d, d.backend, control->rank, control->world_size, NULL);
     if (result == DDP_OK) ddp__lost_share(group, control, NULL);
+    if (result == DDP_OK) group->attempt = control->attempt;
     result = ddp_agree(control, "ddp_group_create", result, 0, ""); /* open needs every rank */
     if (result == DDP_OK && d.backend->open) {
         ddp_group_set_local(group, control->local_rank, control->local_world_size);
@@ -9578,6 +9593,7 @@ DDPDEF int ddp_rank(const ddp_group *group) { return group ? group->rank : -1; }
 DDPDEF int ddp_world_size(const ddp_group *group) { return group ? group->world_size : 0; }
 DDPDEF int ddp_local_rank(const ddp_group *group) { return group ? group->local_rank : -1; }
 DDPDEF int ddp_local_world_size(const ddp_group *group) { return group ? group->local_world_size : 0; }
+DDPDEF int ddp_group_attempt(const ddp_group *group) { return group ? group->attempt : 0; }
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group) { return group->device; }
 DDPDEF void *ddp_group_device_state(const ddp_group *group) { return group->device_state; }
 DDPDEF int ddp_group_device_index(const ddp_group *group) { return group->device_index; }
@@ -10832,6 +10848,7 @@ typedef struct ddp__launch {
     ddp__heap *heap;
     ddp_rank_fn fn;
     void *user;
+    int attempt;
     int interrupted; /* by SIGINT or SIGTERM */
     ddp__core_plan plan;
 } ddp__launch;
@@ -10864,7 +10881,7 @@ static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const int world_size = desc->world_size, local_rank = rank; /* all ranks are on this machine */
     const int device = desc->devices ? desc->devices[local_rank] + 1 : 0;
     const ddp__identity saved_identity = ddp__launch_identity;
-    const ddp__identity here = {rank,         world_size, local_rank, world_size, device,
+    const ddp__identity here = {rank,         world_size, local_rank, world_size, device, launch->attempt,
                                 launch->heap, NULL,       "",         NULL};
     /* world: the group that peers and the launcher see. on_backend: the same ranks, on the desc's backend. */
     ddp_group *world = NULL, *on_backend = NULL;
@@ -11074,11 +11091,12 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     DDP__NEED(!outer || !wanted || wanted == outer,
               "desc.world_size=%d inside a ddp_launch of %d ranks; set desc.world_size to 0 to join them",
               wanted, outer);
-    if (outer || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
+    int restarts = d->max_restarts > 0 && d->mode == DDP_LAUNCH_PROCESSES;
+    if (outer || id.size_variable || (d->world_size == 1 && !restarts)) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size,
               "device_count=%d with world_size=%d; list one device for each rank", d->device_count,
               d->world_size);
-    for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
+    for (; launch.attempt <= d->max_restarts; launch.attempt++) {
         result = ddp__launch_attempt(&launch);
         if (result == DDP_OK || launch.interrupted || d->mode == DDP_LAUNCH_THREADS) break;
     }

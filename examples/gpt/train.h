@@ -68,7 +68,7 @@ typedef struct run_program run_program;
 typedef struct run_options {
     const run_program *program;
     run_config config;
-    int32_t ranks, threads_as_ranks, recompute, replicas, stages, chunks, micro_batches, tensor,
+    int32_t ranks, threads_as_ranks, restarts, recompute, replicas, stages, chunks, micro_batches, tensor,
         sequence_parallel, help;
     const char *strategy, *checkpoint, *resume;
     const char **paths;
@@ -111,6 +111,8 @@ struct run_program {
      "N ranks to start; default: " TRAIN_RANKS}, \
     {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, \
      "ranks are threads of one process"}, \
+    {"--restarts", FLAG_INT32, NOT_SAVED, AT(restarts), 0, 1e6, \
+     "N after a failure start all ranks again, at most N times"}, \
     {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, \
      "N optimizer steps in total; default 500"}, \
     {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, \
@@ -132,7 +134,8 @@ struct run_program {
 /* The end of the help of --resume. */
 #define RESUMED_FLAGS \
     ";\n" \
-    "                        flags not given, such as --steps and --lr-decay-steps, keep their values"
+    "                        flags not given, such as --steps and --lr-decay-steps, keep their values.\n" \
+    "                        auto: from --checkpoint, if it exists; otherwise a new run"
 
 #define RECOMPUTE_FLAG \
     {"--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1, \
@@ -511,7 +514,8 @@ static ddp_result draw_curve(const run_report *r, const run_plan *p) {
 
 /* The state of a rank that does not depend on the strategy. The first member of every trainer. */
 typedef struct run {
-    const run_options *options;
+    const run_options *options; /* = &own */
+    run_options own;
     ddp_group *world;
     int rank, world_size;
     run_plan plan;
@@ -901,8 +905,28 @@ typedef struct job {
     int quiet; /* 1 = a launcher started this process, and it is not rank 0 */
 } job;
 
+/* --resume auto: continues from --checkpoint if it is there. Rank 0 decides. Collective. */
+static ddp_result run_find_checkpoint(run *r) {
+    char state[4096];
+    struct stat info;
+    int32_t exists = 0;
+    if (!r->own.resume || strcmp(r->own.resume, "auto")) return DDP_OK;
+    if (!r->own.checkpoint)
+        return ddp_fail(DDP_ERR_INVALID, "--resume auto: set --checkpoint, from which the run continues");
+    snprintf(state, sizeof state, "%s/state.json", r->own.checkpoint);
+    if (r->rank == 0)
+        exists = access(state, F_OK) == 0 || (stat(r->own.checkpoint, &info) == 0 && S_ISREG(info.st_mode));
+    DDP_TRY(ddp_broadcast(r->world, &exists, 1, DDP_I32, 0, NULL));
+    r->own.resume = exists ? r->own.checkpoint : NULL;
+    if (r->rank == 0 && ddp_group_attempt(r->world) > 0)
+        printf("restart %d: %s\n", ddp_group_attempt(r->world),
+               exists ? r->own.checkpoint : "no checkpoint yet, a new run");
+    return DDP_OK;
+}
+
 static void run_init(run *r, ddp_group *world, job *j) {
-    r->options = &j->options;
+    r->own = j->options;
+    r->options = &r->own;
     r->world = world;
     r->rank = ddp_rank(world);
     r->world_size = ddp_world_size(world);
@@ -918,7 +942,8 @@ static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_r
     ddp_result result;
     if (!r) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the trainer");
     run_init(r, world, j);
-    result = train(r);
+    result = run_find_checkpoint(r);
+    if (result == DDP_OK) result = train(r);
     if (result != DDP_OK && r->report.terminal && r->report.shown > 0) printf("\n");
     snprintf(cause, sizeof cause, "%s", ddp_last_error()); /* before `end`, which may set another error */
     end(r);
@@ -936,6 +961,7 @@ static int run_main(job *j, ddp_rank_fn rank_main) {
     }
     desc.world_size = j->options.wrong[0] ? ranks_to_start(0, 1) : ranks_to_start(j->options.ranks, j->ranks);
     desc.group.log_fn = print_notice;
+    desc.max_restarts = j->options.restarts;
     desc.mode = j->options.threads_as_ranks ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     result = ddp_launch(&desc, rank_main, j);
     if (result != DDP_OK && !j->quiet)

@@ -40,6 +40,7 @@ FUNCTION(ddp_rank, int, (const ddp_group *));
 FUNCTION(ddp_world_size, int, (const ddp_group *));
 FUNCTION(ddp_local_rank, int, (const ddp_group *));
 FUNCTION(ddp_local_world_size, int, (const ddp_group *));
+FUNCTION(ddp_group_attempt, int, (const ddp_group *));
 FUNCTION(ddp_mesh_create, ddp_result, (ddp_mesh **, ddp_group *, const ddp_mesh_desc *));
 FUNCTION(ddp_mesh_group, ddp_group *, (ddp_mesh *, const char *));
 FUNCTION(ddp_mesh_destroy, void, (ddp_mesh *));

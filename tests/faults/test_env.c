@@ -18,7 +18,7 @@ typedef struct family {
 static const family families[] = {
     {"torchrun",
      {"RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=%r", "LOCAL_WORLD_SIZE=%w", "MASTER_ADDR=127.0.0.1",
-      "MASTER_PORT=%t"}},
+      "MASTER_PORT=%t", "TORCHELASTIC_RESTART_COUNT=2"}},
     {"torchrun, no local variables", {"RANK=%r", "WORLD_SIZE=%w", "MASTER_ADDR=localhost", "MASTER_PORT=%t"}},
     {"torchrun with its agent store",
      {"RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=%r", "LOCAL_WORLD_SIZE=%w", "MASTER_ADDR=127.0.0.1",
@@ -30,7 +30,7 @@ static const family families[] = {
      {"PMI_RANK=%r", "PMI_SIZE=%w", "MPI_LOCALRANKID=%r", "MPI_LOCALNRANKS=%w", "PMI_PORT=host:%t"}},
     {"srun",
      {"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=%r", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%t",
-      "SLURM_JOB_NODELIST=node1"}},
+      "SLURM_JOB_NODELIST=node1", "SLURM_RESTART_COUNT=1"}},
 };
 
 static int next_tag; /* main starts it at a number derived from its pid */
@@ -61,7 +61,8 @@ static void clear_environment(void) {
                                         "SLURM_STEP_ID",
                                         "SLURM_JOB_ID",
                                         "SLURM_JOB_NODELIST",
-                                        "SLURM_STEP_TASKS_PER_NODE"};
+                                        "SLURM_STEP_TASKS_PER_NODE",
+                                        "SLURM_RESTART_COUNT"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
 }
 
@@ -127,6 +128,14 @@ static ddp_result work(ddp_group *world, void *user) {
             want = w * (w - 1) / 2 + w * *(int *)user;
     float *big;
     void *memory;
+    const char *restarts = getenv("TORCHELASTIC_RESTART_COUNT");
+    if (!restarts) restarts = getenv("SLURM_RESTART_COUNT");
+    ddp_group *split;
+    RANKS_OK(world, ddp_group_split(world, ddp_rank(world) % 2, 0, &split));
+    for (int i = 0; i < 2; i++)
+        RANKS_CHECK(world, ddp_group_attempt(i ? split : world) == (restarts ? atoi(restarts) : 0),
+                    "attempt %d", ddp_group_attempt(i ? split : world));
+    ddp_group_destroy(split);
     RANKS_CHECK(world, ddp_local_rank(world) == ddp_rank(world) && ddp_local_world_size(world) == w,
                 "local rank %d/%d", ddp_local_rank(world), ddp_local_world_size(world));
     for (int i = 0; i < 100; i++) {
@@ -297,6 +306,10 @@ static void test_bad_variables(void) {
          "RANK=one in the environment is not an integer from 0",
          DDP_ERR_INVALID,
          {"RANK=one", "WORLD_SIZE=2"}},
+        {"the number of restarts is not a number",
+         "TORCHELASTIC_RESTART_COUNT=two in the environment is not an integer from 0",
+         DDP_ERR_INVALID,
+         {"RANK=0", "WORLD_SIZE=1", "TORCHELASTIC_RESTART_COUNT=two"}},
         {"RANK has a tail", "RANK", DDP_ERR_INVALID, {"RANK=1x", "WORLD_SIZE=2"}},
         {"RANK negative",
          "RANK=-1 in the environment is not an integer from 0",

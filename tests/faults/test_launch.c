@@ -253,24 +253,35 @@ static ddp_result restart_main(ddp_group *world, void *user) {
     if (ddp_rank(world) == 0) __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
     RANKS_OK(world, ddp_barrier(world));
     attempt = __atomic_load_n(&stage_shared->counter, __ATOMIC_SEQ_CST);
+    ddp_group *half;
+    RANKS_OK(world, ddp_group_split(world, ddp_rank(world) % 2, 0, &half));
+    RANKS_CHECK(world, ddp_group_attempt(world) == attempt - 1 && ddp_group_attempt(half) == attempt - 1,
+                "attempt %d and %d of a split, wanted %d", ddp_group_attempt(world), ddp_group_attempt(half),
+                attempt - 1);
+    ddp_group_destroy(half);
     if (attempt > fail_attempts) return DDP_OK;
-    if (ddp_rank(world) == 1 && attempt % 2) kill(getpid(), SIGKILL);
-    if (ddp_rank(world) == 1) return ddp_fail(DDP_ERR_CORRUPT, "attempt %d failed", attempt);
+    int fails = ddp_rank(world) == ddp_world_size(world) / 2; /* rank 1 of 3, rank 0 of 1 */
+    if (fails && attempt % 2) kill(getpid(), SIGKILL);
+    if (fails) return ddp_fail(DDP_ERR_CORRUPT, "attempt %d failed", attempt);
     return ddp_barrier(world);
 }
 
 static void test_restarts(void) {
     static const struct {
-        int failures, restarts;
+        int ranks, failures, restarts;
         ddp_result want;
         int attempts;
     } table[] = {
-        {0, 3, DDP_OK, 1},
-        {1, 1, DDP_OK, 2},
-        {3, 3, DDP_OK, 4},
-        {2, 1, DDP_ERR_CORRUPT, 2},
-        {1, 0, DDP_ERR_PEER_LOST, 1},
-        {9, 2, DDP_ERR_PEER_LOST, 3},
+        {3, 0, 3, DDP_OK, 1},
+        {3, 1, 1, DDP_OK, 2},
+        {3, 3, 3, DDP_OK, 4},
+        {3, 2, 1, DDP_ERR_CORRUPT, 2},
+        {3, 1, 0, DDP_ERR_PEER_LOST, 1},
+        {3, 9, 2, DDP_ERR_PEER_LOST, 3},
+        {1, 0, 1, DDP_OK, 1},
+        {1, 2, 2, DDP_OK, 3},
+        {1, 2, 1, DDP_ERR_CORRUPT, 2},
+        {1, 9, 2, DDP_ERR_PEER_LOST, 3},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         ddp_launch_desc desc = DDP_ZERO;
@@ -278,7 +289,7 @@ static void test_restarts(void) {
         int failures = table[i].failures;
         ddp_result result;
         faults_begin("max_restarts");
-        desc.world_size = 3;
+        desc.world_size = table[i].ranks;
         desc.max_restarts = table[i].restarts;
         desc.group.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
         result = ddp_launch(&desc, restart_main, &failures);

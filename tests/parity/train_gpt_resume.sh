@@ -1,6 +1,7 @@
 #!/bin/sh
 # A run resumed from an intermediate checkpoint ends with the bits of the uninterrupted run, on any number of
-# ranks. A kill leaves a checkpoint from which a run continues.   usage: train_gpt_resume.sh path/of/train_gpt
+# ranks. A kill leaves a checkpoint from which a run continues. With --restarts and --resume auto it continues
+# by itself, however often a rank is killed.   usage: train_gpt_resume.sh path/of/train_gpt
 . "$(dirname "$0")/../support/train_gpt.sh"
 
 # wait_for FILE PID: until FILE exists, while PID runs.
@@ -70,4 +71,27 @@ kill -9 $pid
 wait $pid 2> /dev/null
 timeout "$limit" "$program" --ranks 2 --resume killed.ckpt --checkpoint killed.ckpt text > again.out 2> again.err || fail "after the kill: $(cat again.err)"
 [ "$(hash_of again.out)" = "$hash" ] || fail "resumed after a kill: $(hash_of again.out), uninterrupted $hash"
-echo "train_gpt: resumed on $worlds ranks and after a kill as if never interrupted: $hash"
+
+# --restarts: a random rank is killed again and again, on 2 ranks and on 1.
+kills=0
+for ranks in 2 1; do
+    rm -f restarted.ckpt
+    # shellcheck disable=SC2086
+    timeout "$limit" "$program" $run --ranks $ranks --restarts 99 --resume auto --checkpoint restarted.ckpt > restarted.out 2> run.err &
+    pid=$!
+    killed=0
+    while [ $killed -lt 3 ] && kill -0 $pid 2> /dev/null; do
+        launch=$(pgrep -P $pid | head -n 1)
+        victim=$(pgrep -P "${launch:-0}" | sed -n "$((killed % ranks + 1))p")
+        sleep 0.0$((killed * 3 + 1)) # at the start, or later
+        if [ -n "$victim" ] && kill -9 "$victim" 2> /dev/null; then killed=$((killed + 1)); fi
+    done
+    kills=$((kills + killed))
+    wait $pid || fail "$ranks ranks with restarts: $(cat run.err)"
+    [ "$(hash_of restarted.out | tail -n 1)" = "$hash" ] || fail "restarted on $ranks ranks: $(cat restarted.out), uninterrupted $hash"
+done
+[ $kills -ge 2 ] || fail "only $kills ranks were killed"
+before=$(state)
+# shellcheck disable=SC2086
+wrong "--resume auto: set --checkpoint" $run --resume auto
+echo "train_gpt: $kills kills of ranks with --restarts; resumed on $worlds ranks and after a kill as if never interrupted: $hash"
