@@ -55,15 +55,14 @@ one_rank() {
     train_with full1 "$program" $run
     for way in again plain recomputed full1; do same_hash one $way; done
 
-    # The memory lacks a third of master values and moments: only --offload steps.
+    # A memory limit that only --offload fits in.
     train_with offloaded "$program" $run --strategy none --offload
     same_hash one offloaded
     before=$(state)
-    refused "--offload saves" $large --memory-limit 1 text
+    refused "use --recompute, --offload or a smaller --micro-batch" $large --offload --memory-limit 1 text
     [ -z "$problem" ] || fail "a GPU that is too small: $problem: $output"
-    needed=$(printf '%s\n' "$output" | sed -n 's/.*it needs \([0-9]*\)\..*/\1/p')
-    saved=$(printf '%s\n' "$output" | sed -n 's/.*--offload saves \([0-9]*\)\..*/\1/p')
-    limit_mib=$((needed - saved / 3))
+    needed=$(printf '%s\n' "$output" | sed -n 's/.* 1 rank(s) need \([0-9]*\).*/\1/p')
+    limit_mib=$((needed + 1))
     refused "too small" $large --memory-limit $limit_mib text
     [ -z "$problem" ] || fail "under $limit_mib MiB: $problem: $output"
     train_with limited "$program" $large --memory-limit $limit_mib --offload
