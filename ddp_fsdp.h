@@ -479,8 +479,10 @@ typedef struct ddp_fsdp_memory {
 
 /* Splits the units' parameters over the group, and creates gradients and optimizer state. With init_fn, a
    rank fills in only its own rows, so no rank needs the full values. Parameters with the same value.data are
-   uses of one parameter: one shard, and a gradient for each use; these are added after the reduction. On
-   return, value.dtype is param_dtype, and grad has its dtype and the shape of value. value.data is NULL with
+   uses of one parameter: one shard, and a gradient for each use; these are added after the reduction. To
+   reduce one gradient for all uses, list the parameter once, keep its unit unsharded from the first use to
+   the last, and add to its grad.data: see --tied-grads of examples/gpt/train_gpt_cuda.cu. On return,
+   value.dtype is param_dtype, and grad has its dtype and the shape of value. value.data is NULL with
    FULL_SHARD, until an unshard; with the other strategies it points to the full values of the ddp_fsdp.
    Collective over group, replicas and checkpoint_group; blocks. On every rank of group and replicas the desc
    is the same, except for groups, values, callbacks, offload_dir and user pointers. Over checkpoint_group,
