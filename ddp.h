@@ -1505,7 +1505,11 @@ DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t words[2]);
 DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t words[2], ddp_result cause, const char *text);
 
 DDPDEF uint64_t ddp_machine_id(void); /* ranks with the same id can share memory */
-DDPDEF uint64_t ddp_unique_id(void);  /* a random number that cannot be guessed */
+/* Returns the largest power of two B that divides world_size and for which every B consecutive ranks, from a
+   multiple of B on, are on one machine. The sum over such a block of ranks is a subtree of DDP_ORDER_TREE.
+   machines: a number for each rank, equal if two ranks are on the same machine. */
+DDPDEF int ddp_machine_block(const uint64_t *machines, int world_size);
+DDPDEF uint64_t ddp_unique_id(void); /* a random number that cannot be guessed */
 
 /* Creates a group of the local backend from `count` ranks of `parent` on this machine. ranks: in order; this
    rank is one of them. token: a string that only these ranks use. Collective over them. Allocator, log_fn and
@@ -7880,6 +7884,14 @@ DDPDEF uint64_t ddp_machine_id(void) {
     return ddp_hash(ddp_hash(DDP_HASH_SEED, boot, sizeof boot), number, sizeof number);
 }
 
+DDPDEF int ddp_machine_block(const uint64_t *machines, int world_size) {
+    int block = 1;
+    while (world_size % (2 * block) == 0) block *= 2;
+    for (int r = 0; r < world_size; r++)
+        while (machines[r] != machines[r / block * block]) block /= 2;
+    return block;
+}
+
 /* Returns a number that no other process can guess. Without getrandom it is only different for each machine,
    process and time. */
 DDPDEF uint64_t ddp_unique_id(void) {
@@ -9800,7 +9812,7 @@ typedef struct ddp__mpi {
     int one_thread;        /* 1 = only the main thread may call MPI, or one thread at a time */
     int ranks_per_machine; /* if every machine holds the same 2^k consecutive ranks; otherwise 1 */
     int stride;            /* the ranks that it divides take part in the transfer, as rank / stride */
-    int *machine_of;       /* of each rank: the first rank of its machine */
+    uint64_t *machine_of;  /* of each rank: the first rank of its machine */
     /* Failures */
     ddp__mpi_control control[DDP__CONTROL_KINDS]; /* of each kind, as sent: MPI may still read them */
     unsigned char *rank_state;                    /* DDP_RANK_... of each rank, by its CONTROL_REPLY */
@@ -10389,16 +10401,13 @@ static int ddp__mpi_group_by_machine(ddp__mpi *s, uint64_t (*ids)[DDP__MPI_ID_WO
             earlier++;
             last = q;
         }
-        s->machine_of[r] = earlier % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
-        machines += s->machine_of[r] == r;
+        s->machine_of[r] = earlier % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : (uint64_t)r;
+        machines += s->machine_of[r] == (uint64_t)r;
     }
-    int block = s->world_size / machines;
-    int is_power_of_two = (block & (block - 1)) == 0;
-    s->ranks_per_machine = is_power_of_two ? block : 1;
-    for (int r = 0; r < s->world_size; r++) {
-        if (s->machine_of[r] != r / block * block) s->ranks_per_machine = 1;
+    int block = ddp_machine_block(s->machine_of, s->world_size);
+    s->ranks_per_machine = block * machines == s->world_size ? block : 1;
+    for (int r = 0; r < s->world_size; r++)
         if (s->machine_of[r] == s->machine_of[s->rank]) ranks[count++] = r;
-    }
     return count;
 }
 
@@ -10455,8 +10464,8 @@ static void ddp__mpi_state_free(ddp_group *group, ddp__mpi *s) {
    error line. */
 static ddp__mpi *ddp__mpi_state_alloc(ddp_group *group) {
     size_t w = (size_t)ddp_world_size(group), room = DDP__MPI_CHUNK_BYTES / w / 64 * 64;
-    ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(group,
-                                             sizeof *s + w * (4 * sizeof(MPI_Request) + sizeof(int) + 1));
+    ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(
+        group, sizeof *s + w * (4 * sizeof(MPI_Request) + sizeof(uint64_t) + 1));
     if (!s) return NULL;
     s->rank_chunk_bytes = room < 16384 ? 16384 : room;
     s->scratch = (unsigned char *)ddp_host_alloc(group, w * (2 * s->rank_chunk_bytes + sizeof(void *)));
@@ -10465,7 +10474,7 @@ static ddp__mpi *ddp__mpi_state_alloc(ddp_group *group) {
         return NULL;
     }
     s->requests = (MPI_Request *)(void *)(s + 1);
-    s->machine_of = (int *)(void *)(s->requests + 4 * w);
+    s->machine_of = (uint64_t *)(void *)(s->requests + 4 * w);
     s->rank_state = (unsigned char *)(s->machine_of + w);
     s->rank = ddp_rank(group);
     s->world_size = ddp_world_size(group);
@@ -10532,8 +10541,7 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
         ddp_group_destroy(child_local);
     }
     if (result != DDP_OK || !child) return result;
-    DDP_TRY(
-        ddp__mpi_open_on(child, child_mpi, comm, (uint64_t)s->machine_of[s->rank], child_local, child_state));
+    DDP_TRY(ddp__mpi_open_on(child, child_mpi, comm, s->machine_of[s->rank], child_local, child_state));
     MPI_Comm_free(&comm);
     return DDP_OK;
 }

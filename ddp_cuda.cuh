@@ -266,6 +266,12 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
                 all-to-all, a kernel and an all-gather, on at most 8191 ranks. MIN and MAX of floats (NaNs
                 stay) and AVG of integers always run in this way. A call that needs a larger buffer than
                 those before it allocates, and waits for the device.
+                On one machine the tree sends as many bytes as a ring. Across machines, ranks reduce inside
+                their machine first, in aligned blocks of 2^k consecutive ranks. With m machines of 2^k
+                consecutive ranks each, W ranks and S bytes of data, each rank sends 2 S (m - 1) / W to other
+                machines in an all_reduce: as a ring over machines does. 16-bit floats send 3 S (m - 1) / W,
+                since their partial sums are f32. Other placements have smaller blocks, or none: all ranks
+                then reduce at once, which sends up to 2 S.
      messages   between two ranks match in the order issued, whatever their tags, and run one after the other.
                 Two ranks that send to each other need ddp_p2p_begin and ddp_p2p_end.
      failures   of a rank, of CUDA or NCCL, mismatched calls, or timeout_ms without progress end the
@@ -1395,6 +1401,7 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     typedef typename type::wrap wrap;
     enum { WIDTH = LEVELS > 5 ? 1 : 16 / sizeof(store) };
     int src_count, dst_count, own;
+    ddp_dtype dst_dtype;
     size_t stride_bytes;
     ddp__cuda_divisor divisor;
     const void *src[DDP_MAX_LOCAL_RANKS];
@@ -1461,11 +1468,23 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = in[i];
     }
-    template <int N> DDP__HD void finish(const math *value, size_t at) const {
-        store out[N];
+    template <int N> DDP__HD void finish(math *value, size_t at) const {
         DDP__UNROLL
         for (int i = 0; i < N; i++)
-            out[i] = type::save(divisor.n > 1 ? ddp__cuda_divide(value[i], divisor) : value[i]);
+            if (divisor.n > 1) value[i] = ddp__cuda_divide(value[i], divisor);
+        if (dst_dtype == D) return save<N, D>(value, at);
+        if constexpr (D == DDP_F16 || D == DDP_BF16) save<N, DDP_F32>(value, at);
+        if constexpr (D == DDP_F32) {
+            if (dst_dtype == DDP_F16)
+                save<N, DDP_F16>(value, at);
+            else
+                save<N, DDP_BF16>(value, at);
+        }
+    }
+    template <int N, ddp_dtype TO> DDP__HD void save(const math *value, size_t at) const {
+        typename ddp__cuda_type<TO>::store out[N];
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) out[i] = ddp__cuda_type<TO>::save(value[i]);
         for (int k = 0; k < dst_count; k++) ddp__cuda_store<N>(out, dst[k], at);
     }
 };
@@ -1483,6 +1502,9 @@ typedef struct ddp__cuda_tree_call {
     /* Not 0: source r starts at src[0] + r * stride_bytes, except source `own`, which is src[1]. */
     size_t stride_bytes;
     int own;
+    /* The dtype of the sources. 16-bit sources may also have F32 results, and F32 sources 16-bit results: the
+       partial sums of 16-bit floats are F32. */
+    ddp_dtype dst_dtype;
 } ddp__cuda_tree_call;
 
 template <ddp_dtype D, ddp_op OP, int LEVELS>
@@ -1491,6 +1513,7 @@ static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
         call->src_count,
         call->dst_count,
         call->own,
+        call->dst_dtype,
         call->stride_bytes,
         ddp__cuda_divisor_of(call->divisor),
         {},
@@ -1504,7 +1527,7 @@ static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
     }
     for (int k = 0; k < call->dst_count; k++) {
         f.dst[k] = call->dst[k];
-        mask = ddp__cuda_aligned_heads(mask, call->dst[k], size, width);
+        mask = ddp__cuda_aligned_heads(mask, call->dst[k], (int)ddp_dtype_size(f.dst_dtype), width);
     }
     return ddp__cuda_launch_elements(f, mask, call->count, call->stream, call->function);
 }
@@ -3033,7 +3056,8 @@ static void ddp__cuda_device_add(void *dst, const void *left, const void *right,
                                  ddp_dtype dtype) {
     const void *sources[2] = {left, right};
     ddp__cuda_tree_call call = {
-        &dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_this_thread.stream, "ddp_device_cuda add", 0, 0};
+        &dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_this_thread.stream, "ddp_device_cuda add",
+        0,    0, dtype};
     ddp__cuda_save_failure(ddp__cuda_tree_reduce(&call, dtype));
 }
 
@@ -3055,7 +3079,8 @@ static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, u
                                 ddp__cuda_this_thread.stream,
                                 "ddp_device_cuda divide",
                                 0,
-                                0};
+                                0,
+                                dtype};
     if (divisor > 1) ddp__cuda_save_failure(ddp__cuda_tree_reduce(&call, dtype));
 }
 
@@ -3574,7 +3599,7 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {
 #if !defined(DDP__NCCL_WORKSPACE_MAX)
 #define DDP__NCCL_WORKSPACE_MAX ((size_t)32 << 20) /* largest workspace of a tree-order reduction */
 #endif
-/* Workspace at the start, in addition to 128 bytes per rank. */
+/* Workspace at the start, in addition to 256 bytes per rank: the least that a round needs. */
 #define DDP__NCCL_WORKSPACE_FIRST ((size_t)64 << 10)
 #if !defined(DDP__NCCL_WATCHDOG_MS)
 #define DDP__NCCL_WATCHDOG_MS 20 /* time between two checks of the watchdog */
@@ -3654,6 +3679,8 @@ typedef struct ddp__nccl {
     ddp_group *group, *control;
     ddp__cuda_streams *streams;
     int rank, world_size;
+    uint64_t *machines;     /* ddp_machine_id of each rank */
+    int block_ranks;        /* ranks of a block of >>impl-nccl-tree; world_size = one block */
     int capturing;          /* 1 = the current call is captured into a CUDA graph */
     unsigned char leave[2]; /* send and receive buffer of ddp__nccl_wait_all_leave */
     ddp__nccl_workspace workspace;
@@ -3755,33 +3782,35 @@ static ddp_result ddp__nccl_group_end(ddp__nccl *n, ddp_result before) {
     return before == DDP_OK ? ddp__nccl_complete(n, error, "ncclGroupEnd") : before;
 }
 
-/* The bytes that this rank sends to a peer and receives from it. */
-typedef struct ddp__nccl_block {
+/* The bytes that this rank sends to a peer and receives from it. The peer may be the rank itself. */
+typedef struct ddp__nccl_transfer {
+    int peer;
     ddp_bytes send, recv;
-} ddp__nccl_block;
+} ddp__nccl_transfer;
 
-/* Exchanges a block with every rank, in one NCCL group. block_of(j): the block of rank j. The rank's own
-   block is copied. */
+/* Executes transfer_of(0), ..., transfer_of(count - 1) in one NCCL group. A transfer to the rank itself is a
+   copy. */
 template <class F>
-static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv, const F &block_of) {
+static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv, int count,
+                                     const F &transfer_of) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ddp_result result = ddp__nccl_group_start(n);
     if (result != DDP_OK) return result;
-    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
-        const ddp__nccl_block block = block_of(j);
-        const unsigned char *from = block.send.size ? (const unsigned char *)send + block.send.begin : NULL;
-        unsigned char *to = block.recv.size ? (unsigned char *)recv + block.recv.begin : NULL;
-        if (j != n->rank) {
+    for (int i = 0; i < count && result == DDP_OK; i++) {
+        const ddp__nccl_transfer t = transfer_of(i);
+        const unsigned char *from = t.send.size ? (const unsigned char *)send + t.send.begin : NULL;
+        unsigned char *to = t.recv.size ? (unsigned char *)recv + t.recv.begin : NULL;
+        if (t.peer != n->rank) {
             if (from)
                 result = ddp__nccl_complete(
-                    n, ncclSend(from, block.send.size, ncclUint8, j, n->comm.handle, stream), "ncclSend");
+                    n, ncclSend(from, t.send.size, ncclUint8, t.peer, n->comm.handle, stream), "ncclSend");
             if (to && result == DDP_OK)
                 result = ddp__nccl_complete(
-                    n, ncclRecv(to, block.recv.size, ncclUint8, j, n->comm.handle, stream), "ncclRecv");
+                    n, ncclRecv(to, t.recv.size, ncclUint8, t.peer, n->comm.handle, stream), "ncclRecv");
         } else if (from && to && from != to)
             result = ddp__cuda_group_fail(
                 n->group,
-                DDP__CUDA_RUNTIME->memcpy_async(to, from, block.recv.size, cudaMemcpyDeviceToDevice, stream),
+                DDP__CUDA_RUNTIME->memcpy_async(to, from, t.recv.size, cudaMemcpyDeviceToDevice, stream),
                 "cudaMemcpyAsync");
     }
     return ddp__nccl_group_end(n, result);
@@ -3789,61 +3818,187 @@ static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv,
 
 //== NCCL: reductions in tree order ===================================================== >>impl-nccl-tree
 
-/* Reductions with the bits of the CPU backends: an all-to-all, a tree reduction per share, and an all-gather.
-   They send as many bytes as a ring. Large calls run in rounds. In every round rank j owns
+/* Reductions with the bits of the CPU backends. A block is 2^k consecutive ranks on one machine: see
+   ddp_machine_block. The sum over a block is a subtree of the tree over all ranks. Each rank owns one part of
+   the data. A share is the parts of all ranks at the same position in their blocks. Two machines of 4 ranks:
 
-       all_reduce, reduce    share j of count / W elements, limited by the workspace
-       reduce_scatter        a part of its own block, limited by the workspace
+       rank         0   1   2   3      4   5   6   7
+       owns part    p0  p2  p4  p6     p1  p3  p5  p7
 
-   All sizes in this section are bytes. */
+       position     0        1        2        3
+       share        p0 p1    p2 p3    p4 p5    p6 p7
+
+   The steps of rank 6, at position 2 of block 1:
+
+       reduce in the block     receives p4 p5 of ranks 4, 5 and 7, and adds them: a partial sum
+       reduce across blocks    receives the partial sum p5 of rank 2, adds, divides and rounds
+       gather across blocks    exchanges the results p4 and p5 with rank 2
+       gather in the block     exchanges the results of all shares with ranks 4, 5 and 7
+
+   A reduce_scatter ends after the second step. Partial sums of 16-bit floats are f32. Only the steps across
+   blocks send data to other machines: ddp_cuda_group_create states how much.
+
+   A group on one machine has one block of all ranks, and leaves out the steps across blocks. A group without
+   blocks of two or more ranks does the same. The tree would also allow a last block with fewer ranks. Its
+   ranks would own several parts each; a smaller block that divides W is used instead.
+
+   Large calls run in rounds. All counts in this section are elements. */
 typedef struct ddp__nccl_tree {
     const ddp_call *call;
-    size_t block;               /* call->count elements */
-    size_t first, count, share; /* of a round: its range of a block; size of a full share */
+    int block_ranks, blocks; /* ranks of a block; number of blocks */
+    int block, position;     /* of this rank */
+    ddp_dtype partial_dtype;
+    size_t element, partial_element; /* in bytes */
+    size_t first, count;             /* of a round: its range of the call's count elements */
+    size_t part;                     /* of a rank in a round; the last parts may be smaller */
+    /* Of a round: data of other ranks; partial sums of the share; results of the share; result of the part */
+    unsigned char *arrived, *partial, *share_sum, *part_sum;
 } ddp__nccl_tree;
 
-/* Returns the share of a rank, as a range of the send buffer. */
-static ddp_bytes ddp__nccl_share(const ddp__nccl_tree *t, int rank) {
-    size_t begin = t->share * (size_t)rank;
-    if (t->call->kind == DDP_CALL_REDUCE_SCATTER) return {(size_t)rank * t->block + t->first, t->count};
+typedef struct ddp__nccl_range {
+    size_t begin, count;
+} ddp__nccl_range;
+
+/* Returns the part of a rank, as a range of the send buffer. */
+static ddp__nccl_range ddp__nccl_part(const ddp__nccl_tree *t, int block, int position) {
+    if (t->call->kind == DDP_CALL_REDUCE_SCATTER) {
+        size_t rank = (size_t)(block * t->block_ranks + position);
+        return {rank * t->call->count + t->first, t->count};
+    }
+    size_t begin = ((size_t)position * (size_t)t->blocks + (size_t)block) * t->part;
     if (begin > t->count) begin = t->count;
-    return {t->first + begin, t->count - begin < t->share ? t->count - begin : t->share};
+    return {t->first + begin, t->count - begin < t->part ? t->count - begin : t->part};
 }
 
-static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
+/* Returns the share of a position: one range, or in a reduce_scatter, range `block` of one for each block. */
+static ddp__nccl_range ddp__nccl_share(const ddp__nccl_tree *t, int position, int block) {
+    if (t->call->kind == DDP_CALL_REDUCE_SCATTER) return ddp__nccl_part(t, block, position);
+    const ddp__nccl_range first = ddp__nccl_part(t, 0, position);
+    const ddp__nccl_range last = ddp__nccl_part(t, t->blocks - 1, position);
+    return {first.begin, last.begin + last.count - first.begin};
+}
+
+static int ddp__nccl_receives(const ddp__nccl_tree *t, int rank) {
+    return t->call->kind == DDP_CALL_ALL_REDUCE || rank == t->call->root;
+}
+
+/* Adds `count` elements of every source. Source number `own` is at own_data; source i has arrived at
+   arrived + i * stride_bytes. */
+static ddp_result ddp__nccl_add(ddp__nccl *n, const ddp__nccl_tree *t, const void *arrived, int sources,
+                                size_t stride_bytes, int own, const void *own_data, ddp_dtype dtype,
+                                void *dst, ddp_dtype dst_dtype, size_t count, int is_last) {
     const ddp_call *call = t->call;
-    const ddp_bytes own = ddp__nccl_share(t, n->rank);
-    unsigned char *scratch = (unsigned char *)n->workspace.memory;
-    const void *sources[2] = {scratch, (const unsigned char *)call->send + own.begin};
-    const auto receives = [call](int rank) {
-        return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root;
-    };
-    void *sum = scratch + (size_t)n->rank * t->share;
-    DDP_TRY(ddp__nccl_exchange(n, call->send, scratch, [&](int j) {
-        ddp_bytes share = ddp__nccl_share(t, j);
-        if (j == n->rank) share.size = 0;
-        return ddp__nccl_block{share, {(size_t)j * t->share, own.size}};
+    const void *two[2] = {arrived, own_data};
+    ddp__cuda_tree_call add = DDP_ZERO;
+    if (count == 0) return DDP_OK;
+    add.dst = &dst;
+    add.dst_count = 1;
+    add.dst_dtype = dst_dtype;
+    add.src = two;
+    add.src_count = sources;
+    add.stride_bytes = stride_bytes;
+    add.own = own;
+    add.count = count;
+    add.op = call->op;
+    add.divisor = is_last && call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1;
+    add.stream = n->streams->stream[DDP_STREAM_COMM];
+    add.function = "the reduction in tree order";
+    return ddp__cuda_tree_reduce(&add, dtype);
+}
+
+/* The ranges of a share in a reduce_scatter are not adjacent in the send buffer: one kernel for each. */
+static ddp_result ddp__nccl_reduce_in_block(ddp__nccl *n, const ddp__nccl_tree *t) {
+    const int ranges = t->call->kind == DDP_CALL_REDUCE_SCATTER ? t->blocks : 1, is_last = t->blocks == 1;
+    const size_t part_bytes = t->part * t->element, share_bytes = part_bytes * (size_t)t->blocks;
+    DDP_TRY(ddp__nccl_exchange(n, t->call->send, t->arrived, ranges * t->block_ranks, [&](int i) {
+        int position = i % t->block_ranks, k = i / t->block_ranks;
+        const ddp__nccl_range own = ddp__nccl_share(t, t->position, k);
+        ddp__nccl_range share = ddp__nccl_share(t, position, k);
+        if (position == t->position) share.count = 0;
+        return ddp__nccl_transfer{
+            t->block * t->block_ranks + position,
+            {share.begin * t->element, share.count * t->element},
+            {(size_t)position * share_bytes + (size_t)k * part_bytes, own.count * t->element}};
     }));
-    if (receives(n->rank)) sum = (unsigned char *)call->recv + own.begin;
-    if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first;
-    const ddp__cuda_tree_call tree = {&sum,
-                                      1,
-                                      sources,
-                                      n->world_size,
-                                      own.size / ddp_dtype_size(call->dtype),
-                                      call->op,
-                                      call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
-                                      n->streams->stream[DDP_STREAM_COMM],
-                                      "the reduction in tree order",
-                                      t->share,
-                                      n->rank};
-    if (own.size) DDP_TRY(ddp__cuda_tree_reduce(&tree, call->dtype));
-    if (call->kind == DDP_CALL_REDUCE_SCATTER) return DDP_OK;
-    return ddp__nccl_exchange(n, sum, call->recv, [&](int j) {
-        ddp_bytes share = ddp__nccl_share(t, j);
-        if (j == n->rank || !receives(n->rank)) share.size = 0;
-        return ddp__nccl_block{{0, receives(j) ? own.size : 0}, share};
+    for (int k = 0; k < ranges; k++) {
+        const ddp__nccl_range own = ddp__nccl_share(t, t->position, k);
+        DDP_TRY(ddp__nccl_add(n, t, t->arrived + (size_t)k * part_bytes, t->block_ranks, share_bytes,
+                              t->position, (const unsigned char *)t->call->send + own.begin * t->element,
+                              t->call->dtype,
+                              is_last ? t->part_sum : t->partial + (size_t)k * t->part * t->partial_element,
+                              is_last ? t->call->dtype : t->partial_dtype, own.count, is_last));
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__nccl_reduce_across_blocks(ddp__nccl *n, const ddp__nccl_tree *t) {
+    const size_t element = t->partial_element, part_bytes = t->part * element;
+    const size_t own_count = ddp__nccl_part(t, t->block, t->position).count;
+    DDP_TRY(ddp__nccl_exchange(n, t->partial, t->arrived, t->blocks, [&](int block) {
+        const size_t begin = (size_t)block * part_bytes;
+        const size_t count = block == t->block ? 0 : ddp__nccl_part(t, block, t->position).count;
+        return ddp__nccl_transfer{
+            block * t->block_ranks + t->position, {begin, count * element}, {begin, own_count * element}};
+    }));
+    return ddp__nccl_add(n, t, t->arrived, t->blocks, part_bytes, t->block,
+                         t->partial + (size_t)t->block * part_bytes, t->partial_dtype, t->part_sum,
+                         t->call->dtype, own_count, 1);
+}
+
+/* Completes the share on the ranks of every block that has a receiver. */
+static ddp_result ddp__nccl_gather_across_blocks(ddp__nccl *n, const ddp__nccl_tree *t) {
+    const int root_block = t->call->root / t->block_ranks;
+    const auto receives = [&](int block) {
+        return t->call->kind == DDP_CALL_ALL_REDUCE || block == root_block;
+    };
+    const size_t own_bytes = ddp__nccl_part(t, t->block, t->position).count * t->element;
+    const size_t part_bytes = t->part * t->element, own_begin = (size_t)t->block * part_bytes;
+    return ddp__nccl_exchange(n, t->share_sum, t->share_sum, t->blocks, [&](int block) {
+        size_t bytes = ddp__nccl_part(t, block, t->position).count * t->element;
+        if (block == t->block || !receives(t->block)) bytes = 0;
+        return ddp__nccl_transfer{block * t->block_ranks + t->position,
+                                  {own_begin, receives(block) ? own_bytes : 0},
+                                  {(size_t)block * part_bytes, bytes}};
     });
+}
+
+static ddp_result ddp__nccl_gather_in_block(ddp__nccl *n, const ddp__nccl_tree *t) {
+    const size_t own_bytes = ddp__nccl_share(t, t->position, 0).count * t->element;
+    const int first_rank = t->block * t->block_ranks;
+    if (t->call->kind == DDP_CALL_REDUCE && t->call->root / t->block_ranks != t->block) return DDP_OK;
+    return ddp__nccl_exchange(n, t->share_sum, t->call->recv, t->block_ranks, [&](int position) {
+        ddp__nccl_range share = ddp__nccl_share(t, position, 0);
+        if (position == t->position || !ddp__nccl_receives(t, n->rank)) share.count = 0;
+        return ddp__nccl_transfer{first_rank + position,
+                                  {0, ddp__nccl_receives(t, first_rank + position) ? own_bytes : 0},
+                                  {share.begin * t->element, share.count * t->element}};
+    });
+}
+
+/* Memory of a round, for one element of a part. The results of a share are in the receive buffer, or on ranks
+   without one, in the workspace: with one block in place of the own share, which does not arrive. */
+static size_t ddp__nccl_tree_bytes(const ddp__nccl_tree *t) {
+    const size_t arrived = (size_t)t->block_ranks * (size_t)t->blocks * t->element;
+    return t->blocks == 1 ? arrived : arrived + (size_t)t->blocks * (t->partial_element + t->element);
+}
+
+static ddp_result ddp__nccl_tree_round(ddp__nccl *n, ddp__nccl_tree *t) {
+    const ddp_call *call = t->call;
+    const size_t part_bytes = t->part * t->element, share_bytes = part_bytes * (size_t)t->blocks;
+    t->arrived = (unsigned char *)n->workspace.memory;
+    t->partial = t->arrived + share_bytes * (size_t)t->block_ranks;
+    t->share_sum = t->arrived + share_bytes * (size_t)t->position;
+    if (t->blocks > 1) t->share_sum = t->partial + t->part * (size_t)t->blocks * t->partial_element;
+    if (ddp__nccl_receives(t, n->rank))
+        t->share_sum = (unsigned char *)call->recv + ddp__nccl_share(t, t->position, 0).begin * t->element;
+    t->part_sum = t->share_sum + part_bytes * (size_t)t->block;
+    if (call->kind == DDP_CALL_REDUCE_SCATTER)
+        t->part_sum = (unsigned char *)call->recv + t->first * t->element;
+    DDP_TRY(ddp__nccl_reduce_in_block(n, t));
+    if (t->blocks > 1) DDP_TRY(ddp__nccl_reduce_across_blocks(n, t));
+    if (call->kind == DDP_CALL_REDUCE_SCATTER) return DDP_OK;
+    if (t->blocks > 1) DDP_TRY(ddp__nccl_gather_across_blocks(n, t));
+    return ddp__nccl_gather_in_block(n, t);
 }
 
 /* Replaces the memory of the workspace. cudaFree waits for the whole device. The caller synchronizes all
@@ -3863,12 +4018,11 @@ static ddp_result ddp__nccl_workspace_grow(ddp__nccl *n, size_t size) {
 }
 
 static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
-    /* Shares begin at multiples of `vector`. */
-    size_t world_size = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size;
-    int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
-    ddp__nccl_tree t = {call, call->count * size, 0, 0, 0};
-    size_t max_share = DDP__NCCL_WORKSPACE_MAX / world_size / vector * vector,
-           bytes = DDP__NCCL_WORKSPACE_FIRST;
+    enum { ALIGN = 16 }; /* parts begin at multiples of this */
+    const size_t world_size = (size_t)n->world_size;
+    const int scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
+    ddp__nccl_tree t = DDP_ZERO;
+    size_t bytes = DDP__NCCL_WORKSPACE_FIRST, max_part;
     if (n->world_size > DDP__CUDA_TREE_MAX_SOURCES)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "DDP_ORDER_TREE has at most %d ranks, but the group has %d; use DDP_ORDER_ANY",
@@ -3876,18 +4030,28 @@ static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype,
                                     call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
-    t.share = ddp_round_up(scatter ? t.block : (call->count + world_size - 1) / world_size * size, vector);
-    if (t.share > max_share) t.share = max_share;
-    while (bytes < world_size * t.share) bytes *= 2;
+    t.call = call;
+    t.block_ranks = n->block_ranks;
+    t.blocks = n->world_size / n->block_ranks;
+    t.block = n->rank / n->block_ranks;
+    t.position = n->rank % n->block_ranks;
+    t.partial_dtype = ddp_sum_dtype(call->dtype);
+    t.element = ddp_dtype_size(call->dtype);
+    t.partial_element = ddp_dtype_size(t.partial_dtype);
+    const size_t round_bytes = ddp__nccl_tree_bytes(&t);
+    t.part = ddp_round_up(scatters ? call->count : (call->count + world_size - 1) / world_size, ALIGN);
+    max_part = DDP__NCCL_WORKSPACE_MAX / round_bytes / ALIGN * ALIGN;
+    if (t.part > max_part) t.part = max_part;
+    while (bytes < t.part * round_bytes) bytes *= 2;
     /* A captured call cannot allocate and uses more rounds. Otherwise the first call of a size allocates. */
-    if (world_size * t.share > n->workspace.size_bytes && !n->capturing)
+    if (t.part * round_bytes > n->workspace.size_bytes && !n->capturing)
         DDP_TRY(ddp_agree(n->control, "allocating the buffers of a reduction in tree order",
                           ddp__nccl_workspace_grow(n, bytes), 0, ""));
-    max_share = n->workspace.size_bytes / world_size / vector * vector;
-    if (t.share > max_share) t.share = max_share;
-    for (; t.first < t.block; t.first += t.count) {
-        size_t round = scatter ? t.share : t.share * world_size;
-        t.count = t.block - t.first < round ? t.block - t.first : round;
+    max_part = n->workspace.size_bytes / round_bytes / ALIGN * ALIGN;
+    if (t.part > max_part) t.part = max_part;
+    const size_t round = scatters ? t.part : t.part * world_size;
+    for (; t.first < call->count; t.first += t.count) {
+        t.count = call->count - t.first < round ? call->count - t.first : round;
         DDP_TRY(ddp__nccl_tree_round(n, &t));
     }
     return DDP_OK;
@@ -4016,8 +4180,9 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     case DDP_CALL_REDUCE:
     case DDP_CALL_REDUCE_SCATTER: return ddp__nccl_reduce(n, call);
     default: /* all_to_all, all_to_all_v, gather, scatter */
-        return ddp__nccl_exchange(n, call->send, call->recv, [&](int j) {
-            return ddp__nccl_block{ddp_call_sends(call, n->rank, j), ddp_call_receives(call, n->rank, j)};
+        return ddp__nccl_exchange(n, call->send, call->recv, n->world_size, [&](int j) {
+            return ddp__nccl_transfer{j, ddp_call_sends(call, n->rank, j),
+                                      ddp_call_receives(call, n->rank, j)};
         });
     }
 }
@@ -4501,7 +4666,7 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     DDP__CUDA_TRY(function, "cudaSetDevice", cuda->set_device(n->streams->device));
     for (int i = 0; i < DDP__NCCL_MAX_OPS; i++)
         DDP__CUDA_TRY(function, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
-    w->size_bytes = DDP__NCCL_WORKSPACE_FIRST + 128 * (size_t)n->world_size;
+    w->size_bytes = DDP__NCCL_WORKSPACE_FIRST + 256 * (size_t)n->world_size;
     DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
     DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&w->barrier_operand, 16));
     return ddp__cuda_fail(cuda->memset_async(w->barrier_operand, 0, 16, n->streams->stream[DDP_STREAM_COMM]),
@@ -4510,8 +4675,10 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
 
 /* Creates the part of the state that needs no other rank. Returns NULL if memory for the object runs out. */
 static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
-    size_t states_bytes = sizeof(ddp__nccl_rank_state) * (2 * (size_t)ddp_world_size(group) + 1);
-    ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + states_bytes);
+    const size_t world_size = (size_t)ddp_world_size(group);
+    size_t states_bytes = sizeof(ddp__nccl_rank_state) * (2 * world_size + 1);
+    size_t machines_bytes = sizeof(uint64_t) * world_size;
+    ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + states_bytes + machines_bytes);
     pthread_condattr_t clock;
     *result = DDP_ERR_NO_MEMORY;
     if (!n) return NULL;
@@ -4519,6 +4686,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     n->streams = ddp__cuda_streams_of(group);
     n->rank = ddp_rank(group);
     n->world_size = ddp_world_size(group);
+    n->machines = (uint64_t *)(void *)((unsigned char *)(n + 1) + states_bytes);
     pthread_mutex_init(&n->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -4526,6 +4694,14 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     pthread_condattr_destroy(&clock);
     *result = ddp__nccl_resources(n);
     return n;
+}
+
+/* Forms the blocks of >>impl-nccl-tree from n->machines. */
+static void ddp__nccl_set_blocks(ddp__nccl *n) {
+    const int block_ranks = ddp_machine_block(n->machines, n->world_size);
+    int one_machine = 1;
+    for (int r = 1; r < n->world_size; r++) one_machine &= n->machines[r] == n->machines[0];
+    n->block_ranks = one_machine || block_ranks == 1 ? n->world_size : block_ranks;
 }
 
 static ddp_result ddp__nccl_start_watchdog(ddp__nccl *n) {
@@ -4611,6 +4787,7 @@ static ddp_result ddp__nccl_finish_open(ddp__nccl *n, ddp_result result, void **
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     const ddp__cuda_open_args *args = ddp__cuda_this_thread.args;
     const char *call_name = "ddp_cuda_group_create";
+    const uint64_t machine = ddp_machine_id();
     ncclUniqueId id = DDP_ZERO;
     ddp_result result;
     ddp__nccl *n = ddp__nccl_new(group, &result);
@@ -4622,6 +4799,8 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     if (result == DDP_OK && !args->comm)
         result = ddp_broadcast(args->control, id.internal, sizeof id.internal, DDP_U8, 0, NULL);
     if (!n) return result;
+    if (result == DDP_OK) result = ddp_all_gather(args->control, &machine, n->machines, 1, DDP_U64, NULL);
+    if (result == DDP_OK) ddp__nccl_set_blocks(n);
     if (result == DDP_OK) result = ddp_group_split(args->control, 0, n->rank, &n->control);
     if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watchdog.group);
     if (result == DDP_OK) result = ddp_agree(args->control, call_name, ddp__nccl_start_watchdog(n), 0, "");
@@ -4664,6 +4843,8 @@ static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *chil
         result = ddp_agree(group, call_name, ddp__nccl_split_comm(p, color, key, &comm), 0, "");
     if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
     if (!n) return result == DDP_OK ? ddp_agree(group, call_name, result, 0, "") : result;
+    for (int r = 0; r < member_count; r++) n->machines[r] = p->machines[members[r]];
+    ddp__nccl_set_blocks(n);
     n->comm.handle = comm;
     n->comm.owned = 1;
     n->control = control;
@@ -5444,7 +5625,7 @@ DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const vo
                                        size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
                                        cudaStream_t stream) {
     const char *function = "ddp_cuda_reduce_tree";
-    ddp__cuda_tree_call call = {dst, dst_count, src, src_count, count, op, 1, stream, function, 0, 0};
+    ddp__cuda_tree_call call = {dst, dst_count, src, src_count, count, op, 1, stream, function, 0, 0, dtype};
     if (!dst || !src || dst_count < 1 || dst_count > DDP_MAX_LOCAL_RANKS || src_count < 1
         || src_count > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_INVALID, "%s: dst_count=%d src_count=%d; use 1 to %d", function, dst_count,

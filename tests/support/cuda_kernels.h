@@ -183,38 +183,75 @@ static void check_reduce(void) {
     free(want);
 }
 
+/* The sum of n sources of `dtype`, with results of dst_dtype: in f32, rounded at most once. */
+static void reduce_to(void *dst, ddp_dtype dst_dtype, const void *const *src, int n, size_t count,
+                      ddp_dtype dtype, ddp_op op, uint64_t divisor) {
+    ddp_dtype sum_dtype = dst_dtype == dtype ? dtype : DDP_F32;
+    size_t slot = count * ddp_dtype_size(sum_dtype);
+    unsigned char *wide = (unsigned char *)malloc(slot * (size_t)(n + 1));
+    const void **sources = (const void **)malloc(sizeof *sources * (size_t)n);
+    void *sum = wide + slot * (size_t)n;
+    for (int k = 0; k < n; k++) {
+        sources[k] = wide + slot * (size_t)k;
+        ddp__cast(wide + slot * (size_t)k, sum_dtype, src[k], dtype, count);
+    }
+    ddp__reduce_tree(&sum, 1, sources, n, count, sum_dtype, op, divisor, 0);
+    ddp__cast(dst, dst_dtype, sum, sum_dtype, count);
+    free(sources);
+    free(wide);
+}
+
 /* Sources at a fixed stride, as received from ranks, and one elsewhere. More than 64 of them need a kernel
-   with more levels. */
+   with more levels. Partial sums of 16-bit floats are f32. */
 static void check_reduce_strided(void) {
     static const int worlds[] = {1,   2,   7,   64,  65,  67,   100,  127,
                                  128, 129, 200, 255, 257, 1000, 4097, DDP__CUDA_TREE_MAX_SOURCES};
     enum { WORLDS = sizeof worlds / sizeof *worlds, COUNT = 37, STRIDE = 48 * 8 };
+    static const struct {
+        ddp_dtype from, to;
+    } pairs[] = {{DDP_F32, DDP_F32}, {DDP_F64, DDP_F64}, {DDP_F16, DDP_F16}, {DDP_BF16, DDP_BF16},
+                 {DDP_I8, DDP_I8},   {DDP_U8, DDP_U8},   {DDP_I32, DDP_I32}, {DDP_I64, DDP_I64},
+                 {DDP_U64, DDP_U64}, {DDP_F16, DDP_F32}, {DDP_F32, DDP_F16}, {DDP_BF16, DDP_F32},
+                 {DDP_F32, DDP_BF16}};
     buffer in = buffer_make((size_t)STRIDE * DDP__CUDA_TREE_MAX_SOURCES), elsewhere = buffer_make(STRIDE),
            out = buffer_make(STRIDE);
     const void **src = (const void **)malloc(sizeof *src * DDP__CUDA_TREE_MAX_SOURCES);
     unsigned char want[STRIDE];
-    for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
-        ddp_dtype dtype = all_dtypes[d];
+    for (size_t d = 0; d < sizeof pairs / sizeof *pairs; d++) {
+        ddp_dtype dtype = pairs[d].from, dst_dtype = pairs[d].to;
         size_t size = ddp_dtype_size(dtype), stride = 48 * size;
         for (int k = 0; k < DDP__CUDA_TREE_MAX_SOURCES; k++)
             fill(in.host + stride * (size_t)k, COUNT, dtype, k == 5);
-        fill(elsewhere.host + size, COUNT, dtype, 0);
+        fill(elsewhere.host, COUNT + 1, dtype, 0);
         buffer_up(&in);
         buffer_up(&elsewhere);
         for (int w = 0; w < WORLDS; w++) {
             int n = worlds[w], own = w % 3 == 0 ? n - 1 : w % 3 == 1 ? 0 : n / 2;
+            size_t shift = w % 2 ? size : 0; /* without it, 16 bytes at a time */
             ddp_op op = (ddp_op)(((int)d + w) % (DDP_OP_PROD + 1));
             uint64_t divisor = op != DDP_OP_AVG ? 1 : w % 2 ? (uint64_t)n : 6;
-            const void *two[2] = {in.device, elsewhere.device + size};
-            void *dst = out.device, *to = want;
-            const ddp__cuda_tree_call call = {&dst, 1, two, n, COUNT, op, divisor, 0, "strided", stride, own};
+            const void *two[2] = {in.device, elsewhere.device + shift};
+            void *dst = out.device;
+            ddp__cuda_tree_call call = DDP_ZERO;
+            call.dst = &dst;
+            call.dst_count = 1;
+            call.src = two;
+            call.src_count = n;
+            call.count = COUNT;
+            call.op = op;
+            call.divisor = divisor;
+            call.function = "strided";
+            call.stride_bytes = stride;
+            call.own = own;
+            call.dst_dtype = dst_dtype;
             for (int k = 0; k < n; k++)
-                src[k] = k == own ? elsewhere.host + size : in.host + stride * (size_t)k;
-            ddp__reduce_tree(&to, 1, src, n, COUNT, dtype, op, divisor, 0);
+                src[k] = k == own ? elsewhere.host + shift : in.host + stride * (size_t)k;
+            reduce_to(want, dst_dtype, src, n, COUNT, dtype, op, divisor);
             check_that(ddp__cuda_tree_reduce(&call, dtype) == DDP_OK, "%s", ddp_last_error());
-            gpu->copy(out.host, out.device, COUNT * size);
-            check_that(same(out.host, want, COUNT, dtype), "reduce %s op=%d W=%d own=%d a stride apart",
-                       ddp_dtype_name(dtype), (int)op, n, own);
+            gpu->copy(out.host, out.device, COUNT * ddp_dtype_size(dst_dtype));
+            check_that(same(out.host, want, COUNT, dst_dtype),
+                       "reduce %s to %s op=%d W=%d own=%d a stride apart", ddp_dtype_name(dtype),
+                       ddp_dtype_name(dst_dtype), (int)op, n, own);
         }
     }
     buffer_free(&in);

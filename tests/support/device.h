@@ -25,6 +25,12 @@ static int device_patience_ms = 2000;
 #define DDP__NCCL_CLOSE_TIMEOUT_MS device_patience_ms
 static int device_nccl_shares; /* 1 = NCCL is 2.30 or newer */
 #define DDP__NCCL_SHARED_DEVICES device_nccl_shares
+#if defined(DDP_IMPLEMENTATION_INCLUDED)
+extern "C" __thread int machine_salt; /* of implementation.c: ranks with different ones share no machine */
+#else
+static __thread int machine_salt;
+#define DDP__MACHINE_SALT machine_salt
+#endif
 #if __has_include(<cublasLt.h>)
 #include "fake_cublaslt.h"
 #define DDP_USE_CUBLASLT
@@ -43,7 +49,7 @@ typedef struct device_rank {
 } device_rank;
 
 /* Every test creates its groups with this: staged through the host, or over NCCL if $DDP_TEST_ENGINE is nccl.
-   In tree order. */
+   In tree order. On the fake GPU, $DDP_TEST_BLOCK successive ranks act as if on a machine of their own. */
 static RANKS_UNUSED ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out);
 
 #if defined(DDP_TEST_ON_CPU)
@@ -164,6 +170,10 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
 static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
     const char *engine = getenv("DDP_TEST_ENGINE");
     ddp_cuda_desc desc = DDP_ZERO;
+#if defined(DDP_TEST_ON_CPU)
+    const char *block = getenv("DDP_TEST_BLOCK");
+    machine_salt = block ? 1 + ddp_rank(world) / atoi(block) : 0;
+#endif
     desc.name = "gpu";
     desc.allow_shared = 1;
     desc.engine = engine && strcmp(engine, "nccl") == 0 ? DDP_CUDA_ENGINE_NCCL : DDP_CUDA_ENGINE_STAGED;

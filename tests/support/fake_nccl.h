@@ -19,6 +19,7 @@
     Threads   Two threads inside NCCL with one communicator are a failure, except in ncclCommAbort. So is
               polling an operation in progress from a thread that did not start it: NCCL completes and frees
               the job without a lock.
+    Counting  fake_nccl.sent has the bytes of sends by pair of devices, when they are called.
     Omitted   Each rank registers windows independently. One stream per communicator in a group. No limit of
               concurrency. */
 #ifndef DDP_TEST_FAKE_NCCL_H
@@ -91,8 +92,9 @@ static struct {
     std::deque<ncclComm> comms;
     std::deque<fake_world> worlds;
     std::map<std::string, fake_world *> by_id;
-    int connects, held, aborts; /* held: 1 + a device */
-    int dropped;                /* registrations and reduction operations that aborts have freed */
+    int connects, held, aborts;              /* held: 1 + a device */
+    size_t sent[FAKE_DEVICES][FAKE_DEVICES]; /* bytes of ncclSend from device to device */
+    int dropped; /* registrations and reduction operations that aborts have freed */
     char handle;
 } fake_nccl;
 static thread_local struct {
@@ -107,6 +109,7 @@ static void fake_nccl_fresh(void) {
     fake_nccl.worlds.clear();
     fake_nccl.by_id.clear();
     fake_nccl.aborts = fake_nccl.dropped = 0;
+    memset(fake_nccl.sent, 0, sizeof fake_nccl.sent);
     fake_nccl.generation = fake.generation;
 }
 
@@ -530,6 +533,8 @@ static ncclResult_t fake_transfer(const char *function, const void *send, void *
         fake_failed("no such rank or operation: %s", fake_where(call.line).c_str());
         return ncclInvalidArgument;
     }
+    if (!strcmp(function, "ncclSend"))
+        fake_nccl.sent[c->device][c->world->members[root]->device] += count * fake_size(dtype);
     fake_group.tasks.push_back({{function, send, recv, count, dtype, op, root, call.line, 0, c}, stream});
     return fake_group.depth ? ncclSuccess : fake_group_end(call);
 }

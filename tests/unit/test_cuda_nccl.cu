@@ -13,6 +13,7 @@
 #define N 600      /* elements of a buffer; W divides it */
 #define MANY 20000 /* elements that the scratch of reductions in tree order has to grow for */
 #define MAX_RANKS 4
+#define MAX_MACHINE_RANKS 16 /* of programs on several machines */
 
 /* ---- running a program ---- */
 
@@ -38,11 +39,19 @@ static struct {
     int held;     /* fake_nccl.held */
     /* left: of no_memory_at, after the group was created; 0 = the allocation failed */
     int no_memory_at, allocations_left;
-    int shared, staged;   /* all ranks are on device 0; their group goes through host memory */
-    const char *function; /* of which function; NULL any */
-    ddp_result result[MAX_RANKS];
-    char line[MAX_RANKS][512];
+    int shared, staged;            /* all ranks are on device 0; their group goes through host memory */
+    const char *function;          /* of which function; NULL any */
+    const struct cluster *cluster; /* NULL = all ranks are on one machine */
+    ddp_result result[MAX_MACHINE_RANKS];
+    char line[MAX_MACHINE_RANKS][512];
 } job;
+
+/* Machines of ranks. */
+typedef struct cluster {
+    const char *name;
+    int size, machine[MAX_MACHINE_RANKS];
+    int block; /* ranks of a block that reduces inside a machine first; 0 = none: all ranks at once */
+} cluster;
 
 /* Rank 1's allocation number job.no_memory_at fails while it creates its group. */
 static thread_local int allocation;
@@ -150,6 +159,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     if (job.fault && s->rank == 1) fake_fail(job.function, 1, job.fault, 0, job.sticky);
     if (job.own_comm && make_own(s, &desc) != DDP_OK) return DDP_ERR_ENGINE;
     if (s->rank == 1) allocation = job.no_memory_at;
+    machine_salt = job.cluster ? 1 + job.cluster->machine[s->rank] : 0;
     result = ddp_cuda_group_create(&s->group, world, &desc);
     if (s->rank == 1) {
         job.allocations_left = allocation;
@@ -1125,6 +1135,242 @@ static void errors_everywhere(void) {
     check(told > silent && told * strides > 300, "%d errors were reported, %d were not", told, silent);
 }
 
+/* ---- several machines ---- */
+
+static const cluster clusters[] = {
+    {"2 x 8", 16, {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1}, 8},
+    {"4 x 2", 8, {0, 0, 1, 1, 2, 2, 3, 3}, 2},
+    {"8 + 4", 12, {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1}, 4}, /* 8 does not divide 12 */
+    {"2 x 6", 12, {0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1}, 2}, /* no 4 ranks from 4 on are on one machine */
+    {"1 x 6", 6, {0}, 0},
+    {"2 x 3", 6, {0, 0, 0, 1, 1, 1}, 0},
+    {"2 x 4, in turn", 8, {0, 1, 0, 1, 0, 1, 0, 1}, 0},
+    {"2 x 2", 4, {0, 0, 1, 1}, 2},
+};
+
+/* Values with f32 sums that depend on their order, and finite products. */
+static void random_values(void *data, size_t count, ddp_dtype dtype, ddp_op op) {
+    unsigned char *to = (unsigned char *)data;
+    size_t size = ddp_dtype_size(dtype);
+    for (size_t i = 0; i < count; i++, to += size) {
+        uint64_t bits = (uint64_t)random() << 32 ^ (uint64_t)random() << 11 ^ (uint64_t)random();
+        double x = 0.5 + (double)(random() % 100003) / 100003.0;
+        if (op != DDP_OP_PROD) x = ldexp(x, (int)(random() % 24) - 12);
+        if (random() % 2) x = -x;
+        float f32 = (float)x;
+        if (dtype == DDP_F64)
+            memcpy(to, &x, 8);
+        else if (ddp_is_float(dtype))
+            ddp_device_cpu()->cast(to, dtype, &f32, DDP_F32, 1);
+        else
+            memcpy(to, &bits, size);
+    }
+}
+
+typedef struct cluster_call {
+    ddp_call_kind kind;
+    ddp_dtype dtype;
+    ddp_op op;
+    size_t count;
+    int root, in_place;
+} cluster_call;
+
+static ddp_result run_call(ddp_group *group, const cluster_call *c, const void *send, void *recv) {
+    if (c->kind == DDP_CALL_ALL_REDUCE)
+        return ddp_all_reduce(group, send, recv, c->count, c->dtype, c->op, NULL);
+    if (c->kind == DDP_CALL_REDUCE)
+        return ddp_reduce(group, send, recv, c->count, c->dtype, c->op, c->root, NULL);
+    return ddp_reduce_scatter(group, send, recv, c->count, c->dtype, c->op, NULL);
+}
+
+/* The call on GPUs gives the bits of the CPU group. */
+static ddp_result same_bits(rank_state *s, ddp_group *gpu, ddp_group *cpu, const cluster_call *c) {
+    const size_t bytes = c->count * ddp_dtype_size(c->dtype);
+    const int scatters = c->kind == DDP_CALL_REDUCE_SCATTER;
+    const int receives = c->kind != DDP_CALL_REDUCE || ddp_rank(cpu) == c->root;
+    const size_t send_bytes = scatters ? bytes * (size_t)ddp_world_size(cpu) : bytes;
+    unsigned char *near = (unsigned char *)malloc(send_bytes), *wanted = (unsigned char *)malloc(bytes);
+    unsigned char *send = (unsigned char *)floats(send_bytes / 4 + 1);
+    unsigned char *recv = (unsigned char *)floats(bytes / 4 + 1);
+    unsigned char *to = c->in_place ? send + (scatters ? bytes * (size_t)ddp_rank(cpu) : 0) : recv;
+    random_values(near, send_bytes / ddp_dtype_size(c->dtype), c->dtype, c->op);
+    RANKS_CHECK(s->cpu, send && recv, "no memory");
+    fake_memcpy(send, near, send_bytes, cudaMemcpyHostToDevice, s->stream);
+    RANKS_OK(s->cpu, run_call(cpu, c, near, receives ? wanted : NULL));
+    RANKS_OK(s->cpu, run_call(gpu, c, send, receives ? to : NULL));
+    if (receives) fake_memcpy(near, to, bytes, cudaMemcpyDeviceToHost, s->stream);
+    fake_synchronize(s->stream);
+    RANKS_CHECK(s->cpu, !receives || memcmp(near, wanted, bytes) == 0,
+                "%s: call %d of %zu %s, op %d, root %d, in place %d: other bits than the CPU",
+                job.cluster->name, (int)c->kind, c->count, ddp_dtype_name(c->dtype), (int)c->op, c->root,
+                c->in_place);
+    fake_free(send);
+    fake_free(recv);
+    free(near);
+    free(wanted);
+    return DDP_OK;
+}
+
+static const ddp_call_kind reductions[] = {DDP_CALL_ALL_REDUCE, DDP_CALL_REDUCE, DDP_CALL_REDUCE_SCATTER};
+
+/* Every dtype and op, and counts that fill all parts, some of them or one. */
+static ddp_result cluster_bits(rank_state *s) {
+    static const size_t counts[] = {1, 37, 601};
+    int k = 0;
+    for (int kind = 0; kind < 3; kind++)
+        for (int dtype = DDP_F32; dtype <= DDP_U64; dtype++)
+            for (int op = DDP_OP_SUM; op <= DDP_OP_PROD; op++, k++) {
+                const cluster_call c = {reductions[kind], (ddp_dtype)dtype, (ddp_op)op,
+                                        counts[k % 3],    k % s->size,      k / 3 % 2};
+                RANKS_OK(s->cpu, same_bits(s, s->group, s->cpu, &c));
+            }
+    return DDP_OK;
+}
+
+/* The bytes that this rank sends to other machines in a call. */
+static ddp_result bytes_across(rank_state *s, ddp_group *gpu, ddp_group *cpu, const cluster_call *c,
+                               size_t *bytes) {
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    memset(fake_nccl.sent[s->device], 0, sizeof fake_nccl.sent[0]);
+    RANKS_OK(s->cpu, same_bits(s, gpu, cpu, c));
+    *bytes = 0;
+    for (int peer = 0; peer < s->size; peer++)
+        if (job.cluster->machine[peer] != job.cluster->machine[s->rank])
+            *bytes += fake_nccl.sent[s->device][peer];
+    return DDP_OK;
+}
+
+/* Bytes to other machines, of a rank with a network card of its own. S is the size of the data, m the number
+   of machines, g the ranks of a machine, W = m g, p the size of a partial sum divided by that of an element:
+
+                            all_reduce                 reduce_scatter, S = the data of all ranks
+       all ranks at once    2 S (W - g) / W            S (W - g) / W
+       a block first        (1 + p) S (m - 1) / W      p S (m - 1) / W     with blocks of g ranks
+       a ring of machines   2 S (m - 1) / W            S (m - 1) / W       g cards share its 2 S (m - 1) / m
+
+   S is 2304 elements. */
+static ddp_result cluster_bytes(rank_state *s) {
+    static const struct {
+        const char *cluster;
+        int rank; /* and all others of its machine */
+        size_t all_reduce_f32, all_reduce_bf16, scatter_f32, scatter_bf16;
+        size_t at_once_f32, ring_f32; /* of an all_reduce */
+    } wanted[] = {
+        {"2 x 8", 0, 1152, 864, 576, 576, 9216, 1152},
+        {"2 x 8", 8, 1152, 864, 576, 576, 9216, 1152},
+        {"4 x 2", 0, 6912, 5184, 3456, 3456, 13824, 6912},
+        {"8 + 4", 0, 1536, 1152, 768, 768, 6144, 1152}, /* a ring with 8 and 4 cards */
+        {"8 + 4", 8, 3072, 2304, 1536, 1536, 12288, 2304},
+        {"2 x 6", 0, 4608, 3456, 2304, 2304, 9216, 1536},
+        {"1 x 6", 0, 0, 0, 0, 0, 0, 0},
+        {"2 x 3", 0, 9216, 4608, 4608, 2304, 9216, 3072}, /* no blocks: all ranks at once */
+        {"2 x 4, in turn", 0, 9216, 4608, 4608, 2304, 9216, 2304},
+        {"2 x 2", 0, 4608, 3456, 2304, 2304, 9216, 4608},
+    };
+    const size_t count = 2304;
+    const cluster *cluster = job.cluster;
+    size_t bytes[4], machines = 0, cards = 0, foreign = 0;
+    for (int r = 0; r < s->size; r++) {
+        if ((size_t)cluster->machine[r] >= machines) machines = (size_t)cluster->machine[r] + 1;
+        cards += cluster->machine[r] == cluster->machine[s->rank];
+        foreign += cluster->machine[r] != cluster->machine[s->rank];
+    }
+    for (int k = 0; k < 4; k++) {
+        const int scatters = k / 2;
+        const cluster_call c = {scatters ? DDP_CALL_REDUCE_SCATTER : DDP_CALL_ALL_REDUCE,
+                                k % 2 ? DDP_BF16 : DDP_F32,
+                                DDP_OP_SUM,
+                                scatters ? count / (size_t)s->size : count,
+                                -1,
+                                0};
+        RANKS_OK(s->cpu, bytes_across(s, s->group, s->cpu, &c, &bytes[k]));
+    }
+    for (size_t k = 0; k < sizeof wanted / sizeof *wanted; k++) {
+        if (strcmp(wanted[k].cluster, cluster->name)
+            || cluster->machine[wanted[k].rank] != cluster->machine[s->rank])
+            continue;
+        RANKS_CHECK(s->cpu,
+                    bytes[0] == wanted[k].all_reduce_f32 && bytes[1] == wanted[k].all_reduce_bf16
+                        && bytes[2] == wanted[k].scatter_f32 && bytes[3] == wanted[k].scatter_bf16,
+                    "%s: %zu and %zu bytes in an all_reduce, %zu and %zu in a reduce_scatter", cluster->name,
+                    bytes[0], bytes[1], bytes[2], bytes[3]);
+        RANKS_CHECK(s->cpu,
+                    wanted[k].at_once_f32 == 2 * count * 4 * foreign / (size_t)s->size
+                        && wanted[k].ring_f32 == 2 * count * 4 * (machines - 1) / machines / cards,
+                    "%s: the formulas", cluster->name);
+    }
+    return DDP_OK;
+}
+
+/* Splits of 4 x 2 ranks: the first and last four have blocks of 2; every second rank has a machine of its
+   own. A part of 96 or 192 elements goes to each other machine. */
+static ddp_result cluster_splits(rank_state *s) {
+    const cluster_call c = {DDP_CALL_ALL_REDUCE, DDP_F32, DDP_OP_AVG, 768, -1, 1};
+    for (int strided = 0; strided < 2; strided++) {
+        ddp_group *gpu = NULL, *cpu = NULL;
+        size_t bytes, expected = strided ? 2 * 3 * 192 * 4 : 2 * 192 * 4;
+        int color = strided ? s->rank % 2 : s->rank / 4;
+        RANKS_OK(s->cpu, ddp_group_split(s->group, color, 0, &gpu));
+        RANKS_OK(s->cpu, ddp_group_split(s->cpu, color, 0, &cpu));
+        RANKS_OK(s->cpu, bytes_across(s, gpu, cpu, &c, &bytes));
+        RANKS_CHECK(s->cpu, bytes == expected, "strided %d: %zu bytes", strided, bytes);
+        ddp_group_destroy(gpu);
+        ddp_group_destroy(cpu);
+    }
+    return DDP_OK;
+}
+
+/* Send number `failing_send` of the last rank fails, one for each step of the reduction. Every rank's error
+   names the rank and its call. */
+static int failing_send;
+static ddp_result one_step_fails(rank_state *s) {
+    char line[512], name[64];
+    int last = s->rank == s->size - 1;
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (last) fake_fail("ncclSend", s->device, failing_send, 0, 0);
+    ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    if (last) RANKS_CHECK(s->cpu, result == DDP_ERR_ENGINE, "%s", ddp_result_name(result));
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    fake_synchronize(s->stream);
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (last) RANKS_CHECK(s->cpu, fake_fault_fired(1), "no send %d", failing_send);
+    snprintf(name, sizeof name, "rank %d in ddp_all_reduce seq=2: ", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "ncclSend"), "the line is: %s", line);
+    return DDP_OK;
+}
+
+static void on_clusters(program_fn program, int first, int end) {
+    job.order = DDP_ORDER_TREE;
+    for (int k = first; k < end; k++) {
+        job.cluster = &clusters[k];
+        run_on(job.cluster->size, (uint64_t)k, program);
+    }
+    job.cluster = NULL;
+    job.order = DDP_ORDER_DEFAULT;
+}
+
+static void several_machines(void) {
+    static const program_fn programs[] = {collectives, tree, captured_step};
+    const int all = sizeof clusters / sizeof *clusters, small = all - 1;
+    on_clusters(cluster_bytes, 0, all);
+    if (DDP_TEST_SLOWDOWN == 1) on_clusters(cluster_bits, 2, 3);
+    on_clusters(cluster_bits, small, all);
+    on_clusters(cluster_splits, 1, 2);
+    for (size_t k = 0; k < sizeof programs / sizeof *programs; k++) on_clusters(programs[k], small, all);
+    job.timeout_ms = 500 * DDP_TEST_SLOWDOWN;
+    on_clusters(captured_large, small, all);
+    job.order = DDP_ORDER_TREE;
+    job.cluster = &clusters[small];
+    for (failing_send = 1; failing_send <= 4; failing_send++) fails_on(4, failing_send, one_step_fails);
+    job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
+    fails_on(4, 0, one_is_missing);
+    job.timeout_ms = 0;
+    job.cluster = NULL;
+    job.order = DDP_ORDER_DEFAULT;
+}
+
 /* ---- the exact calls ---- */
 
 /* Successive creations or destructions of events become one line. */
@@ -1186,7 +1432,7 @@ static ddp_result sequences(rank_state *s) {
     RANKS_OK(s->cpu, calls_are(s, "ddp_cuda_group_create",
                                "cudaStreamCreateWithPriority(non-blocking, high) = s2\n"
                                "32 x cudaEventCreateWithFlags\n"
-                               "cudaMalloc(65792) = m5\n"
+                               "cudaMalloc(66048) = m5\n"
                                "cudaMalloc(16) = m6\n"
                                "cudaMemsetAsync(m6, 0, 16, s2)\n"
                                "ncclGetUniqueId()\n"
@@ -1300,7 +1546,7 @@ static ddp_result sequences(rank_state *s) {
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_split",
                                "cudaStreamCreateWithPriority(non-blocking, high) = s3\n"
                                "32 x cudaEventCreateWithFlags\n"
-                               "cudaMalloc(65792) = m8\n"
+                               "cudaMalloc(66048) = m8\n"
                                "cudaMalloc(16) = m9\n"
                                "cudaMemsetAsync(m9, 0, 16, s3)\n"
                                "ncclCommSplit(c1, 1, 1) = c2\n"));
@@ -1539,6 +1785,7 @@ int main(int argc, char **argv) {
     CASE(no_memory_alone(DDP_CUDA_ENGINE_STAGED));
     CASE(run_on(2, 0, wrong_groups));
     CASE(sharing());
+    CASE(several_machines());
     CASE(errors_everywhere());
     printf("%d checks, %d failed\n", checks, failures);
     return failures != 0;
