@@ -42,8 +42,8 @@ CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-pick  >>impl-numbers
     >>impl-elements  >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers
     >>impl-optimizer-calls  >>impl-quantise  >>impl-layers  >>impl-layer-rows  >>impl-streams
-    >>impl-device  >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog
-    >>impl-nccl-memory  >>impl-nccl-group  >>impl-staged  >>impl-staged-rounds
+    >>impl-device  >>impl-products  >>impl-tables  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls
+    >>impl-watchdog  >>impl-nccl-memory  >>impl-nccl-group  >>impl-staged  >>impl-staged-rounds
     >>impl-staged-messages  >>impl-staged-groups  >>impl-public
 
 CONCEPTS
@@ -215,6 +215,13 @@ typedef enum ddp_cuda_epilogue {
     DDP_CUDA_EPILOGUE_BIAS_GRAD  /* c = p, and bias_grad[i] = the sum of row i of op(a) */
 } ddp_cuda_epilogue;
 
+/* A way to compute a product, from ddp_cuda_gemm_algos. Valid for products with the same sizes, strides,
+   flags and alignment up to 16 bytes, on the same GPU model with the same version of cuBLASLt. */
+typedef struct ddp_cuda_gemm_algo {
+    uint64_t data[8]; /* cublasLtMatmulAlgo_t: cuBLASLt allows to store it for use with the same version */
+    int separate;     /* 1 = without the epilogue, which kernels of this header compute afterwards */
+} ddp_cuda_gemm_algo;
+
 /* For ddp_cuda_gemm: c (m, n) = op(a) op(b). op(a) is (m, k), and op(b) is (k, n). Zero means default, field
    by field. All pointers are device memory. The struct itself is host memory, read before the call
    returns. */
@@ -233,6 +240,8 @@ typedef struct ddp_cuda_gemm_desc {
     void *bias_grad;            /* BIAS_GRAD: required, m elements, overwritten */
     void *aux;                  /* GELU: required, written. GELU_GRAD: required, read. (m, n) without gaps */
     int allow_tf32;             /* 1 = F32 factors may be rounded to TF32 (10 bits of mantissa) */
+    const ddp_cuda_gemm_algo *algo; /* NULL = that of the group's table (ddp_cuda_gemm_load). If it has none:
+                                       cuBLASLt's first choice */
 } ddp_cuda_gemm_desc;
 #endif
 
@@ -340,8 +349,8 @@ DDPDEF ddp_result ddp_cuda_check(void);
    Products with one group share the workspace: they must not run at the same time on two streams.
    Sums over k are in f32, in f64 for F64. The result rounds once to dtype. If cuBLASLt does not support an
    epilogue, and for GELU in F32 and F64, the product rounds to dtype, and kernels of this header follow.
-   Bits: the same for the same sizes, strides, flags and alignment up to 16 bytes, on the same GPU model and
-   version of cuBLASLt. They are not those of the CPU.
+   Bits: the same for the same sizes, strides, flags and alignment up to 16 bytes, on the same GPU model, with
+   the same version of cuBLASLt and the same table (ddp_cuda_gemm_load). They are not those of the CPU.
    Errors: DDP_ERR_INVALID names the field, and nothing is enqueued; DDP_ERR_NO_MEMORY; DDP_ERR_ENGINE names
    cuBLASLt's status. */
 DDPDEF ddp_result ddp_cuda_gemm(ddp_group *group, const ddp_cuda_gemm_desc *desc, cudaStream_t stream);
@@ -350,6 +359,32 @@ struct ddp_gemm;
    stream. Set gemm_user to a group of GPUs. With ddp_tp_desc.gemm NULL, the layers on a group of GPUs use
    ddp_cuda_gemm without TF32. */
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
+
+/* --- tables of algorithms. A tuner such as bench/gpu/bench_gpt.cu lists ways to compute a product, measures
+   them, and saves the fastest ones. A trainer loads the table. --- */
+
+/* Lists ways to compute a product, for ddp_cuda_gemm_desc.algo: at most `capacity`, cuBLASLt's first choice
+   first. With an epilogue, the second half computes it separately. All give the same bits in every run, but
+   not the bits of each other. *count is their number, at least 1. Enqueues nothing. Not collective. The
+   group's device must be current. Errors: those of ddp_cuda_gemm; DDP_ERR_INVALID for a capacity below 1. */
+DDPDEF ddp_result ddp_cuda_gemm_algos(ddp_group *group, const ddp_cuda_gemm_desc *desc,
+                                      ddp_cuda_gemm_algo *algos, int capacity, int *count);
+/* Writes a table for ddp_cuda_gemm_load: a text file with algos[i] for products like descs[i], count of them,
+   and the name of the group's GPU and the version of cuBLASLt. Pointers of a desc count by their alignment.
+   Not collective: one rank writes the file. Errors: DDP_ERR_INVALID, also for more than 1,024 products;
+   DDP_ERR_SYSTEM when the file cannot be written. */
+DDPDEF ddp_result ddp_cuda_gemm_save(ddp_group *group, const char *path, const ddp_cuda_gemm_desc *descs,
+                                     const ddp_cuda_gemm_algo *algos, int count);
+/* Later products with this group use the algorithms of a table. For a product that it lacks, cuBLASLt's first
+   choice remains. The same table gives the same bits. Replaces the table of an earlier call. A product in a
+   CUDA graph that was captured before stays as it is. *used, which may be NULL, is the number of products for
+   this rank's GPU and version of cuBLASLt. Those for others are skipped. To join tables, write their parts
+   from chip to end one after the other, and one line end. Splits of the group do not inherit the table.
+   Collective and blocking: all ranks must read the same content. The group's device must be current.
+   Errors, on every rank; the group then keeps the table that it has: DDP_ERR_INVALID for a malformed file
+   names the line, also when cuBLASLt refuses an algorithm; DDP_ERR_SYSTEM for a file that cannot be read;
+   DDP_ERR_MISMATCH when the ranks read different content; DDP_ERR_NO_MEMORY; DDP_ERR_ENGINE. */
+DDPDEF ddp_result ddp_cuda_gemm_load(ddp_group *group, const char *path, int *used);
 #endif
 
 /* --- kernels ---
@@ -3099,20 +3134,28 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
 
 #if defined(DDP_USE_CUBLASLT)
 #define DDP__CUDA_LT_ALGORITHMS 64
+#define DDP__CUDA_LT_TABLE_MAX 1024
+#define DDP__CUDA_LT_QUERY_MAX 32
 #define DDP__CUDA_LT_ALIGN 16 /* bytes: a larger alignment does not change the algorithm */
 
 /* The choice for products of one kind. The key: sizes, strides, flags, alignment. */
 typedef struct ddp__cuda_algorithm {
     int64_t key[8];
-    cublasLtMatmulAlgo_t algo;
-    int separate; /* 1 = without the epilogue, which kernels compute afterwards */
+    ddp_cuda_gemm_algo algo;
 } ddp__cuda_algorithm;
+
+/* The products of a table that are for this GPU and this version of cuBLASLt. */
+typedef struct ddp__cuda_lt_table {
+    int count;
+    ddp__cuda_algorithm products[DDP__CUDA_LT_TABLE_MAX];
+} ddp__cuda_lt_table;
 
 /* State of a group. */
 typedef struct ddp__cuda_cublaslt {
     cublasLtHandle_t handle;
     void *workspace;
-    int next; /* the entry that the next new kind replaces */
+    ddp__cuda_lt_table *table; /* of ddp_cuda_gemm_load; NULL = none */
+    int next;                  /* the entry that the next new kind replaces */
     ddp__cuda_algorithm algorithms[DDP__CUDA_LT_ALGORITHMS];
 } ddp__cuda_cublaslt;
 
@@ -3142,22 +3185,27 @@ static void ddp__cuda_cublaslt_close(ddp_group *group, void *state) {
     ddp__cuda_cublaslt *p = (ddp__cuda_cublaslt *)state;
     ddp__cuda_device_free(group, p->workspace);
     if (p->handle) cublasLtDestroy(p->handle);
+    ddp_host_free(group, p->table);
     ddp_host_free(group, p);
 }
 
-/* Creates the group's state at the first product, or the part that an earlier failure left out. */
+/* Creates the group's state, without the workspace, or the part that an earlier failure left out. */
 static ddp_result ddp__cuda_cublaslt_open(ddp__cuda_product *p) {
     ddp__cuda_streams *streams = ddp__cuda_streams_of(p->group);
     if (!streams->cublaslt) streams->cublaslt = ddp_host_alloc(p->group, sizeof *p->state);
     p->state = (ddp__cuda_cublaslt *)streams->cublaslt;
     if (!p->state) return DDP_ERR_NO_MEMORY;
     streams->close_cublaslt = ddp__cuda_cublaslt_close;
-    if (!p->state->workspace)
-        DDP_TRY(ddp__cuda_device_alloc(p->group, DDP_CUDA_GEMM_WORKSPACE_BYTES, &p->state->workspace));
     if (p->state->handle) return DDP_OK;
     cublasStatus_t status = cublasLtCreate(&p->state->handle);
     if (status != CUBLAS_STATUS_SUCCESS) p->state->handle = NULL;
     return ddp__cuda_lt_result(p, status, "cublasLtCreate");
+}
+
+static ddp_result ddp__cuda_product_group(const char *function, const ddp_group *group) {
+    if (group && ddp_group_device(group) == ddp_device_cuda()) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "%s: the group has no GPUs; pass one of ddp_cuda_group_create",
+                    function);
 }
 
 /* Fills in the defaults of the desc and checks it. */
@@ -3202,6 +3250,26 @@ static ddp_result ddp__cuda_product_check(ddp__cuda_product *p) {
     if (d->epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD && !d->bias_grad && d->m) missing = "bias_grad";
     if (missing)
         return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL, and this product needs it", p->function, missing);
+    return DDP_OK;
+}
+
+/* Begins a product. Only its desc is checked. */
+static ddp_result ddp__cuda_product_begin(ddp__cuda_product *p, const char *function, ddp_group *group,
+                                          const ddp_cuda_gemm_desc *desc, cudaStream_t stream) {
+    DDP_TRY(ddp__cuda_product_group(function, group));
+    if (!desc) return ddp_fail(DDP_ERR_INVALID, "%s: desc is NULL", function);
+    memset(p, 0, sizeof *p);
+    p->function = function;
+    p->group = group;
+    p->desc = *desc;
+    p->stream = stream;
+    p->state = (ddp__cuda_cublaslt *)ddp__cuda_streams_of(group)->cublaslt;
+    p->align = DDP__CUDA_LT_ALIGN;
+    DDP_TRY(ddp__cuda_product_check(p));
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    uintptr_t addresses = (uintptr_t)d->a | (uintptr_t)d->b | (uintptr_t)d->c | (uintptr_t)d->addend;
+    addresses |= (uintptr_t)d->bias | (uintptr_t)d->bias_grad | (uintptr_t)d->aux;
+    while (addresses % p->align) p->align /= 2;
     return DDP_OK;
 }
 
@@ -3267,15 +3335,18 @@ static int ddp__cuda_lt_refuses_epilogue(const ddp__cuda_product *p, cublasStatu
                || s == CUBLAS_STATUS_INVALID_VALUE);
 }
 
-/* Queries cuBLASLt's first choice of an algorithm. Partial sums over k must be added in the workspace, in a
-   fixed order, instead of in place in order of completion: this gives the same bits in every run. */
-static cublasStatus_t ddp__cuda_lt_query(ddp__cuda_product *p, int separate, cublasLtMatmulAlgo_t *algo) {
+/* Queries cuBLASLt for at most `capacity` algorithms, the best first. Partial sums over k must be added in
+   the workspace, in a fixed order, instead of in place in order of completion: this gives the same bits in
+   every run. Returns success if *count is at least 1. */
+static cublasStatus_t ddp__cuda_lt_query(ddp__cuda_product *p, int separate, ddp_cuda_gemm_algo *algos,
+                                         int capacity, int *count) {
     const void *aligned = (const void *)(uintptr_t)p->align; /* only its alignment is used */
     cublasLtMatmulPreferenceOpaque_t preference;
-    cublasLtMatmulHeuristicResult_t found;
+    cublasLtMatmulHeuristicResult_t found[DDP__CUDA_LT_QUERY_MAX];
     uint64_t bytes = DDP_CUDA_GEMM_WORKSPACE_BYTES;
     uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    int count = 0;
+    int returned = 0;
+    *count = 0;
     cublasStatus_t s = ddp__cuda_lt_describe(p);
     if (s == CUBLAS_STATUS_SUCCESS && !separate) s = ddp__cuda_lt_describe_epilogue(p, aligned, aligned);
     if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceInit(&preference);
@@ -3291,38 +3362,77 @@ static cublasStatus_t ddp__cuda_lt_query(ddp__cuda_product *p, int separate, cub
                                                  &p->align, sizeof p->align);
     if (s == CUBLAS_STATUS_SUCCESS)
         s = cublasLtMatmulAlgoGetHeuristic(p->state->handle, &p->product, &p->a, &p->b, &p->c, &p->c,
-                                           &preference, 1, &found, &count);
-    if (s == CUBLAS_STATUS_SUCCESS) s = count ? found.state : CUBLAS_STATUS_NOT_SUPPORTED;
-    if (s == CUBLAS_STATUS_SUCCESS) *algo = found.algo;
-    return s;
+                                           &preference, capacity, found, &returned);
+    if (s != CUBLAS_STATUS_SUCCESS) return s;
+    for (int i = 0; i < returned; i++) {
+        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        memcpy(algos[*count].data, found[i].algo.data, sizeof algos->data);
+        algos[*count].separate = separate;
+        ++*count;
+    }
+    if (*count) return CUBLAS_STATUS_SUCCESS;
+    return returned ? found[0].state : CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
+/* Returns whether the epilogue is always separate. cuBLASLt does not document the accuracy of its GELU, so
+   F32 and F64 use that of this header. */
+static int ddp__cuda_lt_is_separate(const ddp_cuda_gemm_desc *d) {
+    return d->aux && ddp_dtype_size(d->dtype) >= 4;
 }
 
 /* Chooses how to compute a product. separate: 1 = without the epilogue. A failure leaves *out as it is. */
-static ddp_result ddp__cuda_lt_choose(ddp__cuda_product *p, int separate, ddp__cuda_algorithm *out) {
+static ddp_result ddp__cuda_lt_choose(ddp__cuda_product *p, int separate, ddp_cuda_gemm_algo *out) {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
-    if (!separate) s = ddp__cuda_lt_query(p, 0, &out->algo);
+    int count;
+    if (!separate) s = ddp__cuda_lt_query(p, 0, out, 1, &count);
     if (ddp__cuda_lt_refuses_epilogue(p, s)) separate = 1;
-    if (separate) s = ddp__cuda_lt_query(p, 1, &out->algo);
-    if (s == CUBLAS_STATUS_SUCCESS) out->separate = separate;
+    if (separate) s = ddp__cuda_lt_query(p, 1, out, 1, &count);
     return ddp__cuda_lt_result(p, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
-/* Finds the cached choice for a product, or makes it. cuBLASLt does not document the accuracy of its GELU,
-   so F32 and F64 use that of this header. */
-static ddp_result ddp__cuda_lt_find(ddp__cuda_product *p, ddp__cuda_algorithm **out) {
+/* Lists algorithms: first those that include the epilogue, then those without it. */
+static ddp_result ddp__cuda_lt_list(ddp__cuda_product *p, ddp_cuda_gemm_algo *algos, int capacity,
+                                    int *count) {
+    int has_epilogue = p->desc.epilogue != DDP_CUDA_EPILOGUE_NONE, separate = 0;
+    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
+    *count = 0;
+    if (capacity > DDP__CUDA_LT_QUERY_MAX) capacity = DDP__CUDA_LT_QUERY_MAX;
+    if (!ddp__cuda_lt_is_separate(&p->desc))
+        s = ddp__cuda_lt_query(p, 0, algos, has_epilogue ? (capacity + 1) / 2 : capacity, count);
+    if (ddp__cuda_lt_refuses_epilogue(p, s)) s = CUBLAS_STATUS_SUCCESS;
+    if (s == CUBLAS_STATUS_SUCCESS && has_epilogue && *count < capacity)
+        s = ddp__cuda_lt_query(p, 1, algos + *count, capacity - *count, &separate);
+    *count += separate;
+    return ddp__cuda_lt_result(p, s, "cublasLtMatmulAlgoGetHeuristic");
+}
+
+static void ddp__cuda_lt_key(const ddp__cuda_product *p, int64_t key[8]) {
     const ddp_cuda_gemm_desc *d = &p->desc;
-    ddp__cuda_cublaslt *state = p->state;
     int64_t flags = (int)d->dtype << 8 | (int)d->epilogue << 4 | !!d->trans_a << 3 | !!d->trans_b << 2
                     | !!d->addend << 1 | !!d->allow_tf32;
-    const int64_t key[8] = {d->m, d->n, d->k, d->lda, d->ldb, d->ldc, flags, p->align};
+    const int64_t all[8] = {d->m, d->n, d->k, d->lda, d->ldb, d->ldc, flags, p->align};
+    memcpy(key, all, sizeof all);
+}
+
+static ddp__cuda_algorithm *ddp__cuda_lt_lookup(ddp__cuda_algorithm *list, int count, const int64_t key[8]) {
+    for (int i = 0; i < count; i++)
+        if (memcmp(list[i].key, key, sizeof list[i].key) == 0) return &list[i];
+    return NULL;
+}
+
+/* Finds the cached choice for a product. Otherwise takes that of the table, or queries one. */
+static ddp_result ddp__cuda_lt_find(ddp__cuda_product *p, ddp__cuda_algorithm **out) {
+    ddp__cuda_cublaslt *state = p->state;
     ddp__cuda_algorithm chosen;
-    for (int i = 0; i < DDP__CUDA_LT_ALGORITHMS; i++) {
-        *out = &state->algorithms[i];
-        if (memcmp((*out)->key, key, sizeof key) == 0) return DDP_OK;
-    }
     memset(&chosen, 0, sizeof chosen);
-    memcpy(chosen.key, key, sizeof key);
-    DDP_TRY(ddp__cuda_lt_choose(p, d->aux && ddp_dtype_size(d->dtype) >= 4, &chosen));
+    ddp__cuda_lt_key(p, chosen.key);
+    *out = ddp__cuda_lt_lookup(state->algorithms, DDP__CUDA_LT_ALGORITHMS, chosen.key);
+    if (*out) return DDP_OK;
+    if (state->table) *out = ddp__cuda_lt_lookup(state->table->products, state->table->count, chosen.key);
+    if (*out)
+        chosen = **out;
+    else
+        DDP_TRY(ddp__cuda_lt_choose(p, ddp__cuda_lt_is_separate(&p->desc), &chosen.algo));
     *out = &state->algorithms[state->next];
     **out = chosen;
     state->next = (state->next + 1) % DDP__CUDA_LT_ALGORITHMS;
@@ -3330,11 +3440,13 @@ static ddp_result ddp__cuda_lt_find(ddp__cuda_product *p, ddp__cuda_algorithm **
 }
 
 /* Enqueues a product, without its epilogue if that is separate. */
-static cublasStatus_t ddp__cuda_lt_matmul(ddp__cuda_product *p, const ddp__cuda_algorithm *chosen) {
+static cublasStatus_t ddp__cuda_lt_matmul(ddp__cuda_product *p, const ddp_cuda_gemm_algo *chosen) {
     const ddp_cuda_gemm_desc *d = &p->desc;
     const float f32[2] = {1, d->addend ? 1.0f : 0.0f};
     const double f64[2] = {1, d->addend ? 1.0 : 0.0};
     const void *alpha = f32, *beta = f32 + 1;
+    cublasLtMatmulAlgo_t algo;
+    memcpy(algo.data, chosen->data, sizeof chosen->data);
     if (d->dtype == DDP_F64) {
         alpha = f64;
         beta = f64 + 1;
@@ -3344,8 +3456,8 @@ static cublasStatus_t ddp__cuda_lt_matmul(ddp__cuda_product *p, const ddp__cuda_
         s = ddp__cuda_lt_describe_epilogue(p, d->bias ? d->bias : d->bias_grad, d->aux);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
     return cublasLtMatmul(p->state->handle, &p->product, alpha, d->b, &p->a, d->a, &p->b, beta,
-                          d->addend ? d->addend : d->c, &p->c, d->c, &p->c, &chosen->algo,
-                          p->state->workspace, DDP_CUDA_GEMM_WORKSPACE_BYTES, p->stream);
+                          d->addend ? d->addend : d->c, &p->c, d->c, &p->c, &algo, p->state->workspace,
+                          DDP_CUDA_GEMM_WORKSPACE_BYTES, p->stream);
 }
 
 /* The epilogues that compute element by element, on a product x that is in memory; NULL = zeros. c may be
@@ -3479,17 +3591,18 @@ static ddp_result ddp__cuda_run_bias_grad(const ddp__cuda_product *p) {
     });
 }
 
-/* Runs a product that has at least one term, and its epilogue. */
+/* Runs a product that has at least one term. *separate: 1 = without its epilogue. */
 static ddp_result ddp__cuda_lt_multiply(ddp__cuda_product *p, int *separate) {
-    ddp__cuda_algorithm *chosen;
-    DDP_TRY(ddp__cuda_lt_find(p, &chosen));
-    cublasStatus_t s = ddp__cuda_lt_matmul(p, chosen);
-    if (!chosen->separate
-        && ddp__cuda_lt_refuses_epilogue(p, s)) { /* although the query found an algorithm */
-        DDP_TRY(ddp__cuda_lt_choose(p, 1, chosen));
-        s = ddp__cuda_lt_matmul(p, chosen);
+    const ddp_cuda_gemm_algo *given = p->desc.algo;
+    ddp__cuda_algorithm *chosen = NULL;
+    if (!given) DDP_TRY(ddp__cuda_lt_find(p, &chosen));
+    const ddp_cuda_gemm_algo *algo = given ? given : &chosen->algo;
+    cublasStatus_t s = ddp__cuda_lt_matmul(p, algo);
+    if (!given && !algo->separate && ddp__cuda_lt_refuses_epilogue(p, s)) { /* although it was found for it */
+        DDP_TRY(ddp__cuda_lt_choose(p, 1, &chosen->algo));
+        s = ddp__cuda_lt_matmul(p, algo);
     }
-    *separate = chosen->separate;
+    *separate = algo->separate;
     return ddp__cuda_lt_result(p, s, "cublasLtMatmul");
 }
 
@@ -3497,21 +3610,11 @@ static ddp_result ddp__cuda_multiply(const char *function, ddp_group *group, con
                                      cudaStream_t stream) {
     ddp__cuda_product p;
     int separate = 1;
-    if (!desc || !group || ddp_group_device(group) != ddp_device_cuda())
-        return ddp_fail(DDP_ERR_INVALID, "%s: %s", function,
-                        desc ? "the group has no GPUs; pass one of ddp_cuda_group_create" : "desc is NULL");
-    memset(&p, 0, sizeof p);
-    p.function = function;
-    p.group = group;
-    p.desc = *desc;
-    p.stream = stream;
-    p.align = DDP__CUDA_LT_ALIGN;
-    DDP_TRY(ddp__cuda_product_check(&p));
+    DDP_TRY(ddp__cuda_product_begin(&p, function, group, desc, stream));
     const ddp_cuda_gemm_desc *d = &p.desc;
-    uintptr_t addresses = (uintptr_t)d->a | (uintptr_t)d->b | (uintptr_t)d->c | (uintptr_t)d->addend;
-    addresses |= (uintptr_t)d->bias | (uintptr_t)d->bias_grad | (uintptr_t)d->aux;
-    while (addresses % p.align) p.align /= 2;
     DDP_TRY(ddp__cuda_cublaslt_open(&p));
+    if (!p.state->workspace)
+        DDP_TRY(ddp__cuda_device_alloc(group, DDP_CUDA_GEMM_WORKSPACE_BYTES, &p.state->workspace));
     if (d->m && d->n && d->k)
         DDP_TRY(ddp__cuda_lt_multiply(&p, &separate));
     else if (d->m && d->n)
@@ -3567,6 +3670,208 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {
 #define DDP__CUDA_LAYERS ddp__cuda_layers
 #else
 #define DDP__CUDA_LAYERS NULL
+#endif
+
+//== tables of algorithms ==================================================================== >>impl-tables
+/* Tables of ddp_cuda_gemm_save and ddp_cuda_gemm_load. They are text, so that people can read and join them.
+   Sections of other GPUs and versions are checked, and skipped:
+
+       ddp_cuda_gemm 1
+       chip NVIDIA H200
+       cublaslt 130101
+       bf16 nt m=32768 n=2304 k=768 lda=768 ... epilogue=bias ... algo=0000000000000042 ...
+       end 1                                     the number of products, in all sections
+
+   A product has to be written exactly as ddp_cuda_gemm_save writes it. */
+
+#if defined(DDP_USE_CUBLASLT)
+#define DDP__CUDA_LT_LINE_MAX 512
+#define DDP__CUDA_LT_FIRST_LINE "ddp_cuda_gemm 1"
+static const char *const ddp__cuda_epilogue_names[] = {"none", "bias", "gelu", "gelu_grad", "bias_grad"};
+
+/* Writes a product as a line. */
+static void ddp__cuda_lt_print(char line[DDP__CUDA_LT_LINE_MAX], const ddp__cuda_product *p,
+                               const ddp_cuda_gemm_algo *algo) {
+    const ddp_cuda_gemm_desc *d = &p->desc;
+    int used = snprintf(
+        line, DDP__CUDA_LT_LINE_MAX,
+        "%s %c%c m=%lld n=%lld k=%lld lda=%lld ldb=%lld ldc=%lld epilogue=%s addend=%d tf32=%d "
+        "align=%u separate=%d algo=",
+        ddp_dtype_name(d->dtype), d->trans_a ? 't' : 'n', d->trans_b ? 't' : 'n', (long long)d->m,
+        (long long)d->n, (long long)d->k, (long long)d->lda, (long long)d->ldb, (long long)d->ldc,
+        ddp__cuda_epilogue_names[d->epilogue], d->addend != NULL, d->allow_tf32 != 0, p->align,
+        algo->separate != 0);
+    for (int i = 0; i < 8; i++)
+        used += snprintf(line + used, (size_t)(DDP__CUDA_LT_LINE_MAX - used), i ? " %016llx" : "%016llx",
+                         (unsigned long long)algo->data[i]);
+}
+
+static void ddp__cuda_lt_write(FILE *file, char line[DDP__CUDA_LT_LINE_MAX]) {
+    size_t length = strlen(line);
+    line[length] = '\n'; /* in place of its 0 */
+    fwrite(line, 1, length + 1, file);
+}
+
+/* Reads a line that ddp__cuda_lt_print wrote. Returns 0 for any other line. */
+static int ddp__cuda_lt_scan(const char *line, ddp__cuda_product *p, ddp_cuda_gemm_algo *algo) {
+    ddp_cuda_gemm_desc d = DDP_ZERO;
+    char dtype[8], transposed[3], epilogue[16], again[DDP__CUDA_LT_LINE_MAX];
+    long long size[6];
+    unsigned long long word[8];
+    unsigned align;
+    int addend;
+    int fields = sscanf(
+        line,
+        "%7s %2s m=%lld n=%lld k=%lld lda=%lld ldb=%lld ldc=%lld epilogue=%15s addend=%d tf32=%d "
+        "align=%u separate=%d algo=%llx %llx %llx %llx %llx %llx %llx %llx",
+        dtype, transposed, &size[0], &size[1], &size[2], &size[3], &size[4], &size[5], epilogue, &addend,
+        &d.allow_tf32, &align, &algo->separate, &word[0], &word[1], &word[2], &word[3], &word[4], &word[5],
+        &word[6], &word[7]);
+    if (fields != 21 || align < 1 || align > DDP__CUDA_LT_ALIGN || (align & (align - 1))) return 0;
+    for (int i = 0; i < 8; i++) algo->data[i] = word[i];
+    for (int i = DDP_F32; i <= DDP_BF16; i++)
+        if (strcmp(dtype, ddp_dtype_name((ddp_dtype)i)) == 0) d.dtype = (ddp_dtype)i;
+    for (int i = 0; i <= DDP_CUDA_EPILOGUE_BIAS_GRAD; i++)
+        if (strcmp(epilogue, ddp__cuda_epilogue_names[i]) == 0) d.epilogue = (ddp_cuda_epilogue)i;
+    void *array = (void *)(uintptr_t)align; /* only its alignment is used */
+    d.m = size[0];
+    d.n = size[1];
+    d.k = size[2];
+    d.lda = size[3];
+    d.ldb = size[4];
+    d.ldc = size[5];
+    d.trans_a = transposed[0] == 't';
+    d.trans_b = transposed[1] == 't';
+    d.a = d.b = d.bias = array;
+    d.c = d.bias_grad = d.aux = array;
+    d.addend = addend ? array : NULL;
+    if (d.m < 1 || d.n < 1 || d.k < 1 || ddp__cuda_product_begin(p, p->function, p->group, &d, 0) != DDP_OK)
+        return 0;
+    ddp__cuda_lt_print(again, p, algo);
+    return strcmp(line, again) == 0 && (algo->separate || !ddp__cuda_lt_is_separate(&p->desc))
+           && (!algo->separate || d.epilogue != DDP_CUDA_EPILOGUE_NONE);
+}
+
+/* Returns whether cuBLASLt accepts an algorithm for a product. */
+static int ddp__cuda_lt_accepts(ddp__cuda_product *p, const ddp_cuda_gemm_algo *algo) {
+    cublasLtMatmulAlgo_t opaque;
+    cublasLtMatmulHeuristicResult_t found;
+    cublasStatus_t s = ddp__cuda_lt_describe(p);
+    if (s == CUBLAS_STATUS_SUCCESS && !algo->separate)
+        s = ddp__cuda_lt_describe_epilogue(p, p->desc.bias ? p->desc.bias : p->desc.bias_grad, p->desc.aux);
+    memcpy(opaque.data, algo->data, sizeof algo->data);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulAlgoCheck(p->state->handle, &p->product, &p->a, &p->b, &p->c, &p->c, &opaque,
+                                    &found);
+    return s == CUBLAS_STATUS_SUCCESS && found.workspaceSize <= DDP_CUDA_GEMM_WORKSPACE_BYTES;
+}
+
+/* A table while it is read. */
+typedef struct ddp__cuda_lt_reader {
+    ddp__cuda_product product; /* of the current line */
+    char chip[256];            /* of this rank's GPU */
+    int has_chip, has_version; /* lines that the current section has had */
+    int is_chip, is_used;      /* the current section is for this chip; and for this version of cuBLASLt */
+    int lines, products, ended;
+    uint64_t hash;             /* of all text */
+    ddp__cuda_lt_table *table; /* the products that are used */
+} ddp__cuda_lt_reader;
+
+static const char *ddp__cuda_lt_read_product(ddp__cuda_lt_reader *r, const char *line) {
+    ddp__cuda_lt_table *table = r->table;
+    ddp__cuda_algorithm *entry = &table->products[table->count];
+    if (!r->has_version) return "a product before the lines chip and cublaslt";
+    if (!ddp__cuda_lt_scan(line, &r->product, &entry->algo))
+        return "no product as ddp_cuda_gemm_save writes it";
+    r->products++;
+    if (!r->is_used) return NULL;
+    if (table->count == DDP__CUDA_LT_TABLE_MAX) return "more than 1024 products for this GPU";
+    ddp__cuda_lt_key(&r->product, entry->key);
+    if (ddp__cuda_lt_lookup(table->products, table->count, entry->key))
+        return "a product that an earlier line has";
+    if (!ddp__cuda_lt_accepts(&r->product, &entry->algo))
+        return "cuBLASLt refuses this algorithm on this GPU";
+    table->count++;
+    return NULL;
+}
+
+/* Reads a line without its end. Returns what is wrong with it, or NULL. */
+static const char *ddp__cuda_lt_read_line(ddp__cuda_lt_reader *r, const char *line) {
+    char expected[64];
+    if (r->ended) return "text after the line end";
+    if (r->lines == 1)
+        return strcmp(line, DDP__CUDA_LT_FIRST_LINE) ? "the first line is not " DDP__CUDA_LT_FIRST_LINE
+                                                     : NULL;
+    if (strncmp(line, "chip ", 5) == 0) {
+        r->is_chip = strcmp(line + 5, r->chip) == 0;
+        r->has_chip = 1;
+        r->has_version = 0;
+        return NULL;
+    }
+    if (strncmp(line, "cublaslt ", 9) == 0) {
+        if (!r->has_chip || strspn(line + 9, "0123456789") != strlen(line + 9))
+            return "no version after a line chip";
+        snprintf(expected, sizeof expected, "%zu", cublasLtGetVersion());
+        r->is_used = r->is_chip && strcmp(line + 9, expected) == 0;
+        r->has_version = 1;
+        return NULL;
+    }
+    if (strncmp(line, "end ", 4) != 0) return ddp__cuda_lt_read_product(r, line);
+    snprintf(expected, sizeof expected, "%d", r->products);
+    r->ended = 1;
+    return strcmp(line + 4, expected) ? "it counts other products than the file has" : NULL;
+}
+
+static ddp_result ddp__cuda_lt_read(ddp__cuda_lt_reader *r, const char *path) {
+    char line[DDP__CUDA_LT_LINE_MAX + 1];
+    const char *wrong = NULL;
+    FILE *file = path ? fopen(path, "r") : NULL;
+    if (!path)
+        return ddp_fail(DDP_ERR_INVALID, "path is NULL; pass the name of a file of ddp_cuda_gemm_save");
+    if (!file) return ddp_fail(DDP_ERR_SYSTEM, "%s: %s", path, strerror(errno));
+    while (!wrong && fgets(line, sizeof line, file)) {
+        size_t length = strlen(line);
+        r->lines++;
+        r->hash = ddp_hash(r->hash, line, length);
+        if (length == 0 || line[length - 1] != '\n') {
+            wrong = "the line is cut off, or longer than 511 characters";
+        } else {
+            line[length - 1] = 0;
+            wrong = ddp__cuda_lt_read_line(r, line);
+        }
+    }
+    int failed = ferror(file) ? errno : 0;
+    fclose(file);
+    if (failed) return ddp_fail(DDP_ERR_SYSTEM, "%s: %s", path, strerror(failed));
+    if (!wrong && !r->ended) wrong = "the line end is missing behind it";
+    if (!wrong) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "%s: line %d: %s; write the table again, by ddp_cuda_gemm_save", path,
+                    r->lines, wrong);
+}
+
+/* Loads a table into *table, without using it. *hash: of its text. */
+static ddp_result ddp__cuda_lt_load(ddp_group *group, const char *path, ddp__cuda_lt_table **table,
+                                    uint64_t *hash) {
+    ddp__cuda_lt_reader *r = (ddp__cuda_lt_reader *)ddp_host_alloc(group, sizeof *r);
+    ddp_result result = DDP_ERR_NO_MEMORY;
+    *table = (ddp__cuda_lt_table *)ddp_host_alloc(group, sizeof **table);
+    if (r && *table) {
+        unsigned char uuid[16];
+        r->product.function = "ddp_cuda_gemm_load";
+        r->product.group = group;
+        r->table = *table;
+        r->hash = DDP_HASH_SEED;
+        result = ddp__cuda_cublaslt_open(&r->product);
+        if (result == DDP_OK)
+            result = ddp__cuda_group_fail(
+                group, DDP__CUDA_RUNTIME->device_identity(ddp__cuda_streams_of(group)->device, r->chip, uuid),
+                "cudaGetDeviceProperties");
+        if (result == DDP_OK) result = ddp__cuda_lt_read(r, path);
+        *hash = r->hash;
+    }
+    ddp_host_free(group, r);
+    return result;
+}
 #endif
 
 //== the NCCL backend ======================================================================== >>impl-nccl
@@ -5613,6 +5918,80 @@ DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) {
     return ddp__cuda_multiply_layer("ddp_cuda_gemm_tf32", gemm, user, 1);
 }
 #endif
+DDPDEF ddp_result ddp_cuda_gemm_algos(ddp_group *group, const ddp_cuda_gemm_desc *desc,
+                                      ddp_cuda_gemm_algo *algos, int capacity, int *count) {
+    ddp__cuda_product p;
+    DDP_TRY(ddp__cuda_product_begin(&p, "ddp_cuda_gemm_algos", group, desc, 0));
+    if (!algos || !count || capacity < 1 || p.desc.m < 1 || p.desc.n < 1 || p.desc.k < 1)
+        return ddp_fail(DDP_ERR_INVALID, "%s: algos or count is NULL, or capacity=%d, m, n or k is below 1",
+                        p.function, capacity);
+    DDP_TRY(ddp__cuda_cublaslt_open(&p));
+    return ddp__cuda_lt_list(&p, algos, capacity, count);
+}
+
+DDPDEF ddp_result ddp_cuda_gemm_save(ddp_group *group, const char *path, const ddp_cuda_gemm_desc *descs,
+                                     const ddp_cuda_gemm_algo *algos, int count) {
+    ddp__cuda_product p;
+    char line[DDP__CUDA_LT_LINE_MAX], chip[256];
+    unsigned char uuid[16];
+    const char *function = "ddp_cuda_gemm_save";
+    if (!path || count < 0 || count > DDP__CUDA_LT_TABLE_MAX || (count && (!descs || !algos)))
+        return ddp_fail(DDP_ERR_INVALID, "%s: path, descs or algos is NULL, or count=%d is not 0 to %d",
+                        function, count, DDP__CUDA_LT_TABLE_MAX);
+    DDP_TRY(ddp__cuda_product_group(function, group));
+    for (int i = 0; i < count; i++) {
+        ddp_cuda_gemm_algo algo;
+        DDP_TRY(ddp__cuda_product_begin(&p, function, group, &descs[i], 0));
+        ddp__cuda_lt_print(line, &p, &algos[i]);
+        if (!ddp__cuda_lt_scan(line, &p, &algo))
+            return ddp_fail(DDP_ERR_INVALID, "%s: descs[%d] has a size of 0, or algos[%d] is not for it",
+                            function, i, i);
+    }
+    DDP_TRY(ddp__cuda_group_fail(
+        group, DDP__CUDA_RUNTIME->device_identity(ddp__cuda_streams_of(group)->device, chip, uuid),
+        "cudaGetDeviceProperties"));
+    FILE *file = fopen(path, "w");
+    if (!file) return ddp_fail(DDP_ERR_SYSTEM, "%s: %s: %s", function, path, strerror(errno));
+    snprintf(line, sizeof line, "%s", DDP__CUDA_LT_FIRST_LINE);
+    ddp__cuda_lt_write(file, line);
+    snprintf(line, sizeof line, "chip %s", chip);
+    ddp__cuda_lt_write(file, line);
+    snprintf(line, sizeof line, "cublaslt %zu", cublasLtGetVersion());
+    ddp__cuda_lt_write(file, line);
+    for (int i = 0; i < count; i++) {
+        ddp__cuda_product_begin(&p, function, group, &descs[i], 0);
+        ddp__cuda_lt_print(line, &p, &algos[i]);
+        ddp__cuda_lt_write(file, line);
+    }
+    snprintf(line, sizeof line, "end %d", count);
+    ddp__cuda_lt_write(file, line);
+    int failed = ferror(file);
+    if (fclose(file) != 0 || failed)
+        return ddp_fail(DDP_ERR_SYSTEM, "%s: %s cannot be written completely: %s", function, path,
+                        strerror(errno));
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_cuda_gemm_load(ddp_group *group, const char *path, int *used) {
+    const char *function = "ddp_cuda_gemm_load";
+    ddp__cuda_lt_table *table = NULL;
+    uint64_t hash = 0;
+    char text[DDP_AGREE_TEXT];
+    DDP_TRY(ddp__cuda_product_group(function, group));
+    ddp_result result = ddp__cuda_lt_load(group, path, &table, &hash);
+    snprintf(text, sizeof text, "table=%016llx", (unsigned long long)hash);
+    result = ddp_agree(group, function, result, hash, text);
+    if (result == DDP_OK) {
+        ddp__cuda_cublaslt *state = (ddp__cuda_cublaslt *)ddp__cuda_streams_of(group)->cublaslt;
+        ddp__cuda_lt_table *before = state->table;
+        state->table = table;
+        table = before;
+        memset(state->algorithms, 0, sizeof state->algorithms); /* chosen without this table */
+        if (used) *used = state->table->count;
+    }
+    ddp_host_free(group, table);
+    return result;
+}
 #endif
 
 DDPDEF ddp_result ddp_cuda_check(void) {

@@ -21,13 +21,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { TENSORS = 2, MICRO_BATCHES = 2, STEPS = 200 };
 static const size_t size[TENSORS] = {600, 1000};
 static const size_t total = 1600;
 
 typedef struct trainer {
-    ddp_group *gpus;
+    ddp_group *world, *gpus;
     cudaStream_t stream;
     const ddp_device *device;
     float *value[TENSORS], *minus_target[TENSORS]; /* all pointers: device memory */
@@ -149,6 +150,44 @@ static ddp_result quantize(trainer *t, float *error) {
 }
 
 #if defined(DDP_USE_CUBLASLT)
+/* Times the algorithms of cuBLASLt for a product, and loads a table with the fastest one. For a whole model,
+   and with more care, bench/gpu/bench_gpt.cu --tune does so. */
+static ddp_result tune(trainer *t, ddp_cuda_gemm_desc *desc) {
+    ddp_cuda_gemm_algo algos[8];
+    cudaEvent_t begin, end;
+    char path[64];
+    int count, fastest = 0, used;
+    float best_ms = 0;
+    DDP_TRY(check(cudaEventCreate(&begin), "cudaEventCreate"));
+    DDP_TRY(check(cudaEventCreate(&end), "cudaEventCreate"));
+    DDP_TRY(ddp_cuda_gemm_algos(t->gpus, desc, algos, 8, &count));
+    for (int i = 0; i < count; i++) {
+        float ms;
+        desc->algo = &algos[i];
+        DDP_TRY(check(cudaEventRecord(begin, t->stream), "cudaEventRecord"));
+        DDP_TRY(ddp_cuda_gemm(t->gpus, desc, t->stream));
+        DDP_TRY(check(cudaEventRecord(end, t->stream), "cudaEventRecord"));
+        DDP_TRY(check(cudaEventSynchronize(end), "cudaEventSynchronize"));
+        DDP_TRY(check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime"));
+        if (i > 0 && ms >= best_ms) continue;
+        best_ms = ms;
+        fastest = i;
+    }
+    desc->algo = NULL;
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    /* Every rank needs the same table: rank 0 writes it. */
+    int64_t id = getpid();
+    DDP_TRY(ddp_broadcast(t->world, &id, 1, DDP_I64, 0, NULL));
+    snprintf(path, sizeof path, "step_cuda_%lld.txt", (long long)id);
+    ddp_result result = DDP_OK;
+    if (ddp_rank(t->world) == 0) result = ddp_cuda_gemm_save(t->gpus, path, desc, &algos[fastest], 1);
+    if (result == DDP_OK) result = ddp_barrier(t->world);
+    if (result == DDP_OK) result = ddp_cuda_gemm_load(t->gpus, path, &used);
+    if (ddp_rank(t->world) == 0) remove(path);
+    return result;
+}
+
 /* flat (4, 4) = a (4, 8) times b (8, 4), in f32, and by the function that layers of ddp_tensor.h may use for
    TF32. All elements of a are 1, of b 2. */
 static ddp_result multiply(trainer *t) {
@@ -175,7 +214,7 @@ static ddp_result multiply(trainer *t) {
             if (product[i] != 16)
                 return ddp_fail(DDP_ERR_CORRUPT, "a product is %g, not 16", (double)product[i]);
     }
-    return DDP_OK;
+    return tune(t, &desc);
 }
 #endif
 
@@ -211,6 +250,7 @@ static ddp_result run(ddp_group *world, void *user) {
     trainer t = DDP_ZERO;
     int device;
     (void)user;
+    t.world = world;
     pick.allow_shared = 1; /* ranks may share a GPU, to try the program on one */
     desc.allow_shared = 1;
     desc.order = DDP_ORDER_TREE; /* the same bits as on CPUs */

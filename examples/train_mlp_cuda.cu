@@ -166,7 +166,7 @@ static ddp_result start_copy(trainer *t) {
 /* c (m, n) = op(a) (m, k) op(b) (k, n), row-major, no gaps. op transposes a if ta is 1, and b if tb is 1. */
 static ddp_result gemm(trainer *t, float *c, float *a, float *b, int m, int n, int k, int ta, int tb) {
     ddp_cuda_epilogue none = DDP_CUDA_EPILOGUE_NONE;
-    ddp_cuda_gemm_desc desc = {m, n, k, a, b, c, 0, 0, 0, ta, tb, DDP_F32, NULL, none, NULL, NULL, NULL, 0};
+    ddp_cuda_gemm_desc desc = {m, n, k, a, b, c, 0, 0, 0, ta, tb, DDP_F32, 0, none, 0, 0, 0, 0, NULL};
     return ddp_cuda_gemm(t->gpus, &desc, 0);
 }
 

@@ -2,7 +2,7 @@
     of its reducer or shards.
 
     bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024]
-              [--recompute] [--no-graphs] [--notes]
+              [--recompute] [--no-graphs] [--notes] [--tune FILE] [--gemm-table FILE]
 
     Prints a line of JSON about the model and the device, with the rate of a copy there. Then reads lines
     "steps N" and answers each with a line of JSON, as peer_gpt_torch.py does: milliseconds of N steps by
@@ -12,12 +12,15 @@
     gradients to reduce. The batch stays the same; the norm is not used. Values and tokens are random. Nothing
     waits for the device inside a step.
     --notes prints the model's own count of FLOPs and bytes of one step, kernel by kernel, as lines of JSON,
-    and ends. Status 77: no device. */
+    and ends. --tune times the algorithms of cuBLASLt for every product of a step and writes the fastest ones
+    to a table, for --gemm-table here and of train_gpt_cuda. It prints a line of JSON per product, and ends.
+    Status 77: no device. */
 #define DDP_IMPLEMENTATION
 #include "../../examples/gpt/gpt_cuda.cuh"
 #include "../../examples/gpt/options.h"
 
 #define NOTES 256
+enum { PRODUCTS = 64, ALGORITHMS = 16, TURNS = 5, REPEATS = 10 };
 
 /* Work of all kernels of one name in a step. */
 typedef struct note_line {
@@ -42,6 +45,9 @@ typedef struct bench {
     int64_t step;
     note_line lines[NOTES];
     int line_count;
+    const char *tune, *gemm_table;
+    ddp_cuda_gemm_desc products[PRODUCTS]; /* of a step, one of each kind */
+    int product_count;
 } bench;
 
 static void must(cudaError_t error, const char *what) {
@@ -70,6 +76,21 @@ static void take_note(void *user, const char *kernel, double flops, double bytes
     if (i == NOTES) return;
     if (i == b->line_count) snprintf(b->lines[b->line_count++].name, sizeof b->lines[i].name, "%s", kernel);
     b->lines[i].launches++, b->lines[i].flops += flops, b->lines[i].bytes += bytes;
+}
+
+/* Keeps a product, unless there is one of its kind. Its memory stays valid after the step. */
+static void take_product(void *user, const ddp_cuda_gemm_desc *product) {
+    bench *b = (bench *)user;
+    for (int i = 0; i < b->product_count; i++) {
+        const ddp_cuda_gemm_desc *d = &b->products[i];
+        if (d->m == product->m && d->n == product->n && d->k == product->k && d->lda == product->lda
+            && d->ldb == product->ldb && d->ldc == product->ldc && d->trans_a == product->trans_a
+            && d->trans_b == product->trans_b && d->epilogue == product->epilogue
+            && !d->addend == !product->addend)
+            return;
+    }
+    if (b->product_count == PRODUCTS) ok(ddp_fail(DDP_ERR_INVALID, "a step has too many products"));
+    b->products[b->product_count++] = *product;
 }
 
 /* Places the parameters, each aligned to 16 bytes. Matrices come first; only they decay. The head uses the
@@ -245,19 +266,24 @@ static void open_model(bench *b) {
     gpt_cuda_desc d = DDP_ZERO;
     cudaDeviceProp properties;
     const char *wrong;
-    double rate = copy_rate(b->stream); /* before the model allocates memory */
+    double rate = b->tune ? 0 : copy_rate(b->stream); /* before the model allocates memory */
     int device;
     d.config = b->config;
     d.batch = b->batch;
     d.length = b->length;
     d.recompute = b->recompute;
-    d.graphs = !b->no_graphs && !b->notes;
+    d.graphs = !b->no_graphs && !b->notes && !b->tune;
     d.group = b->gpu;
     d.stream = b->stream;
     if (b->notes) {
         d.note = take_note;
         d.note_user = b;
     }
+    if (b->tune) {
+        d.note_product = take_product;
+        d.note_user = b;
+    }
+    if (b->gemm_table) ok(ddp_cuda_gemm_load(b->gpu, b->gemm_table, NULL));
     wrong = gpt_cuda_check(&d);
     if (wrong) {
         fprintf(stderr, "bench_gpt: %s\n", wrong);
@@ -274,6 +300,72 @@ static void open_model(bench *b) {
     printf("{\"bench_gpt\": 1, \"parameters\": %zu, \"flops\": %.0f, ", b->count, gpt_cuda_flops(&d));
     printf("\"device\": \"%s\", \"copy_gbytes\": %.0f}\n", properties.name, rate * 1e-9);
     fflush(stdout);
+}
+
+/* Microseconds of a product, of REPEATS in a row. Less than 0: cuBLASLt does not run this algorithm. */
+static double time_product(bench *b, const ddp_cuda_gemm_desc *product, cudaEvent_t begin, cudaEvent_t end) {
+    float ms = 0;
+    if (ddp_cuda_gemm(b->gpu, product, b->stream) != DDP_OK) return -1;
+    must(cudaEventRecord(begin, b->stream), "cudaEventRecord");
+    for (int i = 0; i < REPEATS; i++) ok(ddp_cuda_gemm(b->gpu, product, b->stream));
+    must(cudaEventRecord(end, b->stream), "cudaEventRecord");
+    must(cudaEventSynchronize(end), "cudaEventSynchronize");
+    must(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+    return ms * 1e3 / REPEATS;
+}
+
+/* Times all algorithms of a product in turns, so that a change of the clock rate meets all of them. Returns
+   the fastest one by its shortest turn. */
+static ddp_cuda_gemm_algo tune_product(bench *b, ddp_cuda_gemm_desc product) {
+    ddp_cuda_gemm_algo algos[ALGORITHMS];
+    double fastest[ALGORITHMS];
+    int count, best = 0, separate = -1;
+    cudaEvent_t begin, end;
+    must(cudaEventCreate(&begin), "cudaEventCreate");
+    must(cudaEventCreate(&end), "cudaEventCreate");
+    ok(ddp_cuda_gemm_algos(b->gpu, &product, algos, ALGORITHMS, &count));
+    for (int turn = 0; turn < TURNS; turn++)
+        for (int i = 0; i < count; i++) {
+            product.algo = &algos[i];
+            double us = time_product(b, &product, begin, end);
+            if (turn == 0 || us < fastest[i]) fastest[i] = us;
+        }
+    for (int i = 0; i < count; i++) {
+        if (fastest[i] >= 0 && (fastest[best] < 0 || fastest[i] < fastest[best])) best = i;
+        if (algos[i].separate && fastest[i] >= 0 && (separate < 0 || fastest[i] < fastest[separate]))
+            separate = i;
+    }
+    if (fastest[best] < 0) ok(ddp_fail(DDP_ERR_ENGINE, "cuBLASLt runs no algorithm of a product"));
+    printf("{\"m\": %lld, \"n\": %lld, \"k\": %lld, \"epilogue\": %d, \"algorithms\": %d, ",
+           (long long)product.m, (long long)product.n, (long long)product.k, (int)product.epilogue, count);
+    printf("\"first_us\": %.2f, \"best_us\": %.2f, \"best\": %d, \"separate\": %d", fastest[0], fastest[best],
+           best, algos[best].separate);
+    if (separate >= 0) printf(", \"separate_us\": %.2f", fastest[separate]);
+    printf("}\n");
+    fflush(stdout);
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    return algos[best];
+}
+
+/* The fastest algorithm of each product of a step, in a table. */
+static void tune(bench *b) {
+    ddp_cuda_gemm_algo best[PRODUCTS];
+    step(b);
+    for (int i = 0; i < b->product_count; i++) best[i] = tune_product(b, b->products[i]);
+    ok(ddp_cuda_gemm_save(b->gpu, b->tune, b->products, best, b->product_count));
+}
+
+static void close_bench(bench *b) {
+    gpt_cuda_destroy(b->model);
+    void *memory[] = {b->values, b->grads, b->master, b->first, b->second, b->tokens, b->norm};
+    for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) cudaFree(memory[i]);
+    cudaFreeHost(b->loss);
+    free(b->value);
+    free(b->grad);
+    ddp_group_destroy(b->gpu);
+    ddp_group_destroy(b->self);
+    cudaStreamDestroy(b->stream);
 }
 
 int main(int argc, char **argv) {
@@ -297,6 +389,8 @@ int main(int argc, char **argv) {
         {"--recompute", NULL, &b.recompute, NULL, NULL, 0, 1, "keep only the inputs of blocks"},
         {"--no-graphs", NULL, &b.no_graphs, NULL, NULL, 0, 1, "launch kernels one by one"},
         {"--notes", NULL, &b.notes, NULL, NULL, 0, 1, "print FLOPs and bytes of each kernel, and end"},
+        {"--tune", "FILE", NULL, NULL, &b.tune, 0, 0, "write the fastest algorithms of products, and end"},
+        {"--gemm-table", "FILE", NULL, NULL, &b.gemm_table, 0, 0, "algorithms of products, from --tune"},
     };
     status = options_read("bench_gpt: steps of the GPT on a GPU with nothing around them", options,
                           (int)(sizeof options / sizeof *options), argc, argv, NULL);
@@ -310,6 +404,11 @@ int main(int argc, char **argv) {
     open_group(&b);
     ddp_cuda_use_stream(b.stream);
     open_model(&b);
+    if (b.tune) {
+        tune(&b);
+        close_bench(&b);
+        return 0;
+    }
     if (b.notes) {
         step(&b);
         must(cudaStreamSynchronize(b.stream), "cudaStreamSynchronize");

@@ -31,6 +31,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -77,7 +78,7 @@ class Commands:
     def train(self, size, strategy, steps, *more):
         batch = str(BATCH[size])
         return [self.trainer, "--init", self.values(size), "--context", str(LENGTH), "--micro-batch", batch, "--batch", batch, "--lr", "6e-4", "--steps",
-                str(steps), "--strategy", strategy, *(["--recompute"] if size == "1.5B" else []), *more, self.shard]
+                str(steps), "--strategy", strategy, *(["--recompute"] if size == "1.5B" else []), *self.with_table(size), *more, self.shard]
 
     def torch(self, size, precision):
         large = ["--recompute", "--compile", "blocks"] if size == "1.5B" else []
@@ -85,13 +86,25 @@ class Commands:
                 "--precision", precision, *large]
 
     def bench(self, *more):
-        return [self.bare, "--batch", str(BATCH["124M"]), "--length", str(LENGTH), *more]
+        return [self.bare, "--batch", str(BATCH["124M"]), "--length", str(LENGTH), *self.with_table("124M"), *more]
+
+    def table(self, size):
+        return os.path.join(self.build, "gemm_table_%s.txt" % size)
+
+    def with_table(self, size):
+        """Flags for the programs of a size, once tune has written its table."""
+        return ["--gemm-table", self.table(size)] if os.path.exists(self.table(size)) else []
+
+    def tune(self, size):
+        """The products of all blocks are the same: one block is enough."""
+        shape = ["--layers", "1", *SHAPES[size][2:], "--batch", str(BATCH[size]), "--length", str(LENGTH)]
+        return [self.bare, "--tune", self.table(size), *shape]
 
     def all(self):
         """All commands, in the order of a run."""
         timeline = os.path.join(self.build, "timeline.json")
         return self.compile + [
-            self.compile_llmc, self.tokens(), self.data("124M"), self.data("1.5B"), self.train("124M", "none", STEPS["124M"], "--timeline", timeline),
+            self.compile_llmc, self.tokens(), self.data("124M"), self.data("1.5B"), self.tune("124M"), self.tune("1.5B"), self.train("124M", "none", STEPS["124M"], "--timeline", timeline),
             self.torch("124M", "autocast"), self.torch("124M", "bf16"), self.bench(), self.train("124M", "full", STEPS["124M"]),
             self.train("124M", "none", PROFILED, "--profile"), self.train("1.5B", "none", STEPS["1.5B"]), self.torch("1.5B", "autocast")]
 
@@ -240,7 +253,7 @@ class Bench:
         self.deadline = time.time() + 60 * minutes
         self.notes, self.about = [], {}
         self.ms = {}  # (size, name): one median per round
-        self.host_ms, self.profile, self.timeline = [], [], {}
+        self.host_ms, self.profile, self.timeline, self.tuned = [], [], {}, {}
         self.failed = False
 
     def left(self):
@@ -255,7 +268,7 @@ class Bench:
             self.replace("gpt.json", json.dumps({
                 "ms": {"%s %s" % key: values for key, values in self.ms.items()},
                 "about": self.about, "host_ms": self.host_ms,
-                "profile": self.profile, "timeline": self.timeline, "notes": self.notes}, indent=1))
+                "profile": self.profile, "timeline": self.timeline, "tuned": self.tuned, "notes": self.notes}, indent=1))
         return text
 
     def replace(self, name, text):
@@ -348,6 +361,13 @@ class Bench:
                 elif self.ms.get((size, name)):
                     print("%s %s: %.2f ms per step" % (size, name, self.ms[(size, name)][-1]), flush=True)
 
+    def tune(self, size):
+        """Writes the table of a size, and a copy to the results. Without it the programs use cuBLASLt's first choices."""
+        text = run(self.c.tune(size), self.left(), self.c.build)
+        self.tuned[size] = [json.loads(line) for line in text.splitlines() if line.startswith('{"m"')]
+        if self.out and os.path.realpath(self.out) != os.path.realpath(self.c.build):
+            shutil.copy(self.c.table(size), self.out)
+
     def look_inside(self):
         if self.left() < 30:
             self.note("profile: left out: the time is up")
@@ -363,6 +383,7 @@ class Bench:
         try:
             self.open_peers("124M", [("torch autocast", c.torch("124M", "autocast")), ("torch bf16", c.torch("124M", "bf16"))], peers)  # they compile, too
             join()
+            self.attempt("tuner", self.tune, "124M")
             self.attempt("profile", self.look_inside)
             self.open_peers("124M", [("bare", c.bench())], peers)
             self.rounds_of("124M", [("trainer", "none"), ("trainer, ZeRO-3", "full")], peers, 40)
@@ -374,6 +395,7 @@ class Bench:
     def measure_large(self):
         peers = {}
         try:
+            self.attempt("tuner", self.tune, "1.5B")
             self.open_peers("1.5B", [("torch autocast", self.c.torch("1.5B", "autocast"))], peers)
             self.rounds_of("1.5B", [("trainer", "none")], peers, 45)
         finally:
@@ -467,6 +489,16 @@ def torch_version(bench):
     return next((about["torch"] for about in bench.about.values() if "torch" in about), "missing")
 
 
+def tuned_table(bench, size):
+    names = ("none", "bias", "GELU", "gradient of GELU", "bias gradient")
+    lines = ["| m, n, k | epilogue | algorithms | first choice | fastest | fastest, separate |", "|---|---|---|---|---|---|"]
+    for p in bench.tuned[size]:
+        separate = "%.2f" % p["separate_us"] if "separate_us" in p else "-"
+        lines.append("| %d, %d, %d | %s | %d | %.2f | %.2f | %s |" % (
+            p["m"], p["n"], p["k"], names[p["epilogue"]], p["algorithms"], p["first_us"], p["best_us"], separate))
+    return lines
+
+
 def report(bench):
     """The page as text."""
     device = bench.about.get("124M bare", {})
@@ -480,6 +512,8 @@ def report(bench):
         lines += ["", "One step of 124M by kernel, launched one by one, each followed by an event:", ""] + profile_table(bench)
     if attention_line(bench):
         lines += ["", attention_line(bench)]
+    for size in bench.tuned:
+        lines += ["", "Products of %s, in us. Separate: the epilogue by a kernel of its own." % size, ""] + tuned_table(bench, size)
     if bench.timeline:
         lines += ["", "Three steps of 124M, ms: the host launches them in %s; the device works for %s and is idle for %s."
                   % tuple(", ".join("%.2f" % v for v in bench.timeline[key]) for key in ("host_ms", "device_ms", "idle_ms"))]

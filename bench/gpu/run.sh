@@ -6,8 +6,9 @@
 #                                  NCCL through ddp against direct NCCL calls, a reducer against none, in a world of 1.
 #                                  About a minute
 #   run.sh --gpt [...]             gpt.json, gpt.md: GPT-2 by train_gpt_cuda against PyTorch, and its step by
-#                                  kernel, each with its share of its limit. 5 minutes, or --minutes N; --dry-run
-#                                  prints the commands. Needs python3
+#                                  kernel, each with its share of its limit. First times the algorithms of
+#                                  cuBLASLt; gemm_table_124M.txt has the fastest, which the trainer then uses.
+#                                  5 minutes, or --minutes N; --dry-run prints the commands. Needs python3
 #   run.sh build                   only compile, on a machine without a GPU
 # Programs that `sh tests/gpu/run.sh prepare` built are used from build/gpu, or $PROGRAMS_DIR. Those that are
 # missing or out of date are built there. Files grow as results come: a run that is cut off leaves them.

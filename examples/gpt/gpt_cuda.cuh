@@ -99,6 +99,8 @@ typedef struct gpt_cuda_desc {
     /* Profiling. NULL = none. Called after each launch of a kernel or product with its FLOPs and the minimum
        of bytes that it moves. Not called for graph launches. */
     void (*note)(void *user, const char *kernel, double flops, double bytes);
+    /* NULL = none. Called before each product, also with note_user. For a tuner of ddp_cuda_gemm. */
+    void (*note_product)(void *user, const ddp_cuda_gemm_desc *product);
     void *note_user;
 } gpt_cuda_desc;
 
@@ -1039,6 +1041,7 @@ static inline ddp_result gpt_cuda__multiply(gpt_cuda *m, const gpt_cuda__product
     const ddp_cuda_gemm_desc *d = &p->gemm;
     double rows = (double)d->m, columns = (double)d->n, depth = (double)d->k;
     double elements = rows * depth + depth * columns;
+    if (m->desc.note_product && !m->capturing) m->desc.note_product(m->desc.note_user, d);
     DDP_TRY(ddp_cuda_gemm(m->desc.group, d, m->desc.stream));
     elements += rows * columns * (1 + (d->addend != NULL) + (d->aux != NULL));
     gpt_cuda__note(m, p->name, 2 * (rows * columns * depth - (double)p->padding), (double)m->size * elements);

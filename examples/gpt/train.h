@@ -78,7 +78,8 @@ typedef struct run_options {
     /* only for train_gpt_cuda */
     int32_t offload, memory_limit, no_graphs, profile;
     double loss_scale;
-    const char *gpus, *schedule, *dtype, *order, *reduce_dtype, *tied_grads, *timeline, *init, *write_random;
+    const char *gpus, *schedule, *dtype, *order, *reduce_dtype, *tied_grads, *timeline, *gemm_table;
+    const char *init, *write_random;
     char wrong[512]; /* the error in the command line; "" = none */
 } run_options;
 

@@ -154,6 +154,8 @@ static const flag FLAGS[] = {
     {"--timeline", FLAG_TEXT, NOT_SAVED, AT(timeline), 0, 0,
      "FILE write a trace of three steps for chrome://tracing or Perfetto; a CUDA graph is one\n"
      "                        span, so --no-graphs shows more"},
+    {"--gemm-table", FLAG_TEXT, NOT_SAVED, AT(gemm_table), 0, 0,
+     "FILE algorithms of cuBLASLt, from bench_gpt --tune; the same file gives the same bits"},
     {"--profile", FLAG_SWITCH, NOT_SAVED, AT(profile), 0, 1,
      "print the time of each kernel in one step; disables CUDA graphs"},
     {"--init", FLAG_TEXT, NOT_SAVED, AT(init), 0, 0,
@@ -2021,6 +2023,17 @@ static ddp_result finish(trainer *t, double validation) {
     return run_finish(r, validation, hash);
 }
 
+/* Collective over all ranks: they must read the same table. */
+static ddp_result load_gemm_table(trainer *t) {
+    const char *path = t->run.options->gemm_table;
+    int used;
+    if (!path) return DDP_OK;
+    DDP_TRY(ddp_cuda_gemm_load(t->desc.group, path, &used));
+    if (t->run.rank == 0)
+        printf("--gemm-table %s: algorithms for %d products on this GPU with this cuBLASLt\n", path, used);
+    return DDP_OK;
+}
+
 static ddp_result build(trainer *t) {
     void *memory;
     DDP_TRY(place_rank(t));
@@ -2037,6 +2050,7 @@ static ddp_result build(trainer *t) {
     t->desc.stream = t->stream;
     t->desc.group = t->all_gpus ? t->all_gpus : t->along_dp;
     t->desc.tensor = t->along_tp;
+    DDP_TRY(load_gemm_table(t));
     if (t->run.options->profile && t->run.rank == 0) {
         t->desc.note = profile_mark;
         t->desc.note_user = t;

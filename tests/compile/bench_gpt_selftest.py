@@ -48,6 +48,14 @@ print("  ranks   pp   dp   tp   strategy   dtype   tokens/s   TFLOP/s     MFU   
 print("      1    1    1    1   %-8s   bf16      1000000   800.00   80.9%%          1.50 ms   31.00 ms" % value("--strategy"))
 """
 
+TUNER = """
+import sys
+with open(sys.argv[1], "w") as file:
+    file.write("end 0")
+print('{"bench_gpt": 1}')
+print('{"m": 32768, "n": 768, "k": 3072, "epilogue": 4, "algorithms": 16, "first_us": 210.5, "best_us": 200, "best": 9, "separate": 1, "separate_us": 200}')
+"""
+
 PEER = """
 import json, sys
 print(json.dumps(ABOUT), flush=True)
@@ -76,6 +84,9 @@ class Pretended(gpt.Commands):
 
     def train(self, *more):
         return [sys.executable] + super().train(*more)
+
+    def tune(self, size):
+        return [sys.executable, "-c", self.peers.get("tuner", TUNER), self.table(size)]
 
     def torch(self, size, precision):
         return [sys.executable, "-c", self.peers[precision]]
@@ -118,6 +129,7 @@ class Tests(unittest.TestCase):
         for line in ("| 124M, 32 x 1024 | torch bf16 | 3.00 | 10922667 |", "nobody, copy on the device 4000 GB/s, PyTorch 2.11\n",
                      "| mlp up, gelu | 12 | 20.000 | 66.7% | 700 | 71% | 900 | 22% | 71%, FLOPs |",
                      "| optimizer | 1 | 1.000 | 33.3% | 0 | 0% | 3733 | 93% | 93%, bytes |",
+                     "| 32768, 768, 3072 | bias gradient | 16 | 210.50 | 200.00 | 200.00 |",
                      "forward and backward, ms: the trainer 0.500, cudnn 0.500, flash 0.625.",
                      "device's time | 4% | reached |", "at most 1% of a step | 0.93% | reached |"):
             self.assertIn(line, text)
@@ -139,6 +151,19 @@ class Tests(unittest.TestCase):
         self.assertEqual(bench.notes, ["torch autocast: left out: PyTorch is not installed: left out", "torch bf16: failed: %s: status 1: out of memory"
                                        % os.path.basename(sys.executable), "torch autocast: left out: PyTorch is not installed: left out"])
         self.assertEqual(len(bench.ms[("1.5B", "trainer")]), 1)
+
+    def test_tables_of_the_tuner(self):
+        """The programs of a size get its table, but no table that was not written."""
+        bench = self.bench(tuner="raise SystemExit('no device')")
+        self.assertFalse(bench.attempt("tuner", bench.tune, "124M"))
+        self.assertNotIn("--gemm-table", bench.c.train("124M", "none", 9) + gpt.Commands.bench(bench.c))
+        bench = self.bench()
+        self.assertTrue(bench.attempt("tuner", bench.tune, "124M"))
+        table = os.path.join(self.folder.name, "gemm_table_124M.txt")
+        for words in (bench.c.train("124M", "none", 9), gpt.Commands.bench(bench.c)):
+            self.assertEqual(words[words.index("--gemm-table") + 1], table)
+        self.assertNotIn("--gemm-table", bench.c.train("1.5B", "none", 9))
+        self.assertEqual(gpt.Commands.tune(bench.c, "1.5B")[1:7], ["--tune", table.replace("124M", "1.5B"), "--layers", "1", "--heads", "25"])
 
     def test_whether_there_is_a_gpu(self):
         self.assertFalse(gpt.has_gpu("libthere_is_no_driver.so.1"))

@@ -5,6 +5,7 @@
                                               test_conformance.cu, with a fake cuBLASLt. */
 #include "../support/device.h"
 #include "../../ddp_tensor.h"
+#include <string>
 #include <vector>
 
 enum { KEPT = 16, WIDTH = 37 };
@@ -466,7 +467,7 @@ struct far_array {
         std::vector<unsigned char> rounded(want.size() * size + 1);
         if (ddp_device_cuda()->alloc(NULL, (want.size() + offset) * size, &memory) != DDP_OK) return;
         at = (char *)memory + offset * size;
-        for (size_t i = 0; i < want.size(); i++) want[i] = 2 * number(seed * 1000003 + i);
+        for (size_t i = 0; i < want.size(); i++) want[i] = number(seed * 1000003 + i) / 0.7;
         ddp_device_cpu()->cast(rounded.data(), dtype, want.data(), DDP_F64, want.size());
         ddp_device_cpu()->cast(want.data(), DDP_F64, rounded.data(), dtype, want.size());
         ddp_device_cuda()->copy(at, rounded.data(), want.size() * size);
@@ -675,6 +676,202 @@ static ddp_result bad_products(device_rank *d) {
     ddp_device_cuda()->free(NULL, memory);
     return DDP_OK;
 }
+
+#if defined(DDP_TEST_ON_CPU)
+//== tables of algorithms =====================================================
+
+static std::string read_text(const char *path) {
+    std::string text;
+    char part[4096];
+    FILE *file = fopen(path, "r");
+    for (size_t n; file && (n = fread(part, 1, sizeof part, file)) > 0;) text.append(part, n);
+    if (file) fclose(file);
+    return text;
+}
+static void write_text(const std::string &path, const std::string &text) {
+    FILE *file = fopen(path.c_str(), "w");
+    if (file && fwrite(text.data(), 1, text.size(), file) != text.size())
+        printf("%s: cannot write\n", path.c_str());
+    if (file) fclose(file);
+}
+static std::string replaced(std::string text, const char *from, const char *to) {
+    size_t at = text.find(from);
+    return at == std::string::npos ? "not found: " + std::string(from) : text.replace(at, strlen(from), to);
+}
+static ddp_result bits_of(device_rank *d, ddp_group *group, const ddp_cuda_gemm_desc &g, const far_array &c,
+                          std::vector<double> *out) {
+    RANKS_OK(d->cpu, ddp_cuda_gemm(group, &g, d->stream));
+    *out = c.have();
+    return DDP_OK;
+}
+
+/* Algorithms one by one; a table with one of them; tables with mistakes, which change nothing. */
+static ddp_result tables(device_rank *d) {
+    ddp_cuda_gemm_algo algos[8];
+    int count, used;
+    std::string path = "/tmp/ddp_gemm_" + std::to_string((long)getpid());
+    far_array a(d, DDP_F64, 1, 40 * 300, 0), b(d, DDP_F64, 2, 300 * 8, 0), c(d, DDP_F64, 3, 40 * 8, 0),
+        sums(d, DDP_F64, 4, 40, 0);
+    std::vector<double> plain, other, bits;
+    ddp_cuda_gemm_desc g = DDP_ZERO, half = DDP_ZERO;
+    ddp_group *group;
+    RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group)); /* without cached choices */
+    g.m = 40, g.n = 8, g.k = 300, g.a = a.at, g.b = b.at, g.c = c.at, g.dtype = DDP_F64;
+    half = g, half.dtype = DDP_BF16, half.epilogue = DDP_CUDA_EPILOGUE_GELU, half.aux = half.c,
+    half.bias = b.at;
+    for (int capacity = 1; capacity <= 8; capacity++) { /* the fake cuBLASLt has three, half of them fused */
+        RANKS_OK(d->cpu, ddp_cuda_gemm_algos(d->group, &half, algos, capacity, &count));
+        int fused = (capacity + 1) / 2 < 3 ? (capacity + 1) / 2 : 3, wants = fused + 3;
+        if (wants > capacity) wants = capacity;
+        RANKS_CHECK(d->cpu, count == wants, "%d algorithms of %d", count, capacity);
+        for (int i = 0; i < count; i++)
+            RANKS_CHECK(d->cpu, algos[i].separate == (i >= fused), "algorithm %d of %d", i, capacity);
+    }
+    half.dtype = DDP_F32; /* never fused */
+    RANKS_OK(d->cpu, ddp_cuda_gemm_algos(d->group, &half, algos, 8, &count));
+    RANKS_CHECK(d->cpu, count == 3 && algos[0].separate, "%d algorithms for GELU in f32", count);
+    g.epilogue = DDP_CUDA_EPILOGUE_BIAS_GRAD, g.bias_grad = sums.at;
+    LAYER_TRY(bits_of(d, group, g, c, &plain));
+    RANKS_OK(d->cpu, ddp_cuda_gemm_algos(group, &g, algos, 8, &count));
+    RANKS_CHECK(d->cpu, count == 6, "%d algorithms", count);
+    for (int i = 0; i < count; i++) {
+        g.algo = &algos[i];
+        int fused = fake_lt_fused;
+        LAYER_TRY(bits_of(d, group, g, c, i == 4 ? &other : &bits));
+        RANKS_CHECK(d->cpu, fake_lt_fused - fused == (i < 3), "algorithm %d", i);
+        if (i != 4) RANKS_CHECK(d->cpu, (bits == plain) == (i % 3 == 0), "algorithm %d has other bits", i);
+    }
+    g.algo = NULL;
+    RANKS_OK(d->cpu, ddp_cuda_gemm_save(group, path.c_str(), &g, &algos[4], 1));
+    const std::string text = read_text(path.c_str());
+    for (int again = 0; again < 2; again++) {
+        RANKS_OK(d->cpu, ddp_cuda_gemm_load(group, path.c_str(), again ? NULL : &used));
+        int asked = fake_lt_asked;
+        LAYER_TRY(bits_of(d, group, g, c, &bits));
+        RANKS_CHECK(d->cpu, used == 1 && bits == other && fake_lt_asked == asked, "a table of %d products",
+                    used);
+    }
+    ddp_cuda_gemm_desc odd = g; /* the table is for an alignment of 16 bytes */
+    odd.bias_grad = (char *)sums.at + 8, odd.m = 39;
+    LAYER_TRY(bits_of(d, group, odd, c, &bits));
+    for (size_t i = 39 * 8; i < bits.size(); i++) bits[i] = other[i] = plain[i];
+    LAYER_TRY(bits_of(d, group, g, c, &other));
+#define WRONG(changed, line, says)                                                                        \
+    do {                                                                                                  \
+        write_text(path, changed);                                                                        \
+        LAYER_TRY(                                                                                        \
+            refused(d, ddp_cuda_gemm_load(group, path.c_str(), &used), DDP_ERR_INVALID, line ": " says)); \
+        LAYER_TRY(bits_of(d, group, g, c, &bits));                                                        \
+        RANKS_CHECK(d->cpu, bits == other, "a wrong table replaced the one before");                      \
+    } while (0)
+    std::string product = text.substr(text.find("f64 "), text.find("end ") - text.find("f64 "));
+    WRONG("", "line 0", "the line end is missing");
+    WRONG("a table\n", "line 1", "the first line is not ddp_cuda_gemm 1");
+    WRONG(text.substr(0, text.find("end ")), "line 4", "the line end is missing");
+    WRONG(text.substr(0, text.size() - 1), "line 5", "the line is cut off");
+    WRONG(text.substr(0, text.find("separate=")), "line 4", "the line is cut off");
+    WRONG(text + "\n", "line 6", "text after the line end");
+    WRONG(replaced(text, "end 1", "end 2"), "line 5", "it counts other products");
+    WRONG(replaced(text, "end 1", "end 01"), "line 5", "it counts other products");
+    WRONG(replaced(text, "chip ", "ship "), "line 2", "a product before");
+    WRONG(replaced(text, text.substr(text.find("chip "), text.find("cublaslt ") - text.find("chip ")).c_str(),
+                   ""),
+          "line 2", "no version after a line chip");
+    WRONG(replaced(text, "cublaslt 1", "cublaslt v"), "line 3", "no version after a line chip");
+    WRONG(replaced(text, "cublaslt 130101\n", ""), "line 3", "a product before");
+    WRONG(replaced(text, "end 1", (product + "end 2").c_str()), "line 5",
+          "a product that an earlier line has");
+    WRONG(replaced(text, "algo=", "algo=ffffffff"), "line 4", "no product");
+    WRONG(replaced(text, "algo=0", "algo=f"), "line 4", "cuBLASLt refuses this algorithm");
+    for (const char *change : {"f64 >f46 ",
+                               "f64 >i8 ",
+                               " nn > nx ",
+                               " nn > nnn ",
+                               "m=40>m=-40",
+                               "m=40>m=0",
+                               "m=40>m=040",
+                               "m=40>m=99999999999999999999",
+                               "k=300>k=0x12c",
+                               "lda=300>lda=299",
+                               "lda=300>lda=0",
+                               "ldc=8>ldc= 8",
+                               "=bias_grad>=bias_grab",
+                               "=bias_grad>=none",
+                               "addend=0>addend=2",
+                               "tf32=0>tf32=2",
+                               "align=8>align=12",
+                               "align=8>align=32",
+                               "align=8>align=0",
+                               "separate=1>separate=2",
+                               "algo=0>algo=g"}) {
+        std::string from = change, to = from.substr(from.find('>') + 1);
+        from.resize(from.find('>'));
+        std::string changed = replaced(replaced(text, "align=16", "align=8"), from.c_str(), to.c_str());
+        RANKS_CHECK(d->cpu, changed.find("not found") == std::string::npos, "%s", changed.c_str());
+        WRONG(changed, "line 4", "no product as ddp_cuda_gemm_save writes it");
+    }
+    WRONG(replaced(text, "f64 ", (std::string(600, ' ') + "f64 ").c_str()), "line 4",
+          "the line is cut off, or longer than 511");
+    WRONG(std::string(text).insert(text.find("f64 "), 1, '\0'), "line 4", "the line is cut off");
+#undef WRONG
+    std::string foreign = text.substr(0, text.find("end ")) + "chip another GPU\ncublaslt 130101\n" + product
+                          + "end 2\n";
+    write_text(path, foreign); /* two sections */
+    RANKS_OK(d->cpu, ddp_cuda_gemm_load(group, path.c_str(), &used));
+    RANKS_CHECK(d->cpu, used == 1, "%d products of two GPUs", used);
+    write_text(path, text);
+    fake_lt_version++; /* another version of cuBLASLt */
+    ddp_result loaded = ddp_cuda_gemm_load(group, path.c_str(), &used);
+    fake_lt_version--;
+    RANKS_OK(d->cpu, loaded);
+    LAYER_TRY(bits_of(d, group, g, c, &bits));
+    RANKS_CHECK(d->cpu, used == 0 && bits == plain, "%d products of another version", used);
+    LAYER_TRY(refused(d, ddp_cuda_gemm_load(group, NULL, NULL), DDP_ERR_INVALID, "path is NULL"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_load(NULL, path.c_str(), NULL), DDP_ERR_INVALID,
+                      "gemm_load: the group has no"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_load(group, "/missing/table", NULL), DDP_ERR_SYSTEM,
+                      "/missing/table: No such"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_save(group, "/missing/table", &g, algos, 1), DDP_ERR_SYSTEM,
+                      "/missing/table: "));
+    LAYER_TRY(
+        refused(d, ddp_cuda_gemm_save(group, NULL, &g, algos, 1), DDP_ERR_INVALID, "path, descs or algos"));
+    LAYER_TRY(
+        refused(d, ddp_cuda_gemm_save(group, path.c_str(), &g, algos, 1025), DDP_ERR_INVALID, "count=1025"));
+    LAYER_TRY(
+        refused(d, ddp_cuda_gemm_save(d->cpu, path.c_str(), &g, algos, 1), DDP_ERR_INVALID, "has no GPUs"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_algos(group, &g, algos, 0, &count), DDP_ERR_INVALID, "capacity=0"));
+    g.n = -1;
+    LAYER_TRY(refused(d, ddp_cuda_gemm_algos(group, &g, algos, 8, &count), DDP_ERR_INVALID,
+                      "gemm_algos: m=40 n=-1"));
+    LAYER_TRY(refused(d, ddp_cuda_gemm_save(group, path.c_str(), &g, algos, 1), DDP_ERR_INVALID,
+                      "gemm_save: m=40"));
+    RANKS_CHECK(d->cpu, read_text(path.c_str()) == text, "a refused table was written");
+    remove(path.c_str());
+    ddp_group_destroy(group);
+    return DDP_OK;
+}
+
+/* Two ranks with different tables, or one without. */
+static ddp_result tables_of_ranks(device_rank *d) {
+    ddp_cuda_gemm_algo none = DDP_ZERO;
+    int rank = ddp_rank(d->cpu);
+    std::string first = "/tmp/ddp_gemm_" + std::to_string((long)getpid()), second = first + "_1";
+    if (rank == 0) {
+        RANKS_OK(d->cpu, ddp_cuda_gemm_save(d->group, first.c_str(), NULL, &none, 0));
+        write_text(second, replaced(read_text(first.c_str()), "cublaslt 1", "cublaslt 2"));
+    }
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    RANKS_OK(d->cpu, ddp_cuda_gemm_load(d->group, first.c_str(), NULL));
+    const char *path = (rank == 0 ? first : second).c_str();
+    LAYER_TRY(refused(d, ddp_cuda_gemm_load(d->group, path, NULL), DDP_ERR_MISMATCH, "table="));
+    if (rank == 1) path = "/missing/table";
+    LAYER_TRY(
+        refused(d, ddp_cuda_gemm_load(d->group, path, NULL), DDP_ERR_SYSTEM, "/missing/table: No such file"));
+    if (rank == 0) remove(first.c_str());
+    if (rank == 0) remove(second.c_str());
+    return DDP_OK;
+}
+#endif
 #endif
 
 #if defined(DDP_TEST_ON_CPU)
@@ -807,6 +1004,10 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         RANKS_RUN(world, epilogues(&d));
         RANKS_RUN(world, bad_products(&d));
     }
+#if defined(DDP_TEST_ON_CPU)
+    if (ddp_world_size(world) == 1) RANKS_RUN(world, tables(&d));
+    if (ddp_world_size(world) == 2) RANKS_RUN(world, tables_of_ranks(&d));
+#endif
 #endif
 #if defined(DDP_TEST_ON_CPU)
     if (ddp_world_size(world) == 1) RANKS_RUN(world, failing(&d));

@@ -102,6 +102,27 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     norm=$(($(number 'merged full 4' reduced) - 6 * $(number any reduced)))
     [ "$(number any reduced)" -gt 10000 ] && [ $norm -ge 0 ] && [ $norm -lt 5000 ] ||
         fail "$(number any reduced) bytes were reduced in bf16, $(number 'merged full 4' reduced) in the tree"
+    # A table of the tuner, for all kinds of products of a step. On the fake GPU all algorithms take the same time,
+    # and the first one wins. The second table has another one for each product, and a part for each of two GPUs:
+    # other bits, the same ones on both. An algorithm has its number in the third last word.
+    "$folder/gpt_tests" bench_gpt --tune table --layers 1 --heads 2 --channels 32 --vocab 256 --batch 2 --length 16 > tuner.all 2>&1 ||
+        fail "bench_gpt --tune: $(cat tuner.all)"
+    [ "$(grep -c '"best_us"' tuner.all) $(tail -n 1 table)" = "15 end 15" ] || fail "bench_gpt --tune: $(cat tuner.all table)"
+    cuda tuned $short --gemm-table table
+    same_hash one tuned
+    grep -q "table: algorithms for 15 products on this GPU" tuned.out || fail "$(cat tuned.out)"
+    {
+        head -n 1 table
+        for gpu in 0 1; do
+            sed -e 1d -e '$d' -e "s/^chip .*/chip Fake $gpu/" table
+        done | sed 's/ 0\{16\} 0\{16\} 0\{16\}$/ 0000000000000001 0000000000000000 0000000000000000/'
+        echo "end 30"
+    } > second
+    cuda second $short --gemm-table second
+    cuda second2 $short --gemm-table second --ranks 2 --strategy full
+    near second one
+    same_hash second second2
+    [ "$(hash_of second)" != "$(hash_of one)" ] || fail "--gemm-table changed nothing"
     cuda stages $short --stages 2 --reduce-dtype bf16 --timeline stages.json
     cuda mesh $short --stages 2 --ranks 4 --strategy grad --schedule GPipe --profile
     same_hash one stages
@@ -331,6 +352,8 @@ before=$(state)
     wrong "cannot be written" $short --checkpoint missing/file text
     wrong "cannot be written" $short --checkpoint missing/folder/ text
     wrong "cannot be written" $short --timeline missing/file text
+    wrong "missing/table: No such file" $short --gemm-table missing/table text
+    wrong "line 1: the first line is not ddp_cuda_gemm 1; write the table again" $short --gemm-table text text
     wrong "was trained with --layers 2, not 3" --resume here --layers 3 text
     wrong "not a checkpoint" --resume text text
     wrong "cannot be written" --write-random missing/file

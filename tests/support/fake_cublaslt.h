@@ -38,6 +38,8 @@ struct fake_lt_way {
     int compute, type;
     uint32_t m, n, k, epilogue, bytes;
     uint16_t align[6];
+    uint32_t number; /* of the algorithm among those for a request. The first adds in f64, the others in f32,
+                        from a term on that is earlier by this number */
 };
 /* live handles; heuristic requests; products with TF32 */
 static int fake_lt_handles, fake_lt_asked, fake_lt_tf32;
@@ -46,6 +48,8 @@ static cublasStatus_t fake_lt_refusal = CUBLAS_STATUS_NOT_SUPPORTED; /* the resu
 static cublasStatus_t fake_lt_state = CUBLAS_STATUS_SUCCESS; /* the state of results of the heuristics */
 static int fake_lt_late;                                     /* 1: the product refuses, not the heuristics */
 static int fake_lt_fused;                                    /* products with an epilogue */
+enum { FAKE_LT_ALGORITHMS = 3 };                             /* for each product */
+static size_t fake_lt_version = 130101;
 
 template <class T, class Opaque> static T &fake_lt(Opaque *opaque) {
     static_assert(sizeof(T) <= sizeof(Opaque), "NVIDIA's struct is larger");
@@ -181,6 +185,7 @@ static fake_lt_way fake_lt_shape(const fake_lt_desc &d, const fake_lt_layout &a,
         d.epilogue,
         0,
         {0, 0, 0, 0, 0, 0},
+        0,
     };
     uint64_t k = d.transposed[1] ? b.columns : b.rows;
     int scale = a.type == CUDA_R_64F ? CUDA_R_64F : CUDA_R_32F;
@@ -218,12 +223,40 @@ extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cubla
     for (int i = 0; i < 4; i++) way.align[i] = (uint16_t)w.align[i];
     way.align[4] = fake_lt_aligned(how.bias);
     way.align[5] = fake_lt_aligned(how.aux);
-    fake_lt<fake_lt_way>(&found->algo) = way;
-    found->workspaceSize = w.bytes;
-    found->state = fake_lt_state;
-    *count = 1;
+    for (*count = 0; *count < most && *count < FAKE_LT_ALGORITHMS; ++*count) {
+        way.number = (uint32_t)*count;
+        memset(&found[*count].algo, 0, sizeof found->algo);
+        fake_lt<fake_lt_way>(&found[*count].algo) = way;
+        found[*count].workspaceSize = w.bytes;
+        found[*count].state = fake_lt_state;
+    }
     return CUBLAS_STATUS_SUCCESS;
 }
+
+/* Whether an algorithm is one for these sizes and types. */
+static int fake_lt_matches(const fake_lt_way &way, const fake_lt_way &mine) {
+    return mine.m && mine.m == way.m && mine.n == way.n && mine.k == way.k && mine.compute == way.compute
+           && mine.type == way.type && mine.epilogue == way.epilogue && way.number < FAKE_LT_ALGORITHMS;
+}
+
+extern "C" cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
+                                                  cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                  cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                                  const cublasLtMatmulAlgo_t *algo,
+                                                  cublasLtMatmulHeuristicResult_t *result) {
+    FAKE_CALL(0, "cublasLtMatmulAlgoCheck()");
+    const fake_lt_way &way = fake_lt<fake_lt_way>((cublasLtMatmulAlgo_t *)algo);
+    if (call.fault) return CUBLAS_STATUS_EXECUTION_FAILED;
+    result->workspaceSize = way.bytes;
+    result->state = CUBLAS_STATUS_SUCCESS;
+    return fake_lt_matches(way, fake_lt_shape(fake_lt<fake_lt_desc>(desc), fake_lt<fake_lt_layout>(a),
+                                              fake_lt<fake_lt_layout>(b), fake_lt<fake_lt_layout>(c),
+                                              fake_lt<fake_lt_layout>(d)))
+               ? CUBLAS_STATUS_SUCCESS
+               : CUBLAS_STATUS_INVALID_VALUE;
+}
+
+extern "C" size_t cublasLtGetVersion(void) { return fake_lt_version; }
 
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__OPTIMIZE__)
 #pragma GCC push_options
@@ -313,8 +346,11 @@ template <class T> static void fake_lt_product(const fake_lt_task &task) {
         for (int64_t j = 0; j < n; j++) wide[(size_t)(k * n + j)] = fake_lt_wide(b[j * row[1] + k * deep[1]]);
     for (int64_t i = 0; i < m; i++) {
         sums.assign((size_t)n, 0);
-        for (int64_t k = depth; k-- > 0;)
+        for (int64_t term = depth; term-- > 0;) {
+            int64_t k = (term + depth - task.way.number % depth) % depth;
             fake_lt_add(sums.data(), wide.data() + k * n, fake_lt_wide(a[i * row[0] + k * deep[0]]), n);
+            for (int64_t j = 0; task.way.number && j < n; j++) sums[(size_t)j] = (float)sums[(size_t)j];
+        }
         for (int64_t j = 0; j < n; j++) {
             double sum = sums[(size_t)j], slope;
             sum = task.alpha * sum + (task.beta != 0 ? task.beta * fake_lt_wide(c[j * task.step[2] + i]) : 0);
@@ -366,9 +402,7 @@ extern "C" cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmul
     if (call.fault) return CUBLAS_STATUS_EXECUTION_FAILED;
     if (handle->device != fake_me.device)
         fake_failed("the handle is another device's: %s", fake_where(call.line).c_str());
-    if (!mine.m || mine.m != way.m || mine.n != way.n || mine.k != way.k || mine.compute != way.compute
-        || mine.type != way.type || mine.epilogue != way.epilogue || bytes < way.bytes
-        || (c == d && layout[2].step != layout[3].step)) {
+    if (!fake_lt_matches(way, mine) || bytes < way.bytes || (c == d && layout[2].step != layout[3].step)) {
         fake_failed("the way is not for this product: %s", fake_where(call.line).c_str());
         return CUBLAS_STATUS_INVALID_VALUE;
     }

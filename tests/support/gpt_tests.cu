@@ -3,7 +3,8 @@
 
     gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu, fake_kernel is
                                          test_fake_kernel.cu, step_cuda is the example,
-                                         train_mlp_cuda is train_mlp_cuda.cu.
+                                         train_mlp_cuda is train_mlp_cuda.cu, bench_gpt is the program of
+                                         bench/gpu, except with sanitizers.
     Under the name train_gpt_cuda the program is that trainer, except with sanitizers. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
@@ -12,6 +13,7 @@
 #include "fake_kernel.h"
 #include "random.h"
 #include "../../examples/gpt/gpt_cuda.cuh"
+#include "../../examples/gpt/options.h"
 
 #define main test_main
 namespace gpt_model_tests {
@@ -43,14 +45,19 @@ namespace step_cuda {
 #undef main
 #include "train_mlp_cuda.cu"
 #if !defined(__SANITIZE_ADDRESS__)
+#define main bench_main
+namespace bench_gpt {
+#include "../../bench/gpu/bench_gpt.cu"
+}
+#undef main
 #undef CUDA
 #include "train_gpt_cuda.cu"
 #endif
 
-/* The example on the fake GPU: its arguments, and no call out of order, no memory left. */
-static int run_example(int argc, char **argv) {
+/* A program on the fake GPU: its arguments, and no call out of order, no memory left. */
+static int run_named(int (*program)(int argc, char **argv), int argc, char **argv) {
     fake_start(1, 1); /* one GPU, which several ranks share through host memory */
-    int status = step_cuda::example_main(argc, argv);
+    int status = program(argc, argv);
     std::string left = fake_left();
     if (!left.empty()) printf("left behind:\n%s", left.c_str());
     return status + fake_failures() + !left.empty();
@@ -64,6 +71,7 @@ int main(int argc, char **argv) {
         fake_rounds = 1;
         return train_gpt_cuda(argc, argv);
     }
+    if (strcmp(name, "bench_gpt") == 0) return run_named(bench_gpt::bench_main, argc - 1, argv + 1);
 #else
     fake_rounds = strcmp(name, "gpt") == 0; /* the plain flavour checks its numbers */
 #endif
@@ -72,7 +80,7 @@ int main(int argc, char **argv) {
     if (strcmp(name, "gpt") == 0) return gpt_model_tests::test_main(argc, argv);
     if (strcmp(name, "attention") == 0) return attention_tests::test_main();
     if (strcmp(name, "fake_kernel") == 0) return kernel_tests::test_main();
-    if (strcmp(name, "step_cuda") == 0) return run_example(argc, argv);
+    if (strcmp(name, "step_cuda") == 0) return run_named(step_cuda::example_main, argc, argv);
     if (strcmp(name, "train_mlp_cuda") == 0) return train_mlp_cuda(argc, argv);
     printf(
         "gpt_tests: no test is called '%s'; use gpt, attention, fake_kernel, step_cuda or train_mlp_cuda\n",
