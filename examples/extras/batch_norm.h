@@ -17,7 +17,7 @@ EXAMPLE
 
 CONCEPTS
     Statistics    Mean and variance of each channel, over samples and space, in one training forward (Ioffe
-                  and Szegedy 2015). Without a group they are those of this rank, as in BatchNorm2d of PyTorch.
+                  and Szegedy 2015). Without a group they are those of this rank, as in PyTorch's BatchNorm2d.
                   With a group they are over the samples of all ranks, as in SyncBatchNorm. Ranks may have
                   different numbers of samples, also none.
     Running       running = (1 - momentum) running + momentum statistic. The variance among them is unbiased.
@@ -72,7 +72,7 @@ typedef struct batch_norm {
     double *mean, *inv_std; /* (channels) */
     int64_t count;          /* values per channel, of all ranks; 0 = none, or it has failed */
     batch_norm__message *message;
-    batch_norm__sums *sums; /* (channels), behind *message */
+    batch_norm__sums *sums; /* (channels), follows *message in memory */
 } batch_norm;
 
 /* Creates a batch norm for host memory. Not collective. Free *out with batch_norm_destroy.
@@ -204,9 +204,10 @@ static inline ddp_result batch_norm_forward(batch_norm *norm, const float *weigh
     }
     for (int64_t row = 0; row < samples * norm->desc.channels; row++) {
         int c = (int)(row % norm->desc.channels);
-        double inv_std = 1 / sqrt((double)norm->running_var[c] + norm->desc.eps);
+        double variance = norm->running_var[c];
+        double inv_std = training ? norm->inv_std[c] : 1 / sqrt(variance + norm->desc.eps);
         float mean = training ? (float)norm->mean[c] : norm->running_mean[c];
-        float scale = (float)(training ? norm->inv_std[c] : inv_std) * (weight ? weight[c] : 1);
+        float scale = (float)inv_std * (weight ? weight[c] : 1);
         float shift = bias ? bias[c] : 0;
         for (int64_t i = row * space; i < (row + 1) * space; i++) y[i] = (x[i] - mean) * scale + shift;
     }
@@ -214,11 +215,11 @@ static inline ddp_result batch_norm_forward(batch_norm *norm, const float *weigh
 }
 
 /* Gradients of the last training forward, with its x, weight and sizes. dx may be dy. d_weight, d_bias:
-   (channels), overwritten; both NULL if there is no weight.
+   (channels), overwritten; both NULL if weight is NULL.
    Without a group they are sums over this rank's samples. With a group they are sums over the samples of all
    ranks, divided by the number of ranks: the averages that a reducer computes from SyncBatchNorm's gradients.
-   All ranks get the same ones, so that a reducer may average them again. If the number of ranks is not a power
-   of two, this can round them once more.
+   All ranks get the same ones, so that a reducer may average them again. If their number is not a power of two,
+   this can round them once more.
    With a group it is collective and blocks. Errors: DDP_ERR_INVALID, also if the forward is missing. */
 static inline ddp_result batch_norm_backward(batch_norm *norm, const float *weight, const float *x,
                                              const float *dy, float *dx, float *d_weight, float *d_bias,
