@@ -82,20 +82,22 @@ DETERMINISM
                                and on the strategy, but every run with the same flags has the same bits.
 
 COST OF THE TREE
-    Bytes that a rank sends in a reduce-scatter of P bytes over W = N G ranks, N nodes of G = 8 GPUs with one
-    network card each. An all-reduce sends twice as many. The tree is an all-to-all, a local tree and, in an
-    all-reduce, an all-gather.
+    Bytes that a rank sends in a reduce-scatter of P bytes over W = N G ranks: N nodes of G = 8 GPUs, with one
+    network card for each GPU. An all-reduce sends twice as many. The tree is an all-to-all, a local tree and,
+    in an all-reduce, an all-gather.
 
                                               per rank          of these, through its network card
         one node, ring or tree                P (W - 1) / W     -
         N nodes, ring of NCCL                 P (W - 1) / W     P (W - 1) / (W G)
         N nodes, flat tree                    P (W - 1) / W     P (N - 1) / N
-        N nodes, tree inside nodes first      < 2 P             P (N - 1) / (N G)
+        N nodes, tree inside nodes first      P (W - 1) / W     P (N - 1) / W
 
     Inside a node the tree sends the bytes of the ring, but in up to three stages, each of which waits for the
     one before. Across nodes a flat tree sends G^2 (N - 1) / (G N - 1) times the bytes of the ring through
     each card: 4.3 times for 2 nodes, 7.1 for 8, at most 8. A tree that reduces inside each node first sends
-    no more than the ring. ddp_cuda_group_create documents when sums over ranks take which way.
+    no more than the ring. For a 16-bit --reduce-dtype it sends up to twice that, because its partial sums are
+    f32. The groups of this program reduce inside nodes first if each node has 2^k consecutive ranks of the
+    group: see ddp_cuda_group_create. Otherwise the tree is flat, and --order any sends less.
 
 CHECKPOINTS
     --checkpoint FILE writes the format of train_gpt: f32 values and moments, which both programs can resume.
