@@ -220,18 +220,24 @@ static void check_reduce_strided(void) {
     for (size_t d = 0; d < sizeof pairs / sizeof *pairs; d++) {
         ddp_dtype dtype = pairs[d].from, dst_dtype = pairs[d].to;
         size_t size = ddp_dtype_size(dtype), stride = 48 * size;
-        for (int k = 0; k < DDP__CUDA_TREE_MAX_SOURCES; k++)
-            fill(in.host + stride * (size_t)k, COUNT, dtype, k == 5);
+        for (int k = 0; k < DDP__CUDA_TREE_MAX_SOURCES; k++) {
+            unsigned char *source = in.host + stride * (size_t)k;
+            fill(source, COUNT, dtype, k == 5);
+            memcpy(source + COUNT * size, source, 6 * size);
+        }
         fill(elsewhere.host, COUNT + 1, dtype, 0);
+        memcpy(elsewhere.host + (COUNT + 1) * size, elsewhere.host, 5 * size);
         buffer_up(&in);
         buffer_up(&elsewhere);
         for (int w = 0; w < WORLDS; w++) {
             int n = worlds[w], own = w % 3 == 0 ? n - 1 : w % 3 == 1 ? 0 : n / 2;
-            size_t shift = w % 2 ? size : 0; /* without it, 16 bytes at a time */
+            /* All arrays are aligned, only one is not, or all are after heads of different lengths. */
+            size_t shift = w % 3 == 2 ? 6 * size : 0, own_shift = w % 3 == 1 ? size : shift;
+            size_t dst_shift = w % 3 == 2 ? 3 * ddp_dtype_size(dst_dtype) : 0;
             ddp_op op = (ddp_op)(((int)d + w) % (DDP_OP_PROD + 1));
             uint64_t divisor = op != DDP_OP_AVG ? 1 : w % 2 ? (uint64_t)n : 6;
-            const void *two[2] = {in.device, elsewhere.device + shift};
-            void *dst = out.device;
+            const void *two[2] = {in.device + shift, elsewhere.device + own_shift};
+            void *dst = out.device + dst_shift;
             ddp__cuda_tree_call call = DDP_ZERO;
             call.dst = &dst;
             call.dst_count = 1;
@@ -245,10 +251,10 @@ static void check_reduce_strided(void) {
             call.own = own;
             call.dst_dtype = dst_dtype;
             for (int k = 0; k < n; k++)
-                src[k] = k == own ? elsewhere.host + shift : in.host + stride * (size_t)k;
+                src[k] = k == own ? elsewhere.host + own_shift : in.host + shift + stride * (size_t)k;
             reduce_to(want, dst_dtype, src, n, COUNT, dtype, op, divisor);
             check_that(ddp__cuda_tree_reduce(&call, dtype) == DDP_OK, "%s", ddp_last_error());
-            gpu->copy(out.host, out.device, COUNT * ddp_dtype_size(dst_dtype));
+            gpu->copy(out.host, out.device + dst_shift, COUNT * ddp_dtype_size(dst_dtype));
             check_that(same(out.host, want, COUNT, dst_dtype),
                        "reduce %s to %s op=%d W=%d own=%d a stride apart", ddp_dtype_name(dtype),
                        ddp_dtype_name(dst_dtype), (int)op, n, own);

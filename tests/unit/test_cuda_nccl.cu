@@ -581,12 +581,13 @@ static ddp_result captured_step(rank_state *s) {
     return look_back(s);
 }
 
-/* A sum larger than the scratch is still captured, in more rounds: nothing is allocated, and no rank waits
-   for another one. No watchdog waits for captured work. */
+/* Reductions larger than the scratch are still captured, in more rounds: nothing is allocated, and no rank
+   waits for another one. No watchdog waits for captured work. */
 static ddp_result captured_large(rank_state *s) {
     static const char *const no_allocation[] = {"cudaStreamSynchronize", "cudaMalloc(", "cudaFree(", "FAILS",
                                                 NULL};
-    float last;
+    int count = MANY / s->size, first = s->rank * count;
+    float last, scattered[2];
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
     fake_relax_capture();
     fake_synchronize(s->stream);
@@ -596,15 +597,27 @@ static ddp_result captured_large(rank_state *s) {
     fake_capture_begin(s->stream);
     fill(s, s->spare, MANY, 5);
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_MAX, NULL));
+    RANKS_OK(s->cpu,
+             ddp_reduce_scatter(s->group, s->spare, s->keep, (size_t)count, DDP_F32, DDP_OP_MAX, NULL));
     fake_graph *graph = fake_capture_end(s->stream);
     RANKS_OK(s->cpu, never(s, no_allocation));
     ranks_sleep_us(2 * 1000 * job.timeout_ms);
     RANKS_OK(s->cpu, ddp_group_status(s->group));
     fake_graph_launch(graph, s->stream);
+    for (int k = 0; k < 2; k++)
+        RANKS_CHECK(
+            s->cpu,
+            fake_memcpy(&scattered[k], s->keep + k * (count - 1), 4, cudaMemcpyDeviceToHost, s->stream)
+                == cudaSuccess,
+            "copying back");
     RANKS_CHECK(s->cpu,
                 fake_memcpy(&last, s->spare + MANY - 1, 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess,
                 "copying back");
     RANKS_CHECK(s->cpu, last == value(s->size - 1, 5, MANY - 1), "the last element is %g", (double)last);
+    RANKS_CHECK(s->cpu,
+                scattered[0] == value(s->size - 1, 5, first)
+                    && scattered[1] == value(s->size - 1, 5, first + count - 1),
+                "the block of this rank is from %g to %g", (double)scattered[0], (double)scattered[1]);
     return ddp_barrier(s->cpu);
 }
 
@@ -966,22 +979,27 @@ static void fails_on(int size, int seed, program_fn program) {
     job.timeout_ms = job.silence_ms = job.patient = job.mismatch = 0;
 }
 
-/* A call of CUDA fails on the last rank, which then stays in the group. Every rank gets that cause with the
-   number of the rank and its call. */
+/* Call number failing.number of a function fails on the last rank, which then stays in the group. Every rank
+   gets that cause with the number of the rank and its call. */
+static struct {
+    const char *function;
+    int number;
+} failing = {"cudaEventRecord", 2}; /* the first one orders the streams */
 static ddp_result one_call_fails(rank_state *s) {
     char line[512], name[64];
     int last = s->rank == s->size - 1;
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
     RANKS_OK(s->cpu, look_back(s));
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
-    if (last) fake_fail("cudaEventRecord", s->device, 2, 0, 0); /* the first one orders the streams */
+    if (last) fake_fail(failing.function, s->device, failing.number, 0, 0);
     ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
     if (last) RANKS_CHECK(s->cpu, result == DDP_ERR_ENGINE, "%s", ddp_result_name(result));
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    fake_synchronize(s->stream); /* returns once the communicator is aborted */
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
-    if (last) fake_fault_fired(1);
+    if (last) RANKS_CHECK(s->cpu, fake_fault_fired(1), "no call %d", failing.number);
     snprintf(name, sizeof name, "rank %d in ddp_all_reduce seq=2: ", s->size - 1);
-    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "cudaEventRecord"), "the line is: %s", line);
+    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, failing.function), "the line is: %s", line);
     return DDP_OK;
 }
 
@@ -1320,27 +1338,6 @@ static ddp_result cluster_splits(rank_state *s) {
     return DDP_OK;
 }
 
-/* Send number `failing_send` of the last rank fails, one for each step of the reduction. Every rank's error
-   names the rank and its call. */
-static int failing_send;
-static ddp_result one_step_fails(rank_state *s) {
-    char line[512], name[64];
-    int last = s->rank == s->size - 1;
-    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
-    RANKS_OK(s->cpu, look_back(s));
-    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
-    if (last) fake_fail("ncclSend", s->device, failing_send, 0, 0);
-    ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
-    if (last) RANKS_CHECK(s->cpu, result == DDP_ERR_ENGINE, "%s", ddp_result_name(result));
-    RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    fake_synchronize(s->stream);
-    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
-    if (last) RANKS_CHECK(s->cpu, fake_fault_fired(1), "no send %d", failing_send);
-    snprintf(name, sizeof name, "rank %d in ddp_all_reduce seq=2: ", s->size - 1);
-    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "ncclSend"), "the line is: %s", line);
-    return DDP_OK;
-}
-
 static void on_clusters(program_fn program, int first, int end) {
     job.order = DDP_ORDER_TREE;
     for (int k = first; k < end; k++) {
@@ -1363,7 +1360,9 @@ static void several_machines(void) {
     on_clusters(captured_large, small, all);
     job.order = DDP_ORDER_TREE;
     job.cluster = &clusters[small];
-    for (failing_send = 1; failing_send <= 4; failing_send++) fails_on(4, failing_send, one_step_fails);
+    failing.function = "ncclSend"; /* one for each step of the reduction */
+    for (failing.number = 1; failing.number <= 4; failing.number++)
+        fails_on(4, failing.number, one_call_fails);
     job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
     fails_on(4, 0, one_is_missing);
     job.timeout_ms = 0;
