@@ -1304,13 +1304,14 @@ typedef struct ddp_copy_range {
       (const ddp_copy_range *ranges, int range_count, ddp_dtype dst_dtype, ddp_dtype src_dtype))             \
     /* dst = left + right; dst may equal left or right */                                                    \
     X(add, void, (void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype))            \
-    /* multiplies count elements by factor */                                                                \
-    X(scale, void, (void *data, size_t count, ddp_dtype dtype, float factor))                                \
-    /* divides count elements by divisor */                                                                  \
-    X(divide, void, (void *data, size_t count, ddp_dtype dtype, uint64_t divisor))                           \
-    /* adds the squares of rows x row_count elements to *sum, exactly per row, in pieces of 4096 elements */ \
+    /* multiplies each tensor by factor */                                                                   \
+    X(scale, void, (const ddp_tensor *tensors, int tensor_count, float factor))                              \
+    /* divides each tensor by divisor */                                                                     \
+    X(divide, void, (const ddp_tensor *tensors, int tensor_count, uint64_t divisor))                         \
+    /* adds the squares of tensor i, of floats, to sums[i * sum_stride]; sum_stride is 0 or 1. Each row of   \
+       the first dimension is added in pieces of 4096 elements, and the pieces exactly */                    \
     X(sum_squares, void,                                                                                     \
-      (ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype))
+      (ddp_exact_sum *sums, int sum_stride, const ddp_tensor *tensors, int tensor_count))
 // clang-format on
 
 /* NULL if every function has completed when it returns, as on the CPU. Otherwise the functions of a device
@@ -1376,8 +1377,6 @@ DDPDEF const ddp_device *ddp_device_cpu(void);
 DDPDEF ddp_result ddp_device_begin(ddp_group *group);
 /* Called after them: returns the first failure of this thread's calls. group NULL: the CPU. */
 DDPDEF ddp_result ddp_device_check(ddp_group *group);
-/* Adds the squares of a tensor's elements, row by row of its first dimension, to *sum on the device. */
-DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor);
 
 enum { DDP_COPY_RANGES = 64 }; /* ranges that a ddp_copy_list collects */
 /* Collects copies and casts for copy_many. Zero-initialise it and set device. */
@@ -5761,6 +5760,25 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
     ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__HINT_CACHED);
 }
 
+static void ddp__cpu_scale(const ddp_tensor *tensors, int tensor_count, float factor) {
+    for (const ddp_tensor *t = tensors; t < tensors + tensor_count; t++)
+        ddp__scale(t->data, (size_t)ddp_tensor_count(t), t->dtype, factor);
+}
+
+static void ddp__cpu_divide(const ddp_tensor *tensors, int tensor_count, uint64_t divisor) {
+    for (const ddp_tensor *t = tensors; t < tensors + tensor_count; t++)
+        ddp__divide(t->data, (size_t)ddp_tensor_count(t), t->dtype, divisor);
+}
+
+static void ddp__cpu_sum_squares(ddp_exact_sum *sums, int sum_stride, const ddp_tensor *tensors,
+                                 int tensor_count) {
+    for (int i = 0; i < tensor_count; i++) {
+        const ddp_tensor *t = &tensors[i];
+        size_t count = (size_t)ddp_tensor_count(t), rows = t->ndim > 0 ? (size_t)t->shape[0] : 1;
+        if (count) ddp__exact_add_squares(sums + i * sum_stride, t->data, rows, count / rows, t->dtype);
+    }
+}
+
 DDPDEF ddp_result ddp_device_begin(ddp_group *group) {
     if (!group || !group->device->use_stream) return DDP_OK;
     return group->device->use_stream(group, DDP_STREAM_COMPUTE);
@@ -5796,12 +5814,6 @@ DDPDEF void ddp_copy_list_add(ddp_copy_list *list, void *dst, ddp_dtype dst_dtyp
     list->ranges[list->range_count++] = range;
 }
 
-DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor) {
-    size_t count = (size_t)ddp_tensor_count(tensor);
-    size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
-    if (count) device->sum_squares(sum, tensor->data, rows, count / rows, tensor->dtype);
-}
-
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {
         "cpu",
@@ -5813,9 +5825,9 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
         ddp__cast,
         ddp__cpu_copy_many,
         ddp__cpu_add,
-        ddp__scale,
-        ddp__divide,
-        ddp__exact_add_squares,
+        ddp__cpu_scale,
+        ddp__cpu_divide,
+        ddp__cpu_sum_squares,
         DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL,
         NULL,
     };
@@ -10223,7 +10235,7 @@ static ddp_result ddp__mpi_native(ddp_group *group, ddp__mpi *s, const ddp_call 
                                     call->root);
     }
     if (!is_broadcast && call->op == DDP_OP_AVG && receives)
-        ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
+        ddp__divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
 #endif /* DDP_USE_MPI */
@@ -11457,7 +11469,8 @@ static ddp_result ddp__bucket_reduce(ddp_group *group, void *argument) {
         if (reducer->desc.hook) {
             DDP_TRY(ddp__bucket_hook(bucket, data, count));
         } else if (ddp__reducer_is_local(reducer)) {
-            reducer->device->divide(data, count, bucket->wire, bucket->divisor);
+            const ddp_tensor range = {data, bucket->wire, 1, {(int64_t)count}};
+            reducer->device->divide(&range, 1, bucket->divisor);
         } else {
             ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
             call.op = DDP_OP_AVG;
@@ -11951,6 +11964,22 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
    memory is the caller's: it may differ between ranks. */
 static int ddp__grad_is_reduced(const ddp__grad *grad) { return grad->bucket >= 0 || grad->has_tied_sum; }
 
+enum { DDP__GRAD_LIST = 64 };
+
+/* Collects the next gradients that ddp_reducer_wait writes, at most DDP__GRAD_LIST, and returns their number.
+   0 = all have been collected. *next: 0 at first. first_uses: 1 = without later uses of tied parameters. */
+static int ddp__reducer_list_grads(const ddp_reducer *reducer, int *next, int first_uses, ddp_tensor *list) {
+    int count = 0;
+    for (; *next < reducer->desc.param_count && count < DDP__GRAD_LIST; ++*next) {
+        const ddp__grad *grad = &reducer->grads[*next];
+        if (!grad->count || !ddp__grad_is_reduced(grad)) continue;
+        if (first_uses && grad->first_use != *next) continue;
+        list[count] = ddp_param_grad(&reducer->desc.params[*next]);
+        list[count++].data = grad->data;
+    }
+    return count;
+}
+
 /* Adds the gradients of later uses of a tied parameter to that of the first use, in definition order. */
 static void ddp__reducer_add_tied(ddp_reducer *reducer) {
     for (int i = 0; i < reducer->desc.param_count; i++) {
@@ -12037,11 +12066,9 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
     reducer->averaged = 0; /* still sums */
     DDP_TRY(ddp_mean_reduce(reducer->group, loss));
     DDP_TRY(ddp__use_compute_stream(reducer->group));
-    for (int i = 0; i < reducer->desc.param_count && loss->count > 1; i++) {
-        const ddp__grad *grad = &reducer->grads[i];
-        if (grad->count && ddp__grad_is_reduced(grad))
-            reducer->device->divide(grad->data, grad->count, grad->dtype, (uint64_t)loss->count);
-    }
+    ddp_tensor list[DDP__GRAD_LIST];
+    for (int next = 0, n; loss->count > 1 && (n = ddp__reducer_list_grads(reducer, &next, 0, list)) > 0;)
+        reducer->device->divide(list, n, (uint64_t)loss->count);
     DDP_TRY(ddp__device_check(reducer->group));
     reducer->averaged = 1;
     return DDP_OK;
@@ -12092,19 +12119,15 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
         reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
     DDP_TRY(ddp__use_compute_stream(reducer->group));
     reducer->device->fill_zero(reducer->sum_squares, sizeof sum);
-    for (int i = 0; i < reducer->desc.param_count; i++)
-        if (reducer->grads[i].first_use == i && ddp__grad_is_reduced(&reducer->grads[i]))
-            ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->sum_squares,
-                                   &reducer->desc.params[i].grad);
+    ddp_tensor list[DDP__GRAD_LIST];
+    for (int next = 0, n; (n = ddp__reducer_list_grads(reducer, &next, 1, list)) > 0;)
+        reducer->device->sum_squares((ddp_exact_sum *)reducer->sum_squares, 0, list, n);
     /* Only this copy makes the host wait for the device. */
     reducer->device->copy(&sum, reducer->sum_squares, sizeof sum);
     DDP_TRY(ddp__device_check(reducer->group));
     float factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
-    for (int i = 0; i < reducer->desc.param_count && factor != 1; i++) {
-        const ddp__grad *grad = &reducer->grads[i];
-        if (grad->count && ddp__grad_is_reduced(grad))
-            reducer->device->scale(grad->data, grad->count, grad->dtype, factor);
-    }
+    for (int next = 0, n; factor != 1 && (n = ddp__reducer_list_grads(reducer, &next, 0, list)) > 0;)
+        reducer->device->scale(list, n, factor);
     return ddp__device_check(reducer->group);
 }
 

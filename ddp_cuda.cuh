@@ -1362,21 +1362,32 @@ static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_from_lane(ddp__cud
                                       0 has the value of the row
      finish(row, value, lane, cells)  is called by every lane with the value of the row
      CELLS                            number of int64 sums of a block in shared memory
-     flush(cells)                     is called by one thread of the block at the end */
+     owner(row)                       the sum that the cells of a row belong to, the same for all rows that a
+                                      block processes at a time
+     flush(cells, owner)              adds the cells to that sum; called by one thread of the block, at the
+                                      end and before the next owner */
 template <class F> struct ddp__cuda_rows_work {
     F f;
     size_t rows;
     __device__ __forceinline__ void device() const {
         __shared__ int64_t cells[F::CELLS];
-        const unsigned full_mask = 0xffffffffu, teams = 32 / F::TEAM;
+        const unsigned full_mask = 0xffffffffu, teams = DDP__CUDA_THREADS / F::TEAM;
         int lane = threadIdx.x % F::TEAM;
+        size_t owner = 0;
         for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
         __syncthreads();
-        /* All lanes of a warp stay in the loop while a team of the warp has a row: shuffles need them. */
-        for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows;
-             first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
-            size_t row = first + threadIdx.x % 32 / F::TEAM;
+        /* All threads stay in the loop while a team of the block has a row, for shuffles and barriers. */
+        for (size_t first = (size_t)blockIdx.x * teams; first < rows; first += (size_t)gridDim.x * teams) {
+            size_t row = first + threadIdx.x / F::TEAM, next = f.owner(first);
             typename F::value value = {};
+            if (next != owner) {
+                __syncthreads();
+                if (threadIdx.x == 0) f.flush(cells, owner);
+                __syncthreads();
+                for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
+                __syncthreads();
+                owner = next;
+            }
             if (row < rows) value = f.partial(row, lane, cells);
             DDP__UNROLL
             for (int half = F::TEAM / 2; half; half /= 2)
@@ -1385,19 +1396,26 @@ template <class F> struct ddp__cuda_rows_work {
             if (row < rows) f.finish(row, value, lane, cells);
         }
         __syncthreads();
-        if (threadIdx.x == 0) f.flush(cells);
+        if (threadIdx.x == 0) f.flush(cells, owner);
     }
     __forceinline__ void host() const {
         int64_t cells[F::CELLS] = {0};
+        size_t owner = 0;
         for (size_t row = 0; row < rows; row++) {
             typename F::value value[F::TEAM];
+            size_t next = f.owner(row);
+            if (next != owner) {
+                f.flush(cells, owner);
+                memset(cells, 0, sizeof cells);
+                owner = next;
+            }
             for (int lane = 0; lane < F::TEAM; lane++) value[lane] = f.partial(row, lane, cells);
             for (int half = F::TEAM / 2; half; half /= 2)
                 for (int lane = 0; lane < half; lane++)
                     value[lane] = F::join(value[lane], value[lane + half]);
             for (int lane = 0; lane < F::TEAM; lane++) f.finish(row, value[0], lane, cells);
         }
-        f.flush(cells);
+        f.flush(cells, owner);
     }
 };
 
@@ -1730,6 +1748,76 @@ static ddp_result ddp__cuda_copy_flat(void *flat, ddp_dtype flat_dtype, const dd
     return DDP_OK;
 }
 
+/* Processes each tensor of a list in place, by a copy of f: a ddp__cuda_convert or ddp__cuda_quotients. */
+template <class F> struct ddp__cuda_in_place_list {
+    typedef void *item;
+    enum { SIZE = 64 };
+    F f;
+    DDP__HD void part(void *data, size_t at, size_t count, size_t thread, size_t threads) const {
+        typedef typename F::dst_type type;
+        F own = f;
+        own.dst = (type *)data + at;
+        own.src = own.dst;
+        uint32_t mask = ddp__cuda_aligned_heads((1u << F::WIDTH) - 1, own.dst, sizeof(type), F::WIDTH);
+        ddp__cuda_run_elements(own, ddp__cuda_vectors_of(mask, count, F::WIDTH), thread, threads);
+    }
+};
+
+/* Computes dst = src / divisor, rounded once. dst may be src. */
+template <ddp_dtype D> struct ddp__cuda_quotients {
+    typedef typename ddp__cuda_type<D>::store dst_type;
+    enum { WIDTH = 16 / sizeof(dst_type) };
+    void *dst;
+    const void *src;
+    ddp__cuda_divisor divisor;
+    template <int N> DDP__HD void run(size_t at) const {
+        dst_type x[N];
+        ddp__cuda_load<N>(x, src, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++)
+            x[i] = ddp__cuda_type<D>::save(ddp__cuda_divide(ddp__cuda_type<D>::load(x[i]), divisor));
+        ddp__cuda_store<N>(x, dst, at);
+    }
+};
+
+/* Calls launch(dtype) for each dtype of the tensors. */
+template <class F>
+static ddp_result ddp__cuda_each_dtype(const ddp_tensor *tensors, int tensor_count, const F &launch) {
+    uint32_t seen = 0;
+    for (int i = 0; i < tensor_count; i++) {
+        uint32_t bit = 1u << (int)tensors[i].dtype;
+        if (!(seen & bit)) DDP_TRY(launch(tensors[i].dtype));
+        seen |= bit;
+    }
+    return DDP_OK;
+}
+
+/* Processes the tensors of a dtype, by the thread's stream. */
+template <class F>
+static ddp_result ddp__cuda_in_place(const F &f, ddp_dtype dtype, const ddp_tensor *tensors, int tensor_count,
+                                     const char *function) {
+    ddp__cuda_list<ddp__cuda_in_place_list<F>> list = {{f}, 0, {}, {}, {}};
+    const cudaStream_t stream = ddp__cuda_this_thread.stream;
+    for (const ddp_tensor *t = tensors; t < tensors + tensor_count; t++)
+        if (t->dtype == dtype)
+            DDP_TRY(ddp__cuda_list_add(&list, t->data, (size_t)ddp_tensor_count(t), stream, function));
+    return ddp__cuda_list_launch(&list, stream, function);
+}
+
+/* Multiplies tensors of floats by factor, or by *factor_at if that is not NULL. A failure is stored. */
+static void ddp__cuda_scale_list(const ddp_tensor *tensors, int tensor_count, float factor,
+                                 const float *factor_at) {
+    ddp__cuda_save_failure(ddp__cuda_each_dtype(tensors, tensor_count, [&](ddp_dtype dtype) {
+        if (!ddp_is_float(dtype)) return DDP_OK;
+        return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
+            typedef typename ddp__cuda_type<decltype(D)::value>::math math;
+            const ddp__cuda_convert<decltype(D)::value, decltype(D)::value, math> f = {NULL, NULL, factor,
+                                                                                       factor_at};
+            return ddp__cuda_in_place(f, dtype, tensors, tensor_count, "ddp_device_cuda scale");
+        });
+    }));
+}
+
 //== sums of squares by rows ================================================================= >>impl-rows
 /* Adds squares with the bits of ddp_device_cpu(), for ddp_cuda_unscale and sum_squares of the device. */
 
@@ -1774,17 +1862,33 @@ static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
     if (high >> 32) ddp__cuda_atomic_add(cells + digit + 2, (int64_t)(high >> 32));
 }
 
-/* UNSCALE = 1: multiplies by factor in place and counts non-finite values. 0: data is only read. */
+/* One tensor of a list. Its pieces are numbered row by row. */
+typedef struct ddp__cuda_squares_tensor {
+    void *data;
+    size_t row_count, row_pieces, pieces; /* elements and pieces of a row; pieces of all rows */
+    size_t sum;                           /* index of the sum that it is added to */
+} ddp__cuda_squares_tensor;
+
+/* The squares of a list of tensors. Tensor r has pieces first[r] to first[r + 1] - 1 of the launch. Their
+   number is rounded up, so that all pieces that a block adds at a time belong to one tensor:
+
+       256 threads    64 teams of 4, or 32 of 8      a tensor of 70 pieces: 128, or 96; the last have no work
+
+   UNSCALE = 1: multiplies by factor in place and counts non-finite values. 0: data is only read. */
 template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     typedef ddp__cuda_type<D> type;
     typedef typename type::store store;
     typedef typename type::math math;
-    enum { CELLS = DDP_EXACT_CELLS + 1, WIDTH = sizeof(store) == 2 ? 8 : 4, TEAM = 32 / WIDTH };
+    enum { CELLS = DDP_EXACT_CELLS + 1, WIDTH = sizeof(store) == 2 ? 8 : 4, TEAM = 32 / WIDTH, SIZE = 64 };
     typedef ddp__cuda_sums<WIDTH> value;
-    void *data;
-    size_t row_count, pieces; /* elements and pieces of a row */
     math factor;
-    int64_t *total; /* CELLS cells */
+    int64_t *sums; /* of DDP_EXACT_CELLS cells each; UNSCALE: one, of CELLS cells */
+    int count;
+    size_t first[SIZE + 1];
+    ddp__cuda_squares_tensor tensor[SIZE];
+
+    /* The sum of a piece. */
+    DDP__HD size_t owner(size_t piece) const { return tensor[ddp__cuda_find(first, count, piece)].sum; }
 
     /* Returns the square of an element. With UNSCALE, scales the element in place first. */
     DDP__HD double square(store *kept, int *bad) const {
@@ -1797,8 +1901,8 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         }
         return ddp__cuda_mul((double)x, (double)x);
     }
-    /* Adds to sums: squares of N elements at `low` + squares of N elements at `low` + 32, if has_high. */
-    template <int N> DDP__HD void pair(double *sums, size_t low, int has_high, int *bad) const {
+    /* Adds to lanes: squares of N elements at `low` + squares of N elements at `low` + 32, if has_high. */
+    template <int N> DDP__HD void pair(double *lanes, void *data, size_t low, int has_high, int *bad) const {
         store a[N], b[N] = {};
         ddp__cuda_load<N>(a, data, low);
         if (has_high) ddp__cuda_load<N>(b, data, low + 32);
@@ -1806,57 +1910,81 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         for (int i = 0; i < N; i++) {
             double sum = square(a + i, bad);
             if (has_high) sum = ddp__cuda_add(sum, square(b + i, bad));
-            sums[i] = ddp__cuda_add(sums[i], sum);
+            lanes[i] = ddp__cuda_add(lanes[i], sum);
         }
         if (UNSCALE) ddp__cuda_store<N>(a, data, low);
         if (UNSCALE && has_high) ddp__cuda_store<N>(b, data, low + 32);
     }
     DDP__HD value partial(size_t number, int lane, int64_t *cells) const {
-        size_t row = pieces == 1 ? number : number / pieces;
-        size_t begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
-        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE;
+        int r = ddp__cuda_find(first, count, number);
+        const ddp__cuda_squares_tensor &t = tensor[r];
+        size_t piece = number - first[r], row = t.row_pieces == 1 ? piece : piece / t.row_pieces;
+        size_t begin = (piece - row * t.row_pieces) * DDP__CUDA_PIECE, start = row * t.row_count + begin;
+        size_t length = t.row_count - begin < DDP__CUDA_PIECE ? t.row_count - begin : DDP__CUDA_PIECE;
         size_t at = (size_t)lane * WIDTH;
-        value sums = {};
+        value lanes = {};
         int bad = 0;
-        if (((uintptr_t)data + first * sizeof(store)) % 16 == 0) {
+        if (piece >= t.pieces) return lanes;
+        if (((uintptr_t)t.data + start * sizeof(store)) % 16 == 0) {
             DDP__UNROLL_4
-            for (; at + 32 + WIDTH <= count; at += 64) pair<WIDTH>(sums.at, first + at, 1, &bad);
+            for (; at + 32 + WIDTH <= length; at += 64) pair<WIDTH>(lanes.at, t.data, start + at, 1, &bad);
         }
         DDP__UNROLL
         for (int i = 0; i < WIDTH; i++)
-            for (size_t e = at + (size_t)i; e < count; e += 64)
-                pair<1>(sums.at + i, first + e, e + 32 < count, &bad);
+            for (size_t e = at + (size_t)i; e < length; e += 64)
+                pair<1>(lanes.at + i, t.data, start + e, e + 32 < length, &bad);
         if (bad) ddp__cuda_atomic_add(cells + DDP__CUDA_NON_FINITE, bad);
-        return sums;
+        return lanes;
     }
     static DDP__HD value join(value a, const value &b) {
         DDP__UNROLL
         for (int i = 0; i < WIDTH; i++) a.at[i] = ddp__cuda_add(a.at[i], b.at[i]);
         return a;
     }
-    DDP__HD void finish(size_t, value sums, int lane, int64_t *cells) const {
-        if (lane) return;
+    DDP__HD void finish(size_t number, value lanes, int lane, int64_t *cells) const {
+        int r = ddp__cuda_find(first, count, number);
+        if (lane || number - first[r] >= tensor[r].pieces) return;
         DDP__UNROLL
         for (int half = WIDTH / 2; half; half /= 2) {
             DDP__UNROLL
-            for (int i = 0; i < half; i++) sums.at[i] = ddp__cuda_add(sums.at[i], sums.at[i + half]);
+            for (int i = 0; i < half; i++) lanes.at[i] = ddp__cuda_add(lanes.at[i], lanes.at[i + half]);
         }
-        ddp__cuda_exact_add(cells, sums.at[0]);
+        ddp__cuda_exact_add(cells, lanes.at[0]);
         ddp__cuda_atomic_add(cells + DDP__CUDA_EXACT_BOUND, 1);
     }
-    DDP__HD void flush(const int64_t *cells) const {
+    DDP__HD void flush(const int64_t *cells, size_t sum) const {
         for (int i = 0; i < CELLS; i++)
-            if (cells[i]) ddp__cuda_atomic_add(total + i, cells[i]);
+            if (cells[i]) ddp__cuda_atomic_add(sums + sum * DDP_EXACT_CELLS + (size_t)i, cells[i]);
     }
 };
 
+/* Launches the tensors of dtype D. */
 template <ddp_dtype D, int UNSCALE>
-static ddp_result ddp__cuda_squares_launch(void *data, size_t rows, size_t row_count, float factor,
-                                           void *total, cudaStream_t stream, const char *function) {
-    const size_t pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
-    const ddp__cuda_squares<D, UNSCALE> f = {data, row_count, pieces,
-                                             (typename ddp__cuda_type<D>::math)factor, (int64_t *)total};
-    return row_count ? ddp__cuda_launch_rows(f, rows * pieces, stream, function) : DDP_OK;
+static ddp_result ddp__cuda_squares_launch(const ddp_tensor *tensors, int tensor_count, float factor,
+                                           void *sums, int sum_stride, cudaStream_t stream,
+                                           const char *function) {
+    ddp__cuda_squares<D, UNSCALE> f = {(typename ddp__cuda_type<D>::math)factor, (int64_t *)sums, 0, {}, {}};
+    const size_t round = DDP__CUDA_THREADS / f.TEAM;
+    static_assert(sizeof(ddp__cuda_rows_work<ddp__cuda_squares<D, UNSCALE>>) <= 4096,
+                  "arguments of a kernel");
+    for (int i = 0; i < tensor_count; i++) {
+        const ddp_tensor *t = &tensors[i];
+        size_t length = (size_t)ddp_tensor_count(t), rows = t->ndim > 0 ? (size_t)t->shape[0] : 1;
+        if (t->dtype != D || !length) continue;
+        if (f.count == f.SIZE) {
+            DDP_TRY(ddp__cuda_launch_rows(f, f.first[f.count], stream, function));
+            f.count = 0;
+        }
+        ddp__cuda_squares_tensor *added = &f.tensor[f.count];
+        added->data = t->data;
+        added->row_count = length / rows;
+        added->row_pieces = (added->row_count + DDP__CUDA_PIECE - 1) / DDP__CUDA_PIECE;
+        added->pieces = rows * added->row_pieces;
+        added->sum = (size_t)(i * sum_stride);
+        f.first[f.count + 1] = f.first[f.count] + (added->pieces + round - 1) / round * round;
+        f.count++;
+    }
+    return ddp__cuda_launch_rows(f, f.first[f.count], stream, function);
 }
 
 /* ddp_exact_sum_value for a sum without negative terms. Its carries are >= 0, so one pass over the cells,
@@ -1893,15 +2021,16 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
 }
 
 template <int UNSCALE>
-static ddp_result ddp__cuda_sum_squares(void *data, size_t rows, size_t row_count, ddp_dtype dtype,
-                                        float factor, void *total, cudaStream_t stream,
-                                        const char *function) {
-    if (!ddp_is_float(dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s; use a floating-point dtype", function,
-                        ddp_dtype_name(dtype));
-    return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
-        return ddp__cuda_squares_launch<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total,
-                                                                     stream, function);
+static ddp_result ddp__cuda_sum_squares(const ddp_tensor *tensors, int tensor_count, float factor, void *sums,
+                                        int sum_stride, cudaStream_t stream, const char *function) {
+    return ddp__cuda_each_dtype(tensors, tensor_count, [&](ddp_dtype dtype) {
+        if (!ddp_is_float(dtype))
+            return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s; use a floating-point dtype", function,
+                            ddp_dtype_name(dtype));
+        return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
+            return ddp__cuda_squares_launch<decltype(D)::value, UNSCALE>(tensors, tensor_count, factor, sums,
+                                                                         sum_stride, stream, function);
+        });
     });
 }
 
@@ -2233,16 +2362,8 @@ static void ddp__cuda_optimizer_update(const ddp_update *u) {
     }));
 }
 
-static void ddp__cuda_optimizer_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
-    ddp__cuda_save_failure(ddp__cuda_dispatch<DDP_F32, DDP_F64>(dtype, [&](auto D) {
-        const ddp__cuda_convert<decltype(D)::value, decltype(D)::value,
-                                typename ddp__cuda_type<decltype(D)::value>::math>
-            f = {data, data, 1, factor};
-        uint32_t mask = ddp__cuda_aligned_heads((1u << f.WIDTH) - 1, data, (int)ddp_dtype_size(dtype),
-                                                f.WIDTH);
-        return ddp__cuda_launch_elements(f, mask, count, ddp__cuda_this_thread.stream,
-                                         "ddp_device_cuda scale");
-    }));
+static void ddp__cuda_optimizer_scale(const ddp_tensor *tensors, int tensor_count, const float *factor) {
+    ddp__cuda_scale_list(tensors, tensor_count, 1, factor);
 }
 
 static void ddp__cuda_optimizer_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
@@ -2331,7 +2452,8 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
                 if (i < n) ddp__cuda_store<1>(out + i, q, at + (size_t)i);
         if (lane == 0) ddp__cuda_store<1>(&scale, scales, block);
     }
-    DDP__HD void flush(const int64_t *) const {}
+    DDP__HD size_t owner(size_t) const { return 0; }
+    DDP__HD void flush(const int64_t *, size_t) const {}
 };
 
 /* Only a head of 0 is allowed, so that a group of four elements is inside one block; otherwise all elements
@@ -2620,7 +2742,8 @@ template <int N, int THREADS, class Part> struct ddp__cuda_layer_rows : Part {
         for (int i = 0; i < N; i++) a.at[i] += b.at[i];
         return a;
     }
-    DDP__HD void flush(const int64_t *) const {}
+    DDP__HD size_t owner(size_t) const { return 0; }
+    DDP__HD void flush(const int64_t *, size_t) const {}
 };
 template <class Op> struct ddp__cuda_plain_rows { Op op; };
 template <class F, class Op> static ddp_result ddp__cuda_launch_sums(const Op &op, int64_t count) {
@@ -3096,35 +3219,27 @@ static void ddp__cuda_device_add(void *dst, const void *left, const void *right,
     ddp__cuda_save_failure(ddp__cuda_tree_reduce(&call, dtype));
 }
 
-static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
-    const ddp_copy_range range = {data, data, count};
-    if (count && ddp_is_float(dtype))
-        ddp__cuda_device_convert(&range, 1, dtype, dtype, factor, "ddp_device_cuda scale");
+static void ddp__cuda_device_scale(const ddp_tensor *tensors, int tensor_count, float factor) {
+    ddp__cuda_scale_list(tensors, tensor_count, factor, NULL);
 }
 
-static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    const void *source = data;
-    ddp__cuda_tree_call call = {&data,
-                                1,
-                                &source,
-                                1,
-                                count,
-                                DDP_OP_AVG,
-                                divisor,
-                                ddp__cuda_this_thread.stream,
-                                "ddp_device_cuda divide",
-                                0,
-                                0,
-                                dtype};
-    if (divisor > 1) ddp__cuda_save_failure(ddp__cuda_tree_reduce(&call, dtype));
+static void ddp__cuda_device_divide(const ddp_tensor *tensors, int tensor_count, uint64_t divisor) {
+    const ddp__cuda_divisor by = ddp__cuda_divisor_of(divisor);
+    if (by.n == 1) return;
+    ddp__cuda_save_failure(ddp__cuda_each_dtype(tensors, tensor_count, [&](ddp_dtype dtype) {
+        return ddp__cuda_dispatch<DDP__CUDA_FLOATS, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64>(
+            dtype, [&](auto D) {
+                const ddp__cuda_quotients<decltype(D)::value> f = {NULL, NULL, by};
+                return ddp__cuda_in_place(f, dtype, tensors, tensor_count, "ddp_device_cuda divide");
+            });
+    }));
 }
 
-static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count,
-                                         ddp_dtype dtype) {
-    if (rows && row_count)
-        ddp__cuda_save_failure(ddp__cuda_sum_squares<0>((void *)data, rows, row_count, dtype, 1.0f, sum,
-                                                        ddp__cuda_this_thread.stream,
-                                                        "ddp_device_cuda sum_squares"));
+static void ddp__cuda_device_sum_squares(ddp_exact_sum *sums, int sum_stride, const ddp_tensor *tensors,
+                                         int tensor_count) {
+    ddp__cuda_save_failure(ddp__cuda_sum_squares<0>(tensors, tensor_count, 1.0f, sums, sum_stride,
+                                                    ddp__cuda_this_thread.stream,
+                                                    "ddp_device_cuda sum_squares"));
 }
 
 //== products by cuBLASLt ================================================================ >>impl-products
@@ -3558,7 +3673,8 @@ template <ddp_dtype X, ddp_dtype OUT> struct ddp__cuda_row_sums {
         typename ddp__cuda_type<OUT>::store rounded = ddp__cuda_type<OUT>::save(sum);
         if (lane == 0) ddp__cuda_store<1>(&rounded, out, row);
     }
-    DDP__HD void flush(const int64_t *) const {}
+    DDP__HD size_t owner(size_t) const { return 0; }
+    DDP__HD void flush(const int64_t *, size_t) const {}
 };
 
 /* bias_grad = the sums of the rows of op(a). With trans_a they are sums of columns. Then many threads read
@@ -6043,7 +6159,8 @@ DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, dd
                                    ddp_cuda_norm *norm, cudaStream_t stream) {
     if (!norm || (!data && rows && row_count))
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
-    return ddp__cuda_sum_squares<1>(data, rows, row_count, dtype, factor, norm, stream, "ddp_cuda_unscale");
+    const ddp_tensor tensor = {data, dtype, 2, {(int64_t)rows, (int64_t)row_count}};
+    return ddp__cuda_sum_squares<1>(&tensor, 1, factor, norm, 0, stream, "ddp_cuda_unscale");
 }
 
 DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *descs, int count, cudaStream_t stream) {

@@ -159,8 +159,8 @@ typedef struct ddp_update {
 #define DDP_OPTIMIZER_KERNELS(X)                                                                            \
     /* one step of a list of tensors */                                                                     \
     X(update, (const ddp_update *update))                                                                   \
-    /* multiplies data, f32 or f64, by *factor */                                                           \
-    X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))                              \
+    /* multiplies each tensor by *factor */                                                                 \
+    X(scale, (const ddp_tensor *tensors, int tensor_count, const float *factor))                            \
     /* *norm = n(0) as f32; may be pinned. *factor = limit / *norm for a finite norm above limit, else 1 */ \
     X(clip, (const ddp_exact_sum *sum, float limit, float *factor, float *norm))                            \
     /* out[i] = lr c n(2i) / (n(2i+1) + decay n(2i)), or lr if an n is 0; decay -1: no decay n(2i) */       \
@@ -1050,8 +1050,8 @@ static void ddp__host_update(const ddp_update *update) {
     }
 }
 
-static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
-    ddp_device_cpu()->scale(data, count, dtype, *factor);
+static void ddp__host_scale(const ddp_tensor *tensors, int tensor_count, const float *factor) {
+    ddp_device_cpu()->scale(tensors, tensor_count, *factor);
 }
 
 static void ddp__host_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
@@ -1323,19 +1323,32 @@ static int ddp__optimizer_is_stepped(const ddp_optimizer *o, int i) {
     return o->params[i].first_use == i && o->params[i].count > 0;
 }
 
+enum { DDP__OPTIMIZER_LIST = 64 }; /* tensors of a call of the device, an even number */
+
+/* The values of parameter i, or its gradients. */
+static ddp_tensor ddp__optimizer_array(const ddp_optimizer *o, int i, int grad) {
+    ddp_tensor array = o->desc.params[i].value;
+    if (grad) array.data = o->desc.params[i].grad.data;
+    return array;
+}
+
 /* Computes trust_rates, from the sums of squares of all values and gradients (LAMB: updates) that have a
    trust ratio. The sums are exact, so adding them over shard_group gives the same bits for any sharding. */
 static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
+    const ddp_tensor empty = {NULL, DDP_F32, 1, {0}};
     size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
+    ddp_tensor list[DDP__OPTIMIZER_LIST];
+    int first = 0, count = 0;
     o->device->fill_zero(o->squares, bytes);
     for (int i = 0; i < o->desc.param_count; i++) {
         const ddp__optimizer_param *p = &o->params[i];
-        const ddp_param *param = &o->desc.params[i];
-        if (p->square_index < 0 || !ddp__optimizer_is_stepped(o, i)) continue;
-        ddp_tensor grad = param->value;
-        grad.data = param->grad.data;
-        ddp_tensor_sum_squares(o->device, o->squares + p->square_index, &param->value);
-        ddp_tensor_sum_squares(o->device, o->squares + p->square_index + 1, &grad);
+        if (p->square_index < 0) continue;
+        for (int grad = 0; grad < 2; grad++)
+            list[count++] = ddp__optimizer_is_stepped(o, i) ? ddp__optimizer_array(o, i, grad) : empty;
+        if (count < DDP__OPTIMIZER_LIST && p->square_index + 2 < o->square_count) continue;
+        o->device->sum_squares(o->squares + first, 1, list, count);
+        first += count;
+        count = 0;
     }
     if (o->host_squares) {
         o->device->copy(o->host_squares, o->squares, bytes);
@@ -1487,12 +1500,12 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, const ddp__optimiz
 }
 
 /* Multiplies gradients by factor, or by *factor_at, a float on the device, if factor_at is not NULL. */
-static void ddp__scale_grads(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype,
-                             float factor, const float *factor_at) {
+static void ddp__scale_grads(const ddp_device *device, const ddp_tensor *grads, int grad_count, float factor,
+                             const float *factor_at) {
     if (factor_at)
-        ddp__optimizer_kernels_of(device)->scale(grad, count, dtype, factor_at);
+        ddp__optimizer_kernels_of(device)->scale(grads, grad_count, factor_at);
     else if (factor != 1)
-        device->scale(grad, count, dtype, factor);
+        device->scale(grads, grad_count, factor);
 }
 
 /* grad_scale_at: NULL, or where the device stores grad_scale. */
@@ -1514,10 +1527,13 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
             o->device->add(first, first, o->desc.params[i].grad.data, o->params[i].count,
                            o->desc.params[i].value.dtype);
     }
-    for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS; i++)
-        if (ddp__optimizer_is_stepped(o, i))
-            ddp__scale_grads(o->device, o->desc.params[i].grad.data, o->params[i].count,
-                             o->desc.params[i].value.dtype, grad_scale, grad_scale_at);
+    ddp_tensor grads[DDP__OPTIMIZER_LIST];
+    for (int i = 0, count = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS; i++) {
+        if (ddp__optimizer_is_stepped(o, i)) grads[count++] = ddp__optimizer_array(o, i, 1);
+        if (count < DDP__OPTIMIZER_LIST && i + 1 < o->desc.param_count) continue;
+        ddp__scale_grads(o->device, grads, count, grad_scale, grad_scale_at);
+        count = 0;
+    }
     o->step++;
     const ddp__optimizer_step_factors step = ddp__optimizer_factors(o, lr, grad_scale, grad_scale_at);
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
@@ -1675,7 +1691,8 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
     int non_finite = 0;
     for (size_t n; count; at += n * size, count -= n) {
         n = count < DDP__SCALER_BLOCK ? count : DDP__SCALER_BLOCK;
-        if (factor != 1) ddp_device_cpu()->scale(at, n, tensor->dtype, factor);
+        const ddp_tensor block = {at, tensor->dtype, 1, {(int64_t)n}};
+        if (factor != 1) ddp_device_cpu()->scale(&block, 1, factor);
         non_finite |= ddp__non_finite(at, n, tensor->dtype);
     }
     return non_finite;
@@ -1690,14 +1707,11 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
     ddp_exact_sum sum;
     int32_t found = 0;
     if (scratch) device->fill_zero(scratch, sizeof sum);
-    for (const ddp_tensor *g = gradients; g < gradients + gradient_count; g++) {
-        size_t count = (size_t)ddp_tensor_count(g);
-        if (!scratch) found |= ddp__unscale_host(g, count, inverse);
-        if (!scratch || !count) continue;
-        if (inverse != 1) device->scale(g->data, count, g->dtype, inverse);
-        device->sum_squares((ddp_exact_sum *)scratch, g->data, 1, count, g->dtype);
-    }
+    for (const ddp_tensor *g = gradients; g < gradients + gradient_count && !scratch; g++)
+        found |= ddp__unscale_host(g, (size_t)ddp_tensor_count(g), inverse);
     if (scratch) {
+        if (inverse != 1) device->scale(gradients, gradient_count, inverse);
+        device->sum_squares((ddp_exact_sum *)scratch, 0, gradients, gradient_count);
         device->copy(&sum, scratch, sizeof sum);
         double squares = ddp_exact_sum_value(&sum);
         found = !(squares - squares == 0);
@@ -3976,9 +3990,9 @@ struct ddp_fsdp {
     int64_t step;
     ddp_optimizer *optimizer;
     ddp_param *optimizer_params; /* master values and the gradients that the optimizer reads */
-    ddp_tensor *grad_sums;       /* their gradients on the device */
+    ddp_tensor *grad_sums;       /* their gradients on the device, then those of later uses when tied */
     ddp__fsdp_shard **optimizer_shards;
-    int optimizer_param_count;
+    int optimizer_param_count, grad_sum_count;
     ddp__fsdp_allocator allocator;
     ddp__fsdp_unshard_state unshard;
     ddp__fsdp_reduce_state reduce;
@@ -5143,11 +5157,11 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
                                  "ddp_scaler_update after every ddp_fsdp_step");
     DDP_TRY(ddp__reduce_wait_all(f));
     DDP_TRY(ddp__fsdp_device_begin(f->group));
+    if (f->grad_divisor > 1) f->device->divide(f->grad_sums, f->grad_sum_count, f->grad_divisor);
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
-        if (!s->trained || !s->own_count) continue;
-        unsigned char *sum = ddp__shard_sum(s, 0), *first = ddp__shard_sum(s->source, 0);
-        if (f->grad_divisor > 1) f->device->divide(sum, s->own_count, s->master_dtype, f->grad_divisor);
-        if (s->source != s) f->device->add(first, first, sum, s->own_count, s->master_dtype);
+        if (!s->trained || !s->own_count || s->source == s) continue;
+        unsigned char *first = ddp__shard_sum(s->source, 0);
+        f->device->add(first, first, ddp__shard_sum(s, 0), s->own_count, s->master_dtype);
     }
     f->sums_divided = 1;
     if (!scaler) return ddp_device_check(f->group);
@@ -5162,10 +5176,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
 
 /* Multiplies the sums by the factor that clipping has left for the step. */
 static void ddp__clip_apply(ddp_fsdp *f) {
-    for (const ddp_tensor *sum = f->grad_sums; sum < f->grad_sums + f->optimizer_param_count; sum++)
-        if (ddp_tensor_count(sum))
-            ddp__scale_grads(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->clip.scale,
-                             f->clip.factor_now);
+    ddp__scale_grads(f->device, f->grad_sums, f->optimizer_param_count, f->clip.scale, f->clip.factor_now);
     f->clip.scale = 1;
     f->clip.factor_now = NULL;
 }
@@ -5177,8 +5188,7 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp_exact_sum sum;
     ddp__clip_apply(f);
     f->device->fill_zero(clip->squares, sizeof sum);
-    for (int i = 0; i < f->optimizer_param_count; i++)
-        ddp_tensor_sum_squares(f->device, clip->squares, &f->grad_sums[i]);
+    f->device->sum_squares(clip->squares, 0, f->grad_sums, f->optimizer_param_count);
     if (f->world_size > 1)
         DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM,
                                NULL));
@@ -6029,6 +6039,13 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
                            + ddp__layout_append(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
         s->optimizer_index = f->optimizer_param_count;
         f->optimizer_shards[f->optimizer_param_count++] = s;
+    }
+    f->grad_sum_count = f->optimizer_param_count;
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
+        if (s->source == s || !s->trained) continue;
+        ddp_tensor *sum = &f->grad_sums[f->grad_sum_count++];
+        *sum = ddp__shard_tensor(s);
+        sum->data = ddp__shard_sum(s, 0);
     }
     if (!f->optimizer_param_count) return DDP_OK;
     d.params = f->optimizer_params;

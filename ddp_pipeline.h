@@ -3661,6 +3661,18 @@ static void ddp__pipe_run_sum_step(const ddp_pipeline *p, const ddp__pipe_stage 
     ddp_copy_list_end(&copies);
 }
 
+enum { DDP__PIPE_LIST = 64 }; /* tensors of a call of the device */
+
+/* The sum of gradient i over the micro-batches of an update: grad.data, or an f32 sum in buffer `sum`. */
+static ddp_tensor ddp__pipe_total(const ddp__pipe_stage *s, int i, int sum) {
+    const ddp__pipe_grad_place *g = &s->sums.gradients[i];
+    ddp_tensor total = {s->desc.params[i]->grad.data, g->sum_dtype, 1, {(int64_t)g->count}};
+    if (sum >= 0 && g->sum_dtype != g->dtype)
+        total.data = s->sums.memory + (size_t)sum * s->sums.bytes + g->at;
+    if (!g->bytes) total.shape[0] = 0;
+    return total;
+}
+
 /* Ends the sum over the micro-batches of an update. The sum is in grad.data; for 16-bit gradients it is in
    buffer `sum`, unless `sum` is -1. Divides it if the runner divides. Rounds 16-bit gradients once. A reducer
    or fsdp reads the f32 sum from the buffer, which does not change until the next update. */
@@ -3668,17 +3680,22 @@ static void ddp__pipe_finish_sum(const ddp_pipeline *p, const ddp__pipe_stage *s
     int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
     int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
     int divides = p->interval > 1 && (before || without_reduce);
+    ddp_tensor totals[DDP__PIPE_LIST];
     ddp_copy_list casts = DDP_ZERO;
     casts.device = p->device;
+    for (int i = 0, count = 0; i < s->desc.param_count && divides; i++) {
+        totals[count++] = ddp__pipe_total(s, i, sum);
+        if (count < DDP__PIPE_LIST && i + 1 < s->desc.param_count) continue;
+        p->device->divide(totals, count, (uint64_t)p->interval);
+        count = 0;
+    }
     for (int i = 0; i < s->desc.param_count; i++) {
         const ddp__pipe_grad_place *g = &s->sums.gradients[i];
-        int f32_grad = sum >= 0 && g->sum_dtype != g->dtype;
+        const ddp_tensor total = ddp__pipe_total(s, i, sum);
         void *grad = s->desc.params[i]->grad.data;
-        void *data = f32_grad ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
-        if (g->bytes && divides) p->device->divide(data, g->count, g->sum_dtype, (uint64_t)p->interval);
-        if (!g->bytes || !f32_grad) continue;
-        ddp_copy_list_add(&casts, grad, g->dtype, data, DDP_F32, g->count);
-        if (s->desc.reduce_grad) s->desc.params[i]->sum.data = data;
+        if (!g->bytes || total.data == grad) continue;
+        ddp_copy_list_add(&casts, grad, g->dtype, total.data, DDP_F32, g->count);
+        if (s->desc.reduce_grad) s->desc.params[i]->sum.data = total.data;
         s->desc.params[i]->sum.is_set = s->desc.reduce_grad != NULL;
     }
     ddp_copy_list_end(&casts);
@@ -5108,13 +5125,18 @@ static int ddp__pipe_is_second_use(const ddp_pipeline *p, int stage, int param) 
 
 /* Adds the squares of every gradient of this rank to p->squares, or scales every gradient by factor. */
 static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float factor) {
+    ddp_tensor grads[DDP__PIPE_LIST];
     for (ddp__pipe_stage *s = ddp__pipe_next_stage(p, NULL); s; s = ddp__pipe_next_stage(p, s))
-        for (int i = 0; i < s->desc.param_count; i++) {
-            ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-            size_t count = s->sums.gradients[i].count;
-            if (!squares && count) p->device->scale(grad.data, count, grad.dtype, factor);
-            if (squares && !ddp__pipe_is_second_use(p, s->stage_index, i))
-                ddp_tensor_sum_squares(p->device, p->squares, &grad);
+        for (int i = 0, count = 0; i < s->desc.param_count; i++) {
+            int skipped = squares ? ddp__pipe_is_second_use(p, s->stage_index, i)
+                                  : s->sums.gradients[i].count == 0;
+            if (!skipped) grads[count++] = ddp_param_grad(s->desc.params[i]);
+            if (count < DDP__PIPE_LIST && i + 1 < s->desc.param_count) continue;
+            if (squares)
+                p->device->sum_squares(p->squares, 0, grads, count);
+            else
+                p->device->scale(grads, count, factor);
+            count = 0;
         }
 }
 

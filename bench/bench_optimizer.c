@@ -77,7 +77,7 @@ static int row(ddp_group *self, const char *name, ddp_optimizer_kind kind, float
     for (int turn = -2; turn < TURNS; turn++) {
         double start = ddp_now(), middle, end;
         ddp_result result;
-        if (clips == CLIP_BEFORE) ddp_device_cpu()->scale(g, count, DDP_F32, 0.999f);
+        if (clips == CLIP_BEFORE) ddp_device_cpu()->scale(&param.grad, 1, 0.999f);
         result = ddp_optimizer_step_scaled(optimizer, 1e-6f, clips == CLIP_WITH ? 0.999f : 1);
         if (result != DDP_OK) return fprintf(stderr, "bench_optimizer: %s\n", ddp_last_error()), 1;
         middle = ddp_now();

@@ -161,8 +161,9 @@ static void update(bench *b) {
     const void *uses[2] = {b->grads, b->grads + 2 * b->count};
     ok(ddp_cuda_reduce_tree(&tied, 1, uses, 2, head, DDP_BF16, DDP_OP_SUM, 0, b->stream));
     must(cudaMemsetAsync(b->norm, 0, sizeof *b->norm, b->stream), "cudaMemsetAsync");
-    ddp_device_cuda()->sum_squares(&b->norm->squares, b->grads, b->count / (size_t)b->config.channels,
-                                   (size_t)b->config.channels, DDP_BF16);
+    const int64_t columns = b->config.channels;
+    const ddp_tensor all = {b->grads, DDP_BF16, 2, {(int64_t)b->count / columns, columns}};
+    ddp_device_cuda()->sum_squares(&b->norm->squares, 0, &all, 1);
     ok(ddp_cuda_check());
     b->step++;
     for (int vectors = 0; vectors < 2; vectors++) {

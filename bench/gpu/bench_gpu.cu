@@ -154,11 +154,10 @@ static void bench_squares(const space *s) {
             rate_line(name, 2 * bytes, seconds_of([&] {
                           ok(ddp_cuda_unscale(s->buffer[0], rows, row, dtypes[t], 1.0f, s->norm, stream));
                       }));
+            const ddp_tensor tensor = {s->buffer[0], dtypes[t], 2, {(int64_t)rows, (int64_t)row}};
             snprintf(name, sizeof name, "sum_squares %s, rows of %zu", ddp_dtype_name(dtypes[t]), row);
-            rate_line(name, bytes, seconds_of([&] {
-                          ddp_device_cuda()->sum_squares(&s->norm->squares, s->buffer[0], rows, row,
-                                                         dtypes[t]);
-                      }));
+            rate_line(name, bytes,
+                      seconds_of([&] { ddp_device_cuda()->sum_squares(&s->norm->squares, 0, &tensor, 1); }));
         }
     ok(ddp_cuda_check());
 }

@@ -638,7 +638,8 @@ static void comm__powersgd_finish(comm_hook *hook, const ddp_bucket *bucket, flo
             comm__decompress(info, out, p, q, (float)bucket->divisor);
         } else { /* divide like the plain all-reduce, bit for bit */
             memcpy(out, p, info->count * sizeof *out);
-            ddp_group_device(hook->group)->divide(out, info->count, DDP_F32, bucket->divisor);
+            const ddp_tensor mean = {out, DDP_F32, 1, {(int64_t)info->count}};
+            ddp_group_device(hook->group)->divide(&mean, 1, bucket->divisor);
         }
         comm__store_q(hook, bucket->params[k], q, bucket->step);
         p += comm__p_count(info);
@@ -880,7 +881,8 @@ COMM_DEF ddp_result comm_hook_run(ddp_group *group, ddp_bucket *bucket, void *us
     hook->stats.gradient_bytes += bucket->count * ddp_dtype_size(bucket->dtype);
     if (ddp_world_size(group) == 1) {
         if (hook->error) DDP_TRY(comm__add_error(hook, bucket));
-        ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
+        const ddp_tensor mean = {bucket->data, bucket->dtype, 1, {(int64_t)bucket->count}};
+        ddp_group_device(group)->divide(&mean, 1, bucket->divisor);
         return DDP_OK;
     }
     if (hook->desc.kind == COMM_HOOK_DELAY && bucket->divisor <= 1 && bucket->step == 0)

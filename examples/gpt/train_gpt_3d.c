@@ -507,15 +507,13 @@ static ddp_result clip(trainer *t, float *norm) {
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].counted) continue;
         DDP_TRY(gradient_of(t, i, &grad));
-        if (grad.data)
-            device->sum_squares(&sum, grad.data, (size_t)grad.shape[0],
-                                (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
+        if (grad.data) device->sum_squares(&sum, 0, &grad, 1);
     }
     DDP_TRY(ddp_all_reduce(t->run.world, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     factor = ddp_clip_factor(&sum, 1.0f, norm);
     for (int i = 0; factor != 1 && i < t->slice_count; i++) {
         DDP_TRY(gradient_of(t, i, &grad));
-        if (grad.data) device->scale(grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, factor);
+        if (grad.data) device->scale(&grad, 1, factor);
     }
     return DDP_OK;
 }

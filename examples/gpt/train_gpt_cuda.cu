@@ -1678,17 +1678,14 @@ static ddp_result clip_full_norm(trainer *t) {
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].counted || (t->strategy == DDP_FSDP_NO_SHARD && t->replica > 0)) continue;
         DDP_TRY(gradient_of(t, i, &grad));
-        if (grad.data)
-            t->memory->sum_squares(there, grad.data, (size_t)grad.shape[0],
-                                   (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
+        if (grad.data) t->memory->sum_squares(there, 0, &grad, 1);
     }
     DDP_TRY(ddp_all_reduce(t->all_gpus, there, there, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     t->memory->optimizer->clip(there, 1.0f, factor, &t->norms[t->parity]);
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].here || t->run.infos[t->slices[i].param].tied_to >= 0) continue;
         DDP_TRY(gradient_of(t, i, &grad));
-        if (grad.data)
-            t->memory->optimizer->scale(grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, factor);
+        if (grad.data) t->memory->optimizer->scale(&grad, 1, factor);
     }
     return DDP_OK;
 }

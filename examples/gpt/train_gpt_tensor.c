@@ -276,8 +276,9 @@ static ddp_result clip(const trainer *t, float *norm, float *scale) {
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < t->model.param_count; i++) {
         const gpt_piece *p = &t->model.pieces[i];
+        const ddp_tensor grad = {t->grads[i], DDP_F32, 2, {p->rows, p->columns}};
         if (t->run.infos[i].tied_to < 0 && (p->placement != DDP_REPLICATE || ddp_rank(t->tensor) == 0))
-            device->sum_squares(&sum, t->grads[i], (size_t)p->rows, (size_t)p->columns, DDP_F32);
+            device->sum_squares(&sum, 0, &grad, 1);
     }
     DDP_TRY(ddp_all_reduce(t->tensor, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     *scale = ddp_clip_factor(&sum, 1.0f, norm);

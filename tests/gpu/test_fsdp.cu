@@ -204,11 +204,11 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
         /* The others keep micro-batches of full gradients. */
         int still = ddp_world_size(world) == 1 && desc.strategy <= DDP_FSDP_SHARD_GRAD;
         /* Of 2 steps. For each of 6 parameters and 2 micro-batches: 2 that make gradients here; for each
-           parameter: micro-batches added, divided, squares. For each unit: a cast of the gradients of each
-           micro-batch. AdamW of all matrices and of all vectors, which also write the new values in bf16;
-           offloaded, each gradient is clipped instead. And the norm. */
-        int update = way == OFFLOADED ? 6 : 2;
-        int most = still && turn == 0 ? 2 * (6 * 2 * 2 + 6 * 3 + 3 * 2 + update + 1) : INT32_MAX;
+           parameter: micro-batches added. For each unit: a cast of the gradients of each micro-batch. For
+           all: divided, squares, the norm; AdamW of matrices and of vectors, which also write the new values
+           in bf16; offloaded, gradients are clipped instead. */
+        int update = way == OFFLOADED ? 1 : 2;
+        int most = still && turn == 0 ? 2 * (6 * 2 * 2 + 6 + 3 * 2 + 3 + update) : INT32_MAX;
         if (s == 2 && way != WAITS && !norms)
             RANKS_OK(world, steady_calls(world, early, way, still, most, strategies[desc.strategy]));
 #endif
@@ -326,6 +326,71 @@ static ddp_result steady_faults(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
+static ddp_result ones_fill(const ddp_fsdp_param *param, int64_t, int64_t row_count, void *out, void *) {
+    const ddp_tensor *value = &param->param.value;
+    for (int64_t i = 0; i < row_count * (value->ndim > 1 ? value->shape[1] : 1); i++) ((float *)out)[i] = 1;
+    return DDP_OK;
+}
+
+enum { GPT_UNITS = 14, GPT_PARAMS = 148, GPT_WIDTH = 16 };
+
+/* 148 parameters in 14 units, as GPT-2 124M: two embeddings; 12 blocks of 4 matrices and 8 vectors; the last
+   norm. From the last gradient to the end of a step, a rank launches 10 kernels:
+
+                         before   now
+       divide               148     3    64 tensors per launch
+       squares              148     3    64
+       norm                   1     1
+       AdamW                148     3    56: 50 matrices, 98 vectors
+       new values in bf16    14     0    AdamW writes them */
+static ddp_result steady_launches(ddp_group *world, void *user) {
+    static ddp_fsdp_param params[GPT_PARAMS];
+    static char names[GPT_PARAMS][8];
+    const char *engine = getenv("DDP_TEST_ENGINE");
+    ddp_fsdp_unit_desc units[GPT_UNITS] = {};
+    ddp_fsdp_desc desc = DDP_ZERO;
+    ddp_fsdp *fsdp;
+    device_rank d;
+    int device, kernels = 0;
+    (void)user;
+    if (!engine || strcmp(engine, "nccl")) return DDP_OK;
+    RANKS_OK(world, device_rank_open(&d, world, 64));
+    for (int i = 0; i < GPT_PARAMS; i++) {
+        int unit = i < 2 ? 0 : 1 + (i - 2) / 12, matrix = i < 2 || (i < GPT_PARAMS - 2 && (i - 2) % 3 == 0);
+        ddp_param *p = &params[i].param;
+        snprintf(names[i], sizeof names[i], "%d", i);
+        p->name = names[i];
+        p->value.dtype = DDP_F32;
+        p->value.ndim = 1 + matrix;
+        p->value.shape[0] = GPT_WIDTH;
+        p->value.shape[1] = matrix ? GPT_WIDTH : 0;
+        if (!units[unit].params) units[unit].params = &params[i];
+        units[unit].param_count++;
+    }
+    desc.units = units;
+    desc.unit_count = GPT_UNITS;
+    desc.param_dtype = DDP_BF16;
+    desc.micro_batch_count = 2;
+    desc.optimizer.weight_decay = 0.1f;
+    desc.optimizer.decay_matrices_only = 1;
+    desc.init_fn = ones_fill;
+    RANKS_OK(world, ddp_fsdp_create(&fsdp, d.group, &desc));
+    for (int pass = 0; pass < 2 * GPT_UNITS; pass++) {
+        RANKS_OK(world, ddp_fsdp_unshard(fsdp, pass % GPT_UNITS));
+        RANKS_OK(world, ddp_fsdp_reduce_grads(fsdp, pass % GPT_UNITS));
+        RANKS_OK(world, ddp_fsdp_reshard(fsdp, pass % GPT_UNITS));
+    }
+    fake_record_from_here();
+    RANKS_OK(world, ddp_fsdp_clip_grad_norm(fsdp, 1, NULL));
+    RANKS_OK(world, ddp_fsdp_step(fsdp, 0.01f));
+    fake_get_device(&device);
+    std::string record = fake_record(device);
+    for (size_t at = 0; (at = record.find("kernel(", at)) != std::string::npos; at++) kernels++;
+    RANKS_CHECK(world, kernels == 10, "%d kernels", kernels);
+    ddp_fsdp_destroy(fsdp);
+    return device_rank_close(&d);
+}
+
 /* A rank is missing at the clipping: the other one gets the error when it queries the norm that its device
    waits for, and everything can be freed. */
 static ddp_result steady_lost(ddp_group *world, void *user) {
@@ -385,6 +450,11 @@ int main(int argc, char **argv) {
     if ((!worlds || worlds & 2)
         && ranks_run(RANKS_THREADS, 1, 60000 * DDP_TEST_SLOWDOWN, steady_faults, NULL) != DDP_OK) {
         fprintf(stderr, "FAIL one failing call: %s\n", ddp_last_error());
+        failed = 1;
+    }
+    if ((!worlds || worlds & 2)
+        && ranks_run(RANKS_THREADS, 1, 20000 * DDP_TEST_SLOWDOWN, steady_launches, NULL) != DDP_OK) {
+        fprintf(stderr, "FAIL launches of 148 parameters: %s\n", ddp_last_error());
         failed = 1;
     }
     if ((!worlds || worlds & 12)

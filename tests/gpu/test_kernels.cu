@@ -24,8 +24,9 @@ static void check_stream(void) {
     for (int i = 0; i < COUNT; i++) host[i] = (float)(i % 1000);
     gpu->copy(data, host, COUNT * sizeof *host);
     gpu->add(data, data, data, COUNT, DDP_F32);
-    gpu->scale(data, COUNT, DDP_F32, 0.25f);
-    gpu->divide(data, COUNT, DDP_F32, 2);
+    const ddp_tensor all = {data, DDP_F32, 1, {COUNT}};
+    gpu->scale(&all, 1, 0.25f);
+    gpu->divide(&all, 1, 2);
     gpu->copy(host, data, COUNT * sizeof *host);
     for (int i = 0; i < COUNT; i++) wrong += host[i] != (float)(i % 1000) * 0.25f;
     check_that(wrong == 0, "%zu of %d elements are wrong", wrong, (int)COUNT);

@@ -200,15 +200,16 @@ static ddp_result reference(ddp_group *group, void *user) {
         }
         add_arrays(grad[0], grad[TIED_USE], elements(0), DDP_F32);
         ddp_exact_sum_clear(&sum);
-        for (int k = 0; k < count; k++)
-            ddp_device_cpu()->sum_squares(&sum, grad[at[k]], (size_t)shapes[at[k]].rows,
-                                          (size_t)shapes[at[k]].columns, shapes[at[k]].dtype);
+        ddp_tensor grads[USES];
+        for (int k = 0; k < count; k++) {
+            const ddp_tensor one = {
+                grad[at[k]], shapes[at[k]].dtype, 2, {shapes[at[k]].rows, shapes[at[k]].columns}};
+            grads[k] = one;
+        }
+        ddp_device_cpu()->sum_squares(&sum, 0, grads, count);
         norm = (float)sqrt(ddp_exact_sum_value(&sum));
         expected->norm[step] = norm;
-        if (norm > 0.5f)
-            for (int k = 0; k < count; k++)
-                ddp_device_cpu()->scale(grad[at[k]], (size_t)elements(at[k]), shapes[at[k]].dtype,
-                                        0.5f / norm);
+        if (norm > 0.5f) ddp_device_cpu()->scale(grads, count, 0.5f / norm);
         RANKS_OK(group, ddp_optimizer_step(optimizer, 0.05f));
     }
     for (int u = 0; u < USES; u++)

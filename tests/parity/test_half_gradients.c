@@ -207,10 +207,10 @@ static ddp_result by_fsdp(ddp_group *group, const plan *p) {
 /* *user: its duration in milliseconds */
 static ddp_result average_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     if (user) usleep(1000 * *(const useconds_t *)user);
+    const ddp_tensor all = {bucket->data, bucket->dtype, 1, {(int64_t)bucket->count}};
     ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
                                        DDP_OP_SUM, NULL);
-    if (result == DDP_OK)
-        ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
+    if (result == DDP_OK) ddp_group_device(group)->divide(&all, 1, bucket->divisor);
     return result;
 }
 

@@ -58,13 +58,13 @@ static ddp_result plain_create(plain *one, const pipe_model *m, ddp_group **self
 static void plain_norm(plain *one, const plan *plan, int stages) {
     ddp_exact_sum sum;
     ddp_exact_sum_clear(&sum);
-    for (int i = 0; i < 2 * stages; i++)
-        if (!plan->tied || i + 1 < 2 * stages)
-            ddp_device_cpu()->sum_squares(&sum, one->params[i].grad.data, PIPE_SIDE, i % 2 ? 1 : PIPE_SIDE,
-                                          DDP_F32);
+    for (int i = 0; i < 2 * stages; i++) {
+        const ddp_tensor grad = {one->params[i].grad.data, DDP_F32, 2, {PIPE_SIDE, i % 2 ? 1 : PIPE_SIDE}};
+        if (!plan->tied || i + 1 < 2 * stages) ddp_device_cpu()->sum_squares(&sum, 0, &grad, 1);
+    }
     one->norm = (float)sqrt(ddp_exact_sum_value(&sum));
-    ddp_device_cpu()->scale(&one->grads[0], sizeof one->grads[0] / sizeof(float), DDP_F32,
-                            one->norm / 2 / one->norm);
+    const ddp_tensor all = {&one->grads[0], DDP_F32, 1, {sizeof one->grads[0] / sizeof(float)}};
+    ddp_device_cpu()->scale(&all, 1, one->norm / 2 / one->norm);
 }
 
 static ddp_result plain_step(plain *one, const plan *plan, int stages, ddp_optimizer *optimizer) {

@@ -153,11 +153,11 @@ static ddp_result checked_step(model *m, ddp_reducer *reducer, int step, uint32_
 //== averages ===============================================================================
 
 static ddp_result sum_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
+    const ddp_tensor all = {bucket->data, bucket->dtype, 1, {(int64_t)bucket->count}};
     ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
                                        DDP_OP_SUM, NULL);
     (void)user;
-    if (result == DDP_OK)
-        ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
+    if (result == DDP_OK) ddp_group_device(group)->divide(&all, 1, bucket->divisor);
     return result;
 }
 
@@ -1095,8 +1095,9 @@ static ddp_result means_are_over_tokens(ddp_group *group, void *user) {
                 RANKS_CHECK(group, grad[k] == expected[k], "step %d parameter %d[%zu]: %.9g, want %.9g", step,
                             i, k, (double)grad[k], (double)expected[k]);
             }
-            ddp_device_cpu()->sum_squares(&squares, expected, (size_t)m.params[i].value.shape[0],
-                                          (size_t)m.params[i].value.shape[1], DDP_F32);
+            ddp_tensor total = m.params[i].value;
+            total.data = expected;
+            ddp_device_cpu()->sum_squares(&squares, 0, &total, 1);
             free(expected);
         }
         want_norm = (float)sqrt(ddp_exact_sum_value(&squares));

@@ -350,6 +350,12 @@ static void check_multi(void) {
 
 /* ---- unscaling and norms ---- */
 
+/* Elements of tensor i of a list: some have none, some more than a chunk. */
+static size_t list_length(int i) {
+    static const size_t lengths[] = {5, 0, 1, 300, 3, 64, 0, 17};
+    return i % 50 == 3 ? DDP__CUDA_CHUNK + 1 + (size_t)i : lengths[i % 8];
+}
+
 static size_t count_non_finite(const void *before, const void *after, size_t count, ddp_dtype dtype) {
     size_t bad = 0, size = ddp_dtype_size(dtype);
     for (size_t i = 0; i < count; i++) {
@@ -372,8 +378,10 @@ static void squares_case(ddp_dtype dtype, size_t rows, size_t row_count, int spe
     memcpy(want, data.host + shift, count * size);
     buffer_up(&data);
     ddp_exact_sum_clear(&expected);
-    ddp_device_cpu()->sum_squares(&expected, want, rows, row_count, dtype);
-    gpu->sum_squares((ddp_exact_sum *)(void *)cells.device, data.device + shift, rows, row_count, dtype);
+    const ddp_tensor on_host = {want, dtype, 2, {(int64_t)rows, (int64_t)row_count}},
+                     on_device = {data.device + shift, dtype, 2, {(int64_t)rows, (int64_t)row_count}};
+    ddp_device_cpu()->sum_squares(&expected, 0, &on_host, 1);
+    gpu->sum_squares((ddp_exact_sum *)(void *)cells.device, 0, &on_device, 1);
     gpu->copy(&got, cells.device, sizeof got);
     gpu->fill_zero(cells.device, sizeof norm);
     a = ddp_exact_sum_value(&expected);
@@ -381,9 +389,9 @@ static void squares_case(ddp_dtype dtype, size_t rows, size_t row_count, int spe
     check_that(memcmp(&a, &b, 8) == 0 || (a != a && b != b), "sum_squares %s %zux%zu: %.17g and not %.17g",
                ddp_dtype_name(dtype), rows, row_count, b, a);
 
-    ddp_device_cpu()->scale(want, count, dtype, 0.43f);
+    ddp_device_cpu()->scale(&on_host, 1, 0.43f);
     ddp_exact_sum_clear(&expected);
-    ddp_device_cpu()->sum_squares(&expected, want, rows, row_count, dtype);
+    ddp_device_cpu()->sum_squares(&expected, 0, &on_host, 1);
     check_that(ddp_cuda_unscale(data.device + shift, rows, row_count, dtype, 0.43f,
                                 (ddp_cuda_norm *)(void *)cells.device, 0)
                    == DDP_OK,
@@ -407,6 +415,60 @@ static void squares_case(ddp_dtype dtype, size_t rows, size_t row_count, int spe
     free(want);
     buffer_free(&data);
     buffer_free(&cells);
+}
+
+/* Lists of tensors of all float dtypes, some without elements: scale and divide them, then add their squares
+   to one sum, and to one sum each. Integers are only divided. */
+static void tensor_list_case(int count) {
+    size_t total = 0, at = 0;
+    for (int i = 0; i < count; i++) total += list_length(i) * 8 + 8;
+    buffer data = buffer_make(total), sums = buffer_make((size_t)(count + 1) * sizeof(ddp_exact_sum));
+    ddp_tensor *list[2] = {(ddp_tensor *)calloc((size_t)count, sizeof **list),
+                           (ddp_tensor *)calloc((size_t)count, sizeof **list)};
+    unsigned char *got = (unsigned char *)malloc(data.bytes);
+    ddp_exact_sum *want = (ddp_exact_sum *)calloc((size_t)count + 1, sizeof *want), *sum;
+    for (int i = 0; i < count; i++) {
+        ddp_tensor *t = &list[0][i];
+        t->dtype = float_dtypes[i / 2 % 4];
+        t->ndim = 1 + i % 2;
+        t->shape[0] = (int64_t)list_length(i);
+        if (t->ndim == 2 && t->shape[0] % 3 == 0) t->shape[0] /= t->shape[1] = 3;
+        if (t->ndim == 2 && t->shape[0] % 3) t->shape[1] = 1;
+        at += (size_t)(i % 4); /* any address */
+        t->data = data.host + at;
+        fill(t->data, list_length(i), t->dtype, 0);
+        list[1][i] = *t;
+        list[1][i].data = data.device + at;
+        at += list_length(i) * ddp_dtype_size(t->dtype);
+    }
+    buffer_up(&data);
+    for (int on_device = 0; on_device < 2; on_device++) {
+        const ddp_device *device = on_device ? gpu : ddp_device_cpu();
+        sum = on_device ? (ddp_exact_sum *)(void *)sums.device : want;
+        device->scale(list[on_device], count, 0.7f);
+        device->divide(list[on_device], count, 3);
+        device->divide(list[on_device], count, 8);
+        device->sum_squares(sum, 0, list[on_device], count);
+        device->sum_squares(sum + 1, 1, list[on_device], count);
+    }
+    gpu->copy(got, data.device, data.bytes);
+    check_that(memcmp(got, data.host, data.bytes) == 0, "%d tensors: scaled and divided", count);
+    buffer_down(&sums);
+    for (int i = 0; i <= count; i++) {
+        double a = ddp_exact_sum_value(&want[i]),
+               b = ddp_exact_sum_value((ddp_exact_sum *)(void *)sums.host + i);
+        check_that(memcmp(&a, &b, 8) == 0, "%d tensors, sum %d: %.17g and not %.17g", count, i, b, a);
+    }
+    buffer_free(&data);
+    buffer_free(&sums);
+    for (int k = 0; k < 2; k++) free(list[k]);
+    free(got);
+    free(want);
+}
+
+static void check_tensor_lists(void) {
+    static const int counts[] = {0, 1, 63, 64, 65, 148, 500};
+    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) tensor_list_case(counts[c]);
 }
 
 static void check_squares(void) {
@@ -825,12 +887,6 @@ static ddp_update update_factors(int kind, ddp_dtype dtype) {
     return u;
 }
 
-/* Elements of tensor i of a list: some have none, some more than a chunk. */
-static size_t list_length(int i) {
-    static const size_t lengths[] = {5, 0, 1, 300, 3, 64, 0, 17};
-    return i % 50 == 3 ? DDP__CUDA_CHUNK + 1 + (size_t)i : lengths[i % 8];
-}
-
 enum { LIST_VALUE, LIST_GRAD, LIST_STATE0, LIST_STATE1, LIST_COPY, LIST_ARRAYS };
 
 /* A step of `count` tensors by one call of the device table, and of each by ddp_fsdp.h on the CPU. Arrays
@@ -1102,24 +1158,26 @@ static void check_device(void) {
         gpu->add(c.device, a.device + shift, b.device + shift, COUNT, dtype);
         gpu->copy(got, c.device, COUNT * size);
         check_that(same(got, want, COUNT, dtype), "add %s", ddp_dtype_name(dtype));
+        const ddp_tensor wanted = {want, dtype, 1, {COUNT}}, divided = {c.device, dtype, 1, {COUNT}},
+                         scaled = {a.device + shift, dtype, 1, {COUNT}};
         for (uint64_t divisor = 0; divisor < 9; divisor++) {
             gpu->copy(c.device, a.device + shift, COUNT * size);
             memcpy(want, a.host + shift, COUNT * size);
-            cpu->divide(want, COUNT, dtype, divisor);
-            gpu->divide(c.device, COUNT, dtype, divisor);
+            cpu->divide(&wanted, 1, divisor);
+            gpu->divide(&divided, 1, divisor);
             gpu->copy(got, c.device, COUNT * size);
             check_that(same(got, want, COUNT, dtype), "divide %s by %d", ddp_dtype_name(dtype), (int)divisor);
         }
         memcpy(want, a.host + shift, COUNT * size);
-        cpu->scale(want, COUNT, dtype, 1.3f);
-        gpu->scale(a.device + shift, COUNT, dtype, 1.3f);
+        cpu->scale(&wanted, 1, 1.3f);
+        gpu->scale(&scaled, 1, 1.3f);
         gpu->copy(got, a.device + shift, COUNT * size);
         check_that(same(got, want, COUNT, dtype), "scale %s", ddp_dtype_name(dtype));
         if (dtype == DDP_F32 || dtype == DDP_F64) { /* by a factor in device memory */
             float factor = 0.7f;
             gpu->copy(c.device, &factor, sizeof factor);
-            gpu->optimizer->scale(a.device + shift, COUNT, dtype, (const float *)(const void *)c.device);
-            cpu->scale(want, COUNT, dtype, factor);
+            gpu->optimizer->scale(&scaled, 1, (const float *)(const void *)c.device);
+            cpu->scale(&wanted, 1, factor);
             gpu->copy(got, a.device + shift, COUNT * size);
             check_that(same(got, want, COUNT, dtype), "scale %s by a factor there", ddp_dtype_name(dtype));
         }
@@ -1232,6 +1290,7 @@ static int kernel_checks(void) {
     failed += table_line("lists of AdamW, SGD", check_step_lists);
     failed += table_line("clip, trust ratios", check_steer);
     failed += table_line("8-bit blocks", check_quantise);
+    failed += table_line("scale, divide, squares", check_tensor_lists);
     failed += table_line("copies of many ranges", check_copy_many);
     return failed;
 }

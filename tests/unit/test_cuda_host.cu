@@ -446,7 +446,8 @@ static void check_errors(void) {
     says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1000, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_ENGINE, line);
     gpu->add(memory, memory, memory + 1024, 100, DDP_F32); /* keeps the first failure */
     record.answer = cudaErrorInvalidValue;
-    gpu->scale(memory, 100, DDP_F32, 2.0f);
+    const ddp_tensor hundred = {memory, DDP_F32, 1, {100}};
+    gpu->scale(&hundred, 1, 2.0f);
     snprintf(line, sizeof line, "ddp_device_cuda add: cudaLaunchKernel: %s (cudaErrorNoKernelImageForDevice)",
              cudaGetErrorString(cudaErrorNoKernelImageForDevice));
     says(ddp_cuda_check(), DDP_ERR_ENGINE, line);
@@ -454,7 +455,7 @@ static void check_errors(void) {
     {
         ddp_exact_sum sum;
         ddp_exact_sum_clear(&sum);
-        gpu->sum_squares(&sum, memory, 1, 100, DDP_F32);
+        gpu->sum_squares(&sum, 0, &hundred, 1);
         check_that(ddp_cuda_check() == DDP_ERR_ENGINE, "a failed sum of squares does not show");
     }
 
@@ -467,7 +468,7 @@ static void check_errors(void) {
     check_that(record.launches == 1 && record.largest_grid == 4096 && record.stream == stream,
                "2^40 elements: %d launches, grid %u", record.launches, record.largest_grid);
     check_that(ddp_cuda_use_stream(stream) == 0, "the stream does not start as 0");
-    gpu->divide(memory, 10, DDP_F32, 3);
+    gpu->divide(&hundred, 1, 3);
     check_that(record.launches == 2 && record.stream == stream, "divide is not on the stream that was set");
     gpu->fill_zero(memory, 16);
     check_that(record.stream == stream, "fill_zero is not on the stream that was set");

@@ -820,8 +820,8 @@ static void late_copy_async(void *dst, const void *src, size_t size_bytes) {
     memcpy(dst, src, size_bytes);
 }
 static void late_update(const ddp_update *u) { (void)u; }
-static void late_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
-    ddp_device_cpu()->scale(data, count, dtype, *factor);
+static void late_scale(const ddp_tensor *tensors, int count, const float *factor) {
+    ddp_device_cpu()->scale(tensors, count, *factor);
 }
 static void late_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
     *norm = (float)sqrt(ddp_exact_sum_value(sum));

@@ -21,7 +21,8 @@ typedef struct item {
     ddp_call call;
     void *dst;
     const void *src, *other;
-    size_t count, rows;
+    ddp_tensor tensor;
+    size_t count;
     ddp_dtype dtype;
     float factor;
     uint64_t divisor;
@@ -69,7 +70,8 @@ static void execute(machine *m, int which) {
             assert_int_equal(ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype,
                                             DDP_OP_SUM, NULL),
                              DDP_OK);
-            cpu->divide(call->recv, call->count, call->dtype, call->divisor);
+            const ddp_tensor sum = {call->recv, call->dtype, 1, {(int64_t)call->count}};
+            cpu->divide(&sum, 1, call->divisor);
         } else if (call->kind == DDP_CALL_ALL_REDUCE) {
             assert_int_equal(
                 ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL),
@@ -91,9 +93,9 @@ static void execute(machine *m, int which) {
     case COPY: memcpy(i->dst, i->src, i->count); break;
     case ZERO: memset(i->dst, 0, i->count); break;
     case ADD: cpu->add(i->dst, i->src, i->other, i->count, i->dtype); break;
-    case SCALE: cpu->scale(i->dst, i->count, i->dtype, i->factor); break;
-    case DIVIDE: cpu->divide(i->dst, i->count, i->dtype, i->divisor); break;
-    case SQUARES: cpu->sum_squares((ddp_exact_sum *)i->dst, i->src, i->rows, i->count, i->dtype); break;
+    case SCALE: cpu->scale(&i->tensor, 1, i->factor); break;
+    case DIVIDE: cpu->divide(&i->tensor, 1, i->divisor); break;
+    case SQUARES: cpu->sum_squares((ddp_exact_sum *)i->dst, 0, &i->tensor, 1); break;
     /* A newer version of a reused event can already be complete. */
     case MARK:
         if (i->mark->done < i->version) i->mark->done = i->version;
@@ -167,29 +169,27 @@ static void lane_add(void *dst, const void *left, const void *right, size_t coun
     i->count = count;
     i->dtype = dtype;
 }
-static void lane_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
-    item *i = put(here, entered, SCALE);
-    i->dst = data;
-    i->count = count;
-    i->dtype = dtype;
-    i->factor = factor;
+static void lane_scale(const ddp_tensor *tensors, int count, float factor) {
+    for (int k = 0; k < count; k++) {
+        item *i = put(here, entered, SCALE);
+        i->tensor = tensors[k];
+        i->factor = factor;
+    }
 }
-static void lane_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    item *i = put(here, entered, DIVIDE);
-    i->dst = data;
-    i->count = count;
-    i->dtype = dtype;
-    i->divisor = divisor;
+static void lane_divide(const ddp_tensor *tensors, int count, uint64_t divisor) {
+    for (int k = 0; k < count; k++) {
+        item *i = put(here, entered, DIVIDE);
+        i->tensor = tensors[k];
+        i->divisor = divisor;
+    }
 }
-static void lane_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count,
-                             ddp_dtype dtype) {
-    item *i = put(here, entered, SQUARES);
-    assert_true(on_device(sum));
-    i->dst = sum;
-    i->src = data;
-    i->rows = rows;
-    i->count = row_count;
-    i->dtype = dtype;
+static void lane_sum_squares(ddp_exact_sum *sums, int stride, const ddp_tensor *tensors, int count) {
+    assert_true(on_device(sums));
+    for (int k = 0; k < count; k++) {
+        item *i = put(here, entered, SQUARES);
+        i->dst = sums + k * stride;
+        i->tensor = tensors[k];
+    }
 }
 static ddp_result lane_open(ddp_group *group, ddp_group *parent, void **state) {
     assert_null(parent);
@@ -347,6 +347,11 @@ static void fill_with(float *dst, int count, int seed) {
 
 /* ---- programs ---- */
 
+static void scale_by(float *data, float factor) {
+    const ddp_tensor all = {data, DDP_F32, 1, {N}};
+    lane_scale(&all, 1, factor);
+}
+
 /* Work waits for the compute stream; ddp_wait and later work wait for it. Nothing of it runs in the time of
    the host. */
 static ddp_result calls(ddp_group *world, void *user) {
@@ -358,12 +363,12 @@ static ddp_result calls(ddp_group *world, void *user) {
     fill_with(host, N, ddp_rank(world));
     assert_int_equal(ddp_all_reduce(world, host, plain, N, DDP_F32, DDP_OP_SUM, NULL), DDP_OK);
     lane_copy(in, host, sizeof host);
-    lane_scale(in, N, DDP_F32, 2.0f);
+    scale_by(in, 2.0f);
     here->executed = 0;
     assert_int_equal(ddp_all_reduce(group, in, out, N, DDP_F32, DDP_OP_SUM, &work[0]), DDP_OK);
     assert_int_equal(ddp_broadcast(group, in, N, DDP_F32, 0, &work[1]), DDP_OK);
     assert_int_equal(ddp_wait(group, &work[0]), DDP_OK);
-    lane_scale(out, N, DDP_F32, 0.5f);
+    scale_by(out, 0.5f);
     assert_int_equal(here->executed, 0);
     lane_copy(host, out, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i]);
@@ -422,11 +427,11 @@ static ddp_result batch_end_fails(ddp_group *world, void *user) {
 
 static ddp_result doubled(ddp_group *group, void *argument) {
     float *data = (float *)argument;
-    lane_scale(data, N, DDP_F32, 2.0f);
+    scale_by(data, 2.0f);
     /* in place: the task is on the communication stream */
     assert_int_equal(ddp_all_reduce(group, data, data, N, DDP_F32, DDP_OP_SUM, NULL), DDP_OK);
     assert_int_equal(entered, DDP_STREAM_COMM);
-    lane_scale(data, N, DDP_F32, 0.5f);
+    scale_by(data, 0.5f);
     return DDP_OK;
 }
 
@@ -529,7 +534,8 @@ static void train(ddp_group *group, const ddp_device *device, float *out, float 
         for (int p = 4; p >= 0; p--) {
             fill_with(host, (int)rows[p] * 2, step * 17 + p + ddp_rank(group) * 5);
             device->copy(params[p].grad.data, host, (size_t)rows[p] * 8);
-            device->scale(params[p].grad.data, (size_t)rows[p] * 2, DDP_F32, 1.5f);
+            const ddp_tensor grad = {params[p].grad.data, DDP_F32, 1, {rows[p] * 2}};
+            device->scale(&grad, 1, 1.5f);
             assert_int_equal(ddp_reducer_ready(reducer, p), DDP_OK);
         }
         assert_int_equal(ddp_reducer_wait(reducer), DDP_OK);

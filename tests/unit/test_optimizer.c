@@ -492,8 +492,8 @@ static void device_update(const ddp_update *u) {
         else
             inner.update_f64(u, &u->tensors[i]);
 }
-static void device_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
-    ddp_device_cpu()->scale(data, count, dtype, *factor);
+static void device_scale(const ddp_tensor *tensors, int count, const float *factor) {
+    ddp_device_cpu()->scale(tensors, count, *factor);
 }
 static void device_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
     (void)sum;
@@ -605,9 +605,9 @@ static void scaled_gradients_are_the_products(void **state) {
                 model_gradients(&m, 0, 1, step);
                 model_gradients(&other, 0, 1, step);
                 for (int i = 0; i < TENSORS; i++) {
-                    const ddp_tensor *value = &other.params[i].value;
-                    ddp_device_cpu()->scale(other.params[i].grad.data, (size_t)ddp_tensor_count(value),
-                                            value->dtype, scale);
+                    ddp_tensor grad = other.params[i].value;
+                    grad.data = other.params[i].grad.data;
+                    ddp_device_cpu()->scale(&grad, 1, scale);
                 }
                 expect_ok(ddp_optimizer_step_scaled(a, 0.1f, scale));
                 expect_ok(ddp_optimizer_step(b, 0.1f));

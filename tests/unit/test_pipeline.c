@@ -414,14 +414,15 @@ static ddp_result ties_and_norm(ddp_group *world) {
         }
         ddp_exact_sum_clear(&sum);
         for (int stage = 0; stage < stages; stage++) {
-            ddp_device_cpu()->sum_squares(&sum, h->grads[0].weight[stage], PIPE_SIDE, PIPE_SIDE, DDP_F32);
-            if (stage + 1 < stages)
-                ddp_device_cpu()->sum_squares(&sum, h->grads[0].bias[stage], PIPE_SIDE, 1, DDP_F32);
+            const ddp_tensor grads[2] = {{h->grads[0].weight[stage], DDP_F32, 2, {PIPE_SIDE, PIPE_SIDE}},
+                                         {h->grads[0].bias[stage], DDP_F32, 1, {PIPE_SIDE}}};
+            ddp_device_cpu()->sum_squares(&sum, 0, grads, stage + 1 < stages ? 2 : 1);
         }
         want = (float)sqrt(ddp_exact_sum_value(&sum));
         RANKS_OK(world, ddp_pipeline_clip_grad_norm(pipeline, want / 2, &norm));
         RANKS_CHECK(world, norm == want, "norm %.9g, not %.9g", (double)norm, (double)want);
-        ddp_device_cpu()->scale(&h->grads[0], sizeof h->grads[0] / sizeof(float), DDP_F32, want / 2 / want);
+        const ddp_tensor all = {&h->grads[0], DDP_F32, 1, {sizeof h->grads[0] / sizeof(float)}};
+        ddp_device_cpu()->scale(&all, 1, want / 2 / want);
         RANKS_OK(world, same_gradients(world, m, s, h, "clipped"));
         ddp_pipeline_destroy(pipeline);
         ddp_schedule_destroy(s);
@@ -532,8 +533,9 @@ static ddp_result norm_without_params(ddp_group *world) {
                     "%s", ddp_last_error());
         ddp_exact_sum_clear(&sum);
         for (int stage = 0; stage < named; stage++) {
-            ddp_device_cpu()->sum_squares(&sum, h->grads[0].weight[stage], PIPE_SIDE, PIPE_SIDE, DDP_F32);
-            ddp_device_cpu()->sum_squares(&sum, h->grads[0].bias[stage], PIPE_SIDE, 1, DDP_F32);
+            const ddp_tensor grads[2] = {{h->grads[0].weight[stage], DDP_F32, 2, {PIPE_SIDE, PIPE_SIDE}},
+                                         {h->grads[0].bias[stage], DDP_F32, 1, {PIPE_SIDE}}};
+            ddp_device_cpu()->sum_squares(&sum, 0, grads, 2);
         }
         result = ddp_pipeline_clip_grad_norm(pipeline, 1e9f, &norm);
         if (named)
