@@ -4303,51 +4303,62 @@ static int ddp__nccl_receives(const ddp__nccl_tree *t, int rank) {
     return t->call->kind == DDP_CALL_ALL_REDUCE || rank == t->call->root;
 }
 
-/* Adds `count` elements of every source. Source number `own` is at own_data; source i has arrived at
-   arrived + i * stride_bytes. */
-static ddp_result ddp__nccl_add(ddp__nccl *n, const ddp__nccl_tree *t, const void *arrived, int sources,
-                                size_t stride_bytes, int own, const void *own_data, ddp_dtype dtype,
-                                void *dst, ddp_dtype dst_dtype, size_t count, int is_last) {
-    const ddp_call *call = t->call;
-    const void *two[2] = {arrived, own_data};
+/* Arrays of `count` sources: array `own` is at own_data, array i has arrived at arrived + i * stride_bytes. */
+typedef struct ddp__nccl_sources {
+    const unsigned char *arrived;
+    size_t stride_bytes;
+    int count, own;
+    const unsigned char *own_data;
+    ddp_dtype dtype;
+} ddp__nccl_sources;
+
+/* Adds `count` elements of the sources. divides: 1 = the last sum, which an average divides. */
+static ddp_result ddp__nccl_add(ddp__nccl *n, const ddp_call *call, const ddp__nccl_sources *sources,
+                                size_t count, int divides, void *dst, ddp_dtype dst_dtype) {
+    const void *two[2] = {sources->arrived, sources->own_data};
     ddp__cuda_tree_call add = DDP_ZERO;
     if (count == 0) return DDP_OK;
     add.dst = &dst;
     add.dst_count = 1;
     add.dst_dtype = dst_dtype;
     add.src = two;
-    add.src_count = sources;
-    add.stride_bytes = stride_bytes;
-    add.own = own;
+    add.src_count = sources->count;
+    add.stride_bytes = sources->stride_bytes;
+    add.own = sources->own;
     add.count = count;
     add.op = call->op;
-    add.divisor = is_last && call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1;
+    add.divisor = divides && call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1;
     add.stream = n->streams->stream[DDP_STREAM_COMM];
     add.function = "the reduction in tree order";
-    return ddp__cuda_tree_reduce(&add, dtype);
+    return ddp__cuda_tree_reduce(&add, sources->dtype);
 }
 
 /* The ranges of a share in a reduce_scatter are not adjacent in the send buffer: one kernel for each. */
 static ddp_result ddp__nccl_reduce_in_block(ddp__nccl *n, const ddp__nccl_tree *t) {
-    const int ranges = t->call->kind == DDP_CALL_REDUCE_SCATTER ? t->blocks : 1, is_last = t->blocks == 1;
+    const ddp_call *call = t->call;
+    const unsigned char *send = (const unsigned char *)call->send;
+    const int ranges = call->kind == DDP_CALL_REDUCE_SCATTER ? t->blocks : 1;
     const size_t part_bytes = t->part * t->element, share_bytes = part_bytes * (size_t)t->blocks;
-    DDP_TRY(ddp__nccl_exchange(n, t->call->send, t->arrived, ranges * t->block_ranks, [&](int i) {
-        int position = i % t->block_ranks, k = i / t->block_ranks;
+    DDP_TRY(ddp__nccl_exchange(n, send, t->arrived, ranges * t->block_ranks, [&](int i) {
+        const int position = i % t->block_ranks, k = i / t->block_ranks;
         const ddp__nccl_range own = ddp__nccl_share(t, t->position, k);
+        const size_t to = (size_t)position * share_bytes + (size_t)k * part_bytes;
         ddp__nccl_range share = ddp__nccl_share(t, position, k);
         if (position == t->position) share.count = 0;
-        return ddp__nccl_transfer{
-            t->block * t->block_ranks + position,
-            {share.begin * t->element, share.count * t->element},
-            {(size_t)position * share_bytes + (size_t)k * part_bytes, own.count * t->element}};
+        return ddp__nccl_transfer{t->block * t->block_ranks + position,
+                                  {share.begin * t->element, share.count * t->element},
+                                  {to, own.count * t->element}};
     }));
     for (int k = 0; k < ranges; k++) {
         const ddp__nccl_range own = ddp__nccl_share(t, t->position, k);
-        DDP_TRY(ddp__nccl_add(n, t, t->arrived + (size_t)k * part_bytes, t->block_ranks, share_bytes,
-                              t->position, (const unsigned char *)t->call->send + own.begin * t->element,
-                              t->call->dtype,
-                              is_last ? t->part_sum : t->partial + (size_t)k * t->part * t->partial_element,
-                              is_last ? t->call->dtype : t->partial_dtype, own.count, is_last));
+        const ddp__nccl_sources sources = {
+            t->arrived + (size_t)k * part_bytes, share_bytes, t->block_ranks, t->position,
+            send + own.begin * t->element,       call->dtype};
+        unsigned char *partial = t->partial + (size_t)k * t->part * t->partial_element;
+        if (t->blocks == 1)
+            DDP_TRY(ddp__nccl_add(n, call, &sources, own.count, 1, t->part_sum, call->dtype));
+        else
+            DDP_TRY(ddp__nccl_add(n, call, &sources, own.count, 0, partial, t->partial_dtype));
     }
     return DDP_OK;
 }
@@ -4355,15 +4366,16 @@ static ddp_result ddp__nccl_reduce_in_block(ddp__nccl *n, const ddp__nccl_tree *
 static ddp_result ddp__nccl_reduce_across_blocks(ddp__nccl *n, const ddp__nccl_tree *t) {
     const size_t element = t->partial_element, part_bytes = t->part * element;
     const size_t own_count = ddp__nccl_part(t, t->block, t->position).count;
+    const ddp__nccl_sources sources = {
+        t->arrived,      part_bytes, t->blocks, t->block, t->partial + (size_t)t->block * part_bytes,
+        t->partial_dtype};
     DDP_TRY(ddp__nccl_exchange(n, t->partial, t->arrived, t->blocks, [&](int block) {
         const size_t begin = (size_t)block * part_bytes;
         const size_t count = block == t->block ? 0 : ddp__nccl_part(t, block, t->position).count;
         return ddp__nccl_transfer{
             block * t->block_ranks + t->position, {begin, count * element}, {begin, own_count * element}};
     }));
-    return ddp__nccl_add(n, t, t->arrived, t->blocks, part_bytes, t->block,
-                         t->partial + (size_t)t->block * part_bytes, t->partial_dtype, t->part_sum,
-                         t->call->dtype, own_count, 1);
+    return ddp__nccl_add(n, t->call, &sources, own_count, 1, t->part_sum, t->call->dtype);
 }
 
 /* Completes the share on the ranks of every block that has a receiver. */
