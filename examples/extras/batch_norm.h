@@ -218,8 +218,8 @@ static inline ddp_result batch_norm_forward(batch_norm *norm, const float *weigh
    (channels), overwritten; both NULL if weight is NULL.
    Without a group they are sums over this rank's samples. With a group they are sums over the samples of all
    ranks, divided by the number of ranks: the averages that a reducer computes from SyncBatchNorm's gradients.
-   All ranks get the same ones, so that a reducer may average them again. If their number is not a power of two,
-   this can round them once more.
+   All ranks get the same ones, so that a reducer may average them again. If the number of ranks is not a
+   power of two, this can round them once more.
    With a group it is collective and blocks. Errors: DDP_ERR_INVALID, also if the forward is missing. */
 static inline ddp_result batch_norm_backward(batch_norm *norm, const float *weight, const float *x,
                                              const float *dy, float *dx, float *d_weight, float *d_bias,
