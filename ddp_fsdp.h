@@ -5116,8 +5116,8 @@ static void ddp__grads_detach(ddp__fsdp_unit *unit) {
      ddp_fsdp_clip_grad_norm  finish, then the norm; the optimizer multiplies by the factor
      ddp_fsdp_step            finish     wait for reductions, divide, add uses of tied parameters, unscale
                               agree      all ranks made the same calls, and none reads shards any more
-                              optimizer  updates master_rows from the sums
-                              publish    sent_rows become the new values; all units are resharded
+                              optimizer  updates master_rows from the sums, and sent_rows in the same pass
+                              publish    sent_rows of frozen parameters; all units are resharded
                               barrier    peers may read sent_rows
                               begin      empty sums, then prefetch for the next step
 
