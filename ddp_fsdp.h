@@ -382,7 +382,9 @@ typedef struct ddp_fsdp_desc {
                                     instead of log2 many: outside the promise of equal bits */
     /* 0 = 1; units unsharded ahead, in the order of the last complete step; -1 = none. The first step has no
        such order. FULL_SHARD: each takes as much memory as the largest unit, so units of similar size waste
-       least. An embedding of 8 blocks' size costs 8 blocks for each unit ahead */
+       least. An embedding of 8 blocks' size costs 8 blocks for each unit ahead. On GPUs over NCCL each takes
+       this memory twice, for received and for full parameters. A unit of one parameter takes it once if the
+       ranks have equally many rows */
     int prefetch;
     size_t max_gathered_bytes;    /* 0 = no limit; no unit is unsharded ahead beyond it */
     int no_reshard_after_forward; /* FULL_SHARD: 1 = a reshard before the unit's last reduce_grads of the step
@@ -3816,7 +3818,7 @@ enum {
 
 enum { DDP__PARTIAL_SUMS_MAX = 32 }; /* of the binary counter of micro-batches */
 
-/* Memory for the full parameters, or the full gradients, of one unit at a time. */
+/* Memory for the full parameters, the gathered blocks or the full gradients of one unit at a time. */
 typedef struct ddp__fsdp_buffer {
     unsigned char *memory;
     int in_use;
@@ -3870,11 +3872,17 @@ typedef struct ddp__fsdp_unit {
     int trained_count; /* parameters that are trained */
     int reduce_layout; /* of the gradients that are added over ranks: FULL_GRADS or CAST_GRADS */
     int casts_grads;   /* some gradients are added over ranks in another dtype than theirs */
+    /* copies that collectives do without */
+    int packs_block;      /* 0 = sent_rows are the block that an all-gather sends */
+    int gathers_in_place; /* an all-gather receives the full parameters */
+    int sums_in_place;    /* a reduce-scatter receives the sums */
     ddp__fsdp_shard *shards, *end;
     size_t full_bytes, shard_bytes, master_bytes, block_bytes, grad_bytes[DDP__GRAD_LAYOUTS];
     size_t reduce_count[DDP_U64 + 1]; /* elements of a rank's block of a reduce-scatter, by dtype */
     unsigned char *full_memory, *shard_memory, *master_memory, *grad_memory;
-    ddp__fsdp_buffer *full_buffer, *grad_buffer, *reducing_buffer; /* owners of such memory, or NULL */
+    unsigned char *gathered; /* the blocks of all ranks, received by an all-gather */
+    /* owners of such memory, or NULL. With gather_buffer the gathered blocks are not unpacked yet */
+    ddp__fsdp_buffer *full_buffer, *gather_buffer, *grad_buffer, *reducing_buffer;
     /* sums over 2^k micro-batches: of this rank's rows, or of full gradients */
     unsigned char *partial_sum[DDP__PARTIAL_SUMS_MAX];
     int partial_count;  /* partial sums in use */
@@ -3909,6 +3917,11 @@ typedef struct ddp__fsdp_unshard_state {
     int buffer_count;
     int prefetch_buffers_ready; /* the buffers include those for prefetch */
     size_t buffer_bytes;
+    /* a device with streams: gathered blocks that the compute stream unpacks. No buffers = f->recv */
+    ddp__fsdp_buffer *gather_buffers;
+    unsigned char *gather_memory;
+    int gather_buffer_count;
+    size_t gather_bytes;
     int *order, order_capacity;   /* unit numbers. This step overwrites the last step's */
     int order_count;              /* unshards of the last step */
     int order_position;           /* unshards of this step until now */
@@ -4187,31 +4200,6 @@ static void ddp__fsdp_copy_async(const ddp_fsdp *f, void *dst, const void *src, 
     (f->device->copy_async ? f->device->copy_async : f->device->copy)(dst, src, size_bytes);
 }
 
-/* A cast in progress. Casts that are adjacent in memory on both sides are joined: few kernel launches for
-   many tensors. */
-typedef struct ddp__fsdp_cast_run {
-    unsigned char *dst;
-    const unsigned char *src;
-    ddp_dtype to, from;
-    size_t count;
-} ddp__fsdp_cast_run;
-
-static void ddp__cast_run_add(const ddp_device *d, ddp__fsdp_cast_run *run, unsigned char *dst, ddp_dtype to,
-                              const unsigned char *src, ddp_dtype from, size_t count) {
-    int joins = count && to == run->to && from == run->from
-                && dst == run->dst + run->count * ddp_dtype_size(to)
-                && src == run->src + run->count * ddp_dtype_size(from);
-    if (run->count && !joins) d->cast(run->dst, run->to, run->src, run->from, run->count);
-    const ddp__fsdp_cast_run next = {dst, src, to, from, 0};
-    if (!joins) *run = next;
-    run->count += count;
-}
-
-/* Casts the rest. */
-static void ddp__cast_run_end(const ddp_device *d, ddp__fsdp_cast_run *run) {
-    ddp__cast_run_add(d, run, NULL, DDP_F32, NULL, DDP_F32, 0);
-}
-
 //== FSDP: layout of units ===================================================================== >>impl-layout
 /* Checks and describes each parameter: its rows per rank, dtypes and ties, and its offsets in the memory of
    its unit. Called by ddp_fsdp_create. */
@@ -4338,6 +4326,49 @@ static size_t ddp__shard_sent_bytes(const ddp_fsdp *f, const ddp__fsdp_shard *s)
                                    : count * ddp_dtype_size(s->dtype);
 }
 
+/* Finds the copies that collectives do without, since memory already has the layout of their blocks:
+   - shard memory is the block of an all-gather, unless a value is in the memory of another unit;
+   - the full values of a single parameter are the blocks of all ranks if its rows divide evenly;
+   - sums are the block of a reduce-scatter if they are added over ranks in one dtype, their own. */
+static void ddp__unit_layout_blocks(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    const ddp__fsdp_shard *gathered = NULL, *trained = NULL;
+    int gathered_count = 0;
+    unit->packs_block = f->keeps_full_params;
+    unit->sums_in_place = f->world_size > 1 && unit->trained_count > 0;
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        if (!s->shares_full_params) {
+            gathered = s;
+            gathered_count++;
+            unit->packs_block |= s->source->unit != unit;
+        }
+        if (!s->trained) continue;
+        if (!trained) trained = s;
+        unit->sums_in_place &= s->reduce_dtype == s->master_dtype && !s->sum_in_full_grads;
+        unit->sums_in_place &= s->reduce_dtype == trained->reduce_dtype;
+    }
+    if (gathered_count == 1 && gathered->rows == gathered->rows_per_rank * (size_t)f->world_size
+        && !f->desc.quantize_gather) {
+        unit->gathers_in_place = 1;
+        unit->packs_block = 0;
+        unit->block_bytes = ddp__shard_sent_bytes(f, gathered); /* nothing between the blocks */
+    }
+    if (!unit->sums_in_place || unit->trained_count == 1) return;
+    size_t size = ddp_dtype_size(trained->reduce_dtype);
+    for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
+        if (s->trained) s->reduce_offset = s->range[DDP__SHARD_SUMS].offset / size;
+    unit->reduce_count[trained->reduce_dtype] = unit->grad_bytes[DDP__SHARD_SUMS] / size;
+}
+
+/* The single trained parameter of the unit, if its full gradients are the blocks of all ranks, and a
+   reduce-scatter sends them as they are. Otherwise NULL. */
+static const ddp__fsdp_shard *ddp__unit_sends_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+    const ddp__fsdp_shard *s = unit->shards;
+    if (unit->trained_count != 1) return NULL;
+    while (!s->trained) s++;
+    int divides = s->rows == s->rows_per_rank * (size_t)f->world_size;
+    return divides && s->range[unit->reduce_layout].dtype == s->reduce_dtype ? s : NULL;
+}
+
 /* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition
    (CAST_GRADS) in two cases: micro-batches are added first, or replicas are added in another dtype than the
    master's. In all other cases the cast is a part of the addition, or of packing the block that is sent. */
@@ -4379,6 +4410,7 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         s->reduce_offset = unit->reduce_count[s->reduce_dtype];
         unit->reduce_count[s->reduce_dtype] += shard_count;
     }
+    ddp__unit_layout_blocks(f, unit);
 }
 
 //== FSDP: unshard ============================================================================ >>impl-unshard
@@ -4390,8 +4422,10 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
                       rank 0                                rank 1
      sent_rows        |0 1|                                 |2 3|
        |  peer memory: copy |0 1| from here, |2 3| from rank 1; the same on rank 1
-       |  collectives: pack |0 1| into send; all-gather; recv is |0 1|2 3|; copy from there
+       |  collectives: pack |0 1| into send; all-gather; gathered is |0 1|2 3|; unpack from there
      full_memory      |0 1 2 3|                             |0 1 2 3|
+
+   ddp__unit_layout_blocks finds units that need no pack, or no unpack either.
 
    quantize_gather: sent_rows are 8-bit values and scales, and the copy converts them. Strategies that keep
    full parameters: sent_rows are a part of full_memory, and only the other ranks' rows are copied. No rank
@@ -4400,7 +4434,14 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
    Prefetch: the first step records the order of unshards. Later steps unshard ahead in that order:
 
      call       unshard a                 unshard b                 reshard a
-     in flight  a, then b ahead           b is ready; c ahead       the buffer of a is free for others */
+     in flight  a, then b ahead           b is ready; c ahead       the buffer of a is free for others
+
+   A device with streams: ddp_fsdp_unshard unpacks on the compute stream, after it has started the prefetch.
+   The all-gather of c therefore does not wait until b is unpacked. Gathered blocks have as many buffers as
+   units are unsharded ahead, and one more:
+
+     communication stream   all-gather a   all-gather b    all-gather c
+     compute stream                        unpack a  use   unpack b  use */
 
 /* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it,
    rounded. */
@@ -4439,29 +4480,34 @@ static void ddp__dequantize(const ddp__fsdp_shard *s, unsigned char *out, const 
 
 /* Collectives: each rank sends a block with its rows of all parameters of the unit. */
 static ddp_result ddp__unshard_all_gather(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+    const unsigned char *send = NULL;
+    ddp_copy_list list = DDP_ZERO;
+    list.device = f->device;
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
-        size_t bytes = ddp__shard_rows_bytes(s, s->own_rows, s->dtype);
+        ddp_dtype dtype = f->desc.quantize_gather ? DDP_U8 : s->dtype;
         if (s->shares_full_params) continue;
-        if (f->desc.quantize_gather) bytes = ddp__shard_sent_bytes(f, s);
-        f->device->copy(f->send + s->block_offset, s->source->sent_rows, bytes);
+        if (!send) send = unit->packs_block ? f->send : s->source->sent_rows;
+        if (!unit->packs_block) break;
+        ddp_copy_list_add(&list, f->send + s->block_offset, dtype, s->source->sent_rows, dtype,
+                          f->desc.quantize_gather ? ddp__shard_sent_bytes(f, s) : s->own_count);
     }
-    return ddp_all_gather(f->group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL);
+    ddp_copy_list_end(&list);
+    return ddp_all_gather(f->group, send, unit->gathered, unit->block_bytes, DDP_U8, NULL);
 }
 
 /* The address to read rank r's rows from. full: the place of these rows in this rank's full parameters. */
 static const unsigned char *ddp__unshard_rows_of(const ddp_fsdp *f, const ddp__fsdp_shard *s, int r,
                                                  const unsigned char *full) {
     const unsigned char *own = s->source->sent_rows;
-    if (!f->peer_memory) return f->recv + (size_t)r * s->unit->block_bytes + s->block_offset;
+    if (!f->peer_memory) return s->unit->gathered + (size_t)r * s->unit->block_bytes + s->block_offset;
     if (f->keeps_full_params) return (unsigned char *)ddp_group_peer(f->group, full, r);
     return r == f->rank ? own : (unsigned char *)ddp_group_peer(f->group, own, r);
 }
 
-/* Fills the full parameters of a unit, on the caller's thread or as a task. */
-static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
-    const ddp__fsdp_unit *unit = (const ddp__fsdp_unit *)argument;
-    const ddp_fsdp *f = unit->fsdp;
-    if (!f->peer_memory) DDP_TRY(ddp__unshard_all_gather(f, unit));
+/* Copies every rank's rows to the full parameters of a unit. */
+static void ddp__unshard_unpack(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+    ddp_copy_list list = DDP_ZERO;
+    list.device = f->device;
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         if (s->shares_full_params) continue;
         for (int r = 0; r < f->world_size; r++) {
@@ -4474,9 +4520,19 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
             if (f->desc.quantize_gather)
                 ddp__dequantize(s, full, rows, count);
             else
-                f->device->copy(full, rows, count * ddp_dtype_size(s->dtype));
+                ddp_copy_list_add(&list, full, s->dtype, rows, s->dtype, count);
         }
     }
+    ddp_copy_list_end(&list);
+}
+
+/* Gathers the full parameters of a unit, on the caller's thread or as a task. Also unpacks them, unless that
+   is left to the compute stream. */
+static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
+    const ddp__fsdp_unit *unit = (const ddp__fsdp_unit *)argument;
+    const ddp_fsdp *f = unit->fsdp;
+    if (!f->peer_memory) DDP_TRY(ddp__unshard_all_gather(f, unit));
+    if (f->peer_memory || !(unit->gathers_in_place || unit->gather_buffer)) ddp__unshard_unpack(f, unit);
     return ddp_device_check(group);
 }
 
@@ -4513,7 +4569,41 @@ static void ddp__buffer_release(ddp__fsdp_buffer **buffer, unsigned char **point
 static ddp_result ddp__full_params_release(ddp__fsdp_unit *unit, ddp_result result) {
     unit->unsharded = 0;
     ddp__buffer_release(&unit->full_buffer, &unit->full_memory);
+    ddp__buffer_release(&unit->gather_buffer, &unit->gathered);
     return result;
+}
+
+/* Waits for the unit's prefetch, if it has one. */
+static ddp_result ddp__unshard_wait(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    ddp_result result = ddp_wait(f->group, &unit->unshard_work);
+    return result == DDP_OK ? DDP_OK : ddp__full_params_release(unit, result);
+}
+
+/* Waits for the unit's prefetch. Unpacks the gathered blocks on the compute stream, if that is left to do. */
+static ddp_result ddp__unshard_finish(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    DDP_TRY(ddp__unshard_wait(f, unit));
+    if (!unit->gather_buffer) return DDP_OK;
+    ddp__unshard_unpack(f, unit);
+    ddp__buffer_release(&unit->gather_buffer, &unit->gathered);
+    return ddp_device_check(f->group);
+}
+
+/* Gives a unit memory for the blocks that an all-gather receives. If all buffers are in use, since the order
+   of unshards has changed, one of the units is unpacked early. */
+static ddp_result ddp__gather_buffer_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    ddp__fsdp_unshard_state *u = &f->unshard;
+    int i = 0;
+    unit->gathered = unit->gathers_in_place ? unit->full_memory : f->recv;
+    if (unit->gathers_in_place || u->gather_buffer_count == 0) return DDP_OK;
+    while (i < u->gather_buffer_count && u->gather_buffers[i].in_use) i++;
+    if (i == u->gather_buffer_count) {
+        ddp__fsdp_unit *other = f->units;
+        while (!other->gather_buffer) other++;
+        i = (int)(other->gather_buffer - u->gather_buffers);
+        DDP_TRY(ddp__unshard_finish(f, other));
+    }
+    unit->gather_buffer = ddp__buffer_acquire(&u->gather_buffers[i], &unit->gathered);
+    return DDP_OK;
 }
 
 /* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a buffer if none
@@ -4527,12 +4617,7 @@ static ddp_result ddp__full_params_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         unit->full_buffer = ddp__buffer_acquire(&u->buffers[i], &unit->full_memory);
     }
     unit->unsharded = 1;
-    return DDP_OK;
-}
-
-/* Waits for the unit's prefetch, if it has one. */
-static ddp_result ddp__unshard_wait(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
-    ddp_result result = ddp_wait(f->group, &unit->unshard_work);
+    ddp_result result = ddp__gather_buffer_acquire(f, unit);
     return result == DDP_OK ? DDP_OK : ddp__full_params_release(unit, result);
 }
 
@@ -4680,14 +4765,17 @@ static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s, int partial) {
 /* Gradients of a unit in one layout: dst = left + right, or dst = right if left is NULL. */
 static void ddp__unit_add_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit, unsigned char *dst,
                                 const unsigned char *left, const unsigned char *right, int layout) {
+    ddp_copy_list list = DDP_ZERO;
+    list.device = f->device;
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         const ddp__fsdp_grad_range *p = &s->range[layout];
         if (!s->trained || !p->count) continue;
         if (left)
             f->device->add(dst + p->offset, left + p->offset, right + p->offset, p->count, p->dtype);
         else
-            f->device->copy(dst + p->offset, right + p->offset, p->count * ddp_dtype_size(p->dtype));
+            ddp_copy_list_add(&list, dst + p->offset, p->dtype, right + p->offset, p->dtype, p->count);
     }
+    ddp_copy_list_end(&list);
 }
 
 /* Peer memory: sums elements [first, first + count) of this rank's rows. grads: every rank's gradients of the
@@ -4726,44 +4814,61 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__fsdp_unit *unit
     }
 }
 
-/* Collectives: packs this rank's gradients of the rows that rank r owns. */
-static void ddp__reduce_pack_rows(const ddp_fsdp *f, const ddp__fsdp_shard *s, int r, unsigned char *out,
-                                  const unsigned char *full) {
-    const ddp__fsdp_grad_range *p = &s->range[s->unit->reduce_layout];
-    size_t first = ddp__shard_first_row(s, r);
-    size_t count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
-    const unsigned char *rows = full + p->offset + ddp__shard_rows_bytes(s, first, p->dtype);
-    if (!count) return;
-    if (p->dtype == s->reduce_dtype)
-        f->device->copy(out, rows, count * ddp_dtype_size(p->dtype));
-    else
-        f->device->cast(out, s->reduce_dtype, rows, p->dtype, count);
+/* Collectives: packs this rank's gradients of one dtype. Block r, of n elements, is of the rows of rank r. */
+static void ddp__reduce_pack(const ddp_fsdp *f, const ddp__fsdp_unit *unit, ddp_dtype dtype, size_t n,
+                             unsigned char *send, const unsigned char *full) {
+    size_t size = ddp_dtype_size(dtype), count = 0;
+    ddp_copy_list list = DDP_ZERO;
+    list.device = f->device;
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
+        if (s->trained && s->reduce_dtype == dtype) count += s->rows * s->row_elements;
+    if (count < n * (size_t)f->world_size) f->device->fill_zero(send, n * size * (size_t)f->world_size);
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
+        if (!s->trained || s->reduce_dtype != dtype) continue;
+        for (int r = 0; r < f->world_size; r++) {
+            size_t first = ddp__shard_first_row(s, r);
+            size_t row_count = ddp__shard_first_row(s, r + 1) - first;
+            ddp_copy_list_add(&list, send + ((size_t)r * n + s->reduce_offset) * size, dtype,
+                              full + p->offset + ddp__shard_rows_bytes(s, first, p->dtype), p->dtype,
+                              row_count * s->row_elements);
+        }
+    }
+    ddp_copy_list_end(&list);
+}
+
+/* Collectives: casts the sums of one dtype into their memory. */
+static void ddp__reduce_unpack(const ddp_fsdp *f, const ddp__fsdp_unit *unit, ddp_dtype dtype,
+                               const unsigned char *recv) {
+    ddp_copy_list list = DDP_ZERO;
+    list.device = f->device;
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        if (!s->trained || s->reduce_dtype != dtype) continue;
+        ddp_copy_list_add(&list, ddp__shard_sum(s, unit->partial_count), s->master_dtype,
+                          recv + s->reduce_offset * ddp_dtype_size(dtype), dtype, s->own_count);
+    }
+    ddp_copy_list_end(&list);
 }
 
 /* Collectives: the sum over ranks, a reduce-scatter for each dtype. The block of rank r is n elements:
 
        send   |rank 0: rows of w, rows of b, ...|rank 1: rows of w, rows of b, ...|   zeros for padding
-       recv   |this rank: sums of w, sums of b, ...| */
+       recv   |this rank: sums of w, sums of b, ...|     with sums_in_place the memory of the sums */
 static ddp_result ddp__reduce_by_reduce_scatter(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
                                                 const unsigned char *full) {
+    const ddp__fsdp_shard *sent = ddp__unit_sends_grads(f, unit);
     size_t send_at = 0, recv_at = 0;
     for (int d = 0; d <= DDP_U64; d++) {
         ddp_dtype dtype = (ddp_dtype)d;
         size_t n = unit->reduce_count[d], size = ddp_dtype_size(dtype);
-        unsigned char *send = f->send + send_at, *recv = f->recv + recv_at;
+        unsigned char *recv = unit->sums_in_place ? unit->partial_sum[unit->partial_count]
+                                                  : f->recv + recv_at;
         if (!n) continue;
-        f->device->fill_zero(send, n * size * (size_t)f->world_size);
-        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
-            if (!s->trained || s->reduce_dtype != dtype) continue;
-            for (int r = 0; r < f->world_size; r++)
-                ddp__reduce_pack_rows(f, s, r, send + ((size_t)r * n + s->reduce_offset) * size, full);
-        }
-        DDP_TRY(ddp_reduce_scatter(f->group, send, recv, n, dtype, DDP_OP_SUM, NULL));
-        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
-            if (!s->trained || s->reduce_dtype != dtype || !s->own_count) continue;
-            f->device->cast(ddp__shard_sum(s, unit->partial_count), s->master_dtype,
-                            recv + s->reduce_offset * size, dtype, s->own_count);
-        }
+        if (!sent) ddp__reduce_pack(f, unit, dtype, n, f->send + send_at, full);
+        DDP_TRY(ddp_reduce_scatter(f->group,
+                                   sent ? full + sent->range[unit->reduce_layout].offset : f->send + send_at,
+                                   recv, n, dtype, DDP_OP_SUM, NULL));
+        if (!unit->sums_in_place) ddp__reduce_unpack(f, unit, dtype, recv);
         send_at += ddp_round_up(n * size * (size_t)f->world_size, 64);
         recv_at += ddp_round_up(n * size, 64);
     }
@@ -4837,15 +4942,18 @@ static void ddp__accumulate_micro_batch(const ddp_fsdp *f, ddp__fsdp_unit *unit,
 /* CAST_GRADS: casts the unit's gradients to reduce_dtype. full: as backward has written them. */
 static unsigned char *ddp__cast_full_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
                                            const unsigned char *full) {
+    ddp_copy_list list = DDP_ZERO;
+    list.device = f->device;
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         const ddp__fsdp_grad_range *p = &s->range[DDP__FULL_GRADS];
         unsigned char *cast = f->reduce.cast_grads + s->range[DDP__CAST_GRADS].offset;
         if (!s->trained) continue;
         if (s->uses_pipeline_sum)
-            f->device->copy(cast, s->user_param->param.sum.data, p->count * sizeof(float));
+            ddp_copy_list_add(&list, cast, DDP_F32, s->user_param->param.sum.data, DDP_F32, p->count);
         else
-            f->device->cast(cast, s->reduce_dtype, full + p->offset, p->dtype, p->count);
+            ddp_copy_list_add(&list, cast, s->reduce_dtype, full + p->offset, p->dtype, p->count);
     }
+    ddp_copy_list_end(&list);
     return f->reduce.cast_grads;
 }
 
@@ -4863,15 +4971,16 @@ static unsigned char *ddp__grads_to_reduce(const ddp_fsdp *f, ddp__fsdp_unit *un
    it. */
 static ddp_result ddp__reduce_unsharded(const ddp_fsdp *f, const ddp__fsdp_unit *unit, unsigned char *full) {
     int casts_first = unit->casts_grads && unit->reduce_layout == DDP__FULL_GRADS;
-    ddp__fsdp_cast_run run = DDP_ZERO;
+    ddp_copy_list list = DDP_ZERO;
+    list.device = f->device;
     if (!casts_first) DDP_TRY(ddp__reduce_over_replicas(f, unit, full, unit->reduce_layout));
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
         if (!s->trained || (s->sum_in_full_grads && unit->reduce_layout != DDP__CAST_GRADS)) continue;
-        ddp__cast_run_add(f->device, &run, ddp__shard_sum(s, unit->partial_count), s->master_dtype,
-                          full + p->offset, p->dtype, p->count);
+        ddp_copy_list_add(&list, ddp__shard_sum(s, unit->partial_count), s->master_dtype, full + p->offset,
+                          p->dtype, p->count);
     }
-    ddp__cast_run_end(f->device, &run);
+    ddp_copy_list_end(&list);
     if (!casts_first) return DDP_OK;
     return ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS);
 }
@@ -5294,8 +5403,9 @@ static int ddp__shard_is_stepped_with_copy(const ddp__fsdp_shard *s) {
    and reshards all units. stepped: the optimizer has already written the rows of trained shards. With
    OFFLOAD_HOST, nothing is left to upload. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int stepped) {
-    ddp__fsdp_cast_run run = DDP_ZERO;
+    ddp_copy_list list = DDP_ZERO;
     int uploaded = stepped && f->offload.host_group;
+    list.device = f->device;
     DDP_TRY(ddp__fsdp_device_begin(f->group));
     for (ddp__fsdp_shard *s = f->shards; s < f->shards_end && !uploaded; s++) {
         if (s->source != s || (stepped && ddp__shard_is_stepped_with_copy(s))) continue;
@@ -5304,10 +5414,9 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int stepped) {
         else if (f->offload.host_group)
             DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
         else if (s->sent_rows != s->master_rows)
-            ddp__cast_run_add(f->device, &run, s->sent_rows, s->dtype, s->master_rows, s->master_dtype,
-                              s->own_count);
+            ddp_copy_list_add(&list, s->sent_rows, s->dtype, s->master_rows, s->master_dtype, s->own_count);
     }
-    ddp__cast_run_end(f->device, &run);
+    ddp_copy_list_end(&list);
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         DDP_TRY(ddp__unit_reshard(f, unit));
         unit->in_use = 0;
@@ -5876,10 +5985,17 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
     return DDP_OK;
 }
 
+/* The unit that is unsharded now, and those that are unsharded ahead. */
+static int ddp__prefetch_window(const ddp_fsdp *f) {
+    return 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
+}
+
 /* Memory that all units share, of the size that the largest unit needs. */
 static void ddp__staging_alloc(ddp_fsdp *f) {
+    ddp__fsdp_unshard_state *u = &f->unshard;
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     size_t world = (size_t)f->world_size;
+    size_t *gather_bytes = f->device->use_stream ? &u->gather_bytes : &f->recv_bytes;
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         size_t reduce_bytes = 0;
         for (int d = 0; d <= DDP_U64; d++)
@@ -5895,10 +6011,10 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
                 ddp__size_at_least(&reduce->tile_bytes,
                                    (world + 1) * DDP__REDUCE_TILE * ddp_dtype_size(s->reduce_dtype));
         if (world == 1 || f->peer_memory) continue;
-        ddp__size_at_least(&f->send_bytes, unit->block_bytes);
-        ddp__size_at_least(&f->send_bytes, (reduce_bytes + 64) * world);
-        ddp__size_at_least(&f->recv_bytes, unit->block_bytes * world);
-        ddp__size_at_least(&f->recv_bytes, reduce_bytes);
+        if (unit->packs_block) ddp__size_at_least(&f->send_bytes, unit->block_bytes);
+        if (!unit->gathers_in_place) ddp__size_at_least(gather_bytes, unit->block_bytes * world);
+        if (!ddp__unit_sends_grads(f, unit)) ddp__size_at_least(&f->send_bytes, (reduce_bytes + 64) * world);
+        if (!unit->sums_in_place) ddp__size_at_least(&f->recv_bytes, reduce_bytes);
     }
     if (reduce->cast_grads_bytes)
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_grads_bytes,
@@ -5910,6 +6026,15 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send);
     if (f->recv_bytes)
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
+    if (!u->gather_bytes) return;
+    int count = ddp__prefetch_window(f);
+    (void)ddp__fsdp_table_alloc(f, count, sizeof *u->gather_buffers, &u->gather_buffers);
+    (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, (size_t)count * u->gather_bytes,
+                          &u->gather_memory);
+    if (!u->gather_buffers || !u->gather_memory) return;
+    for (int i = 0; i < count; i++)
+        u->gather_buffers[i].memory = u->gather_memory + (size_t)i * u->gather_bytes;
+    u->gather_buffer_count = count;
 }
 
 /* Memory for clipping. A device with pinned memory and streams computes the factor. */
@@ -6191,7 +6316,7 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     double world = f->world_size, partial_sums = ddp__fsdp_partial_sums(f),
            states = f->optimizer ? f->optimizer->state_count : 0;
     double bytes[DDP__PURPOSE_COUNT] = {0};
-    int window = 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
+    int window = ddp__prefetch_window(f);
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         double count = (double)s->rows * (double)s->row_elements,
                full = count * (double)ddp_dtype_size(s->dtype);
@@ -6219,8 +6344,9 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         bytes[DDP__FOR_GRADIENTS] += (double)window * (double)f->reduce.buffer_bytes;
     bytes[DDP__FOR_GRADIENTS] += (double)f->offload.host_grads_bytes;
     bytes[DDP__FOR_COMMUNICATION] += (double)(f->reduce.cast_grads_bytes + f->reduce.tile_bytes
-                                              + f->offload.value_pieces_bytes + f->send_bytes
-                                              + f->recv_bytes);
+                                              + f->offload.value_pieces_bytes + f->send_bytes + f->recv_bytes
+                                              + (size_t)f->unshard.gather_buffer_count
+                                                    * f->unshard.gather_bytes);
     for (int i = 0; i < DDP__PURPOSE_COUNT; i++)
         out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
@@ -6361,9 +6487,12 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
         if (!target->in_use && ++fsdp->unshard.in_use_count > fsdp->unshard.in_use_max)
             fsdp->unshard.in_use_max = fsdp->unshard.in_use_count;
         target->in_use = 1;
-        result = ddp__grads_attach(fsdp, target);
+        result = ddp__fsdp_prefetch(fsdp); /* first: it does not wait for the work that follows here */
     }
-    if (result == DDP_OK) result = ddp__fsdp_prefetch(fsdp);
+    for (ddp__fsdp_shard *s = fsdp->keeps_full_params ? target->shards : target->end;
+         s <= target->end && result == DDP_OK; s++)
+        result = ddp__unshard_finish(fsdp, s < target->end ? s->source->unit : target);
+    if (result == DDP_OK) result = ddp__grads_attach(fsdp, target);
     if (result != DDP_OK) return ddp__unit_failed(target, result, __func__);
     ddp__set_param_pointers(target, 1, target->grads_attached);
     return ddp_device_check(fsdp->group);

@@ -71,12 +71,13 @@ static RANKS_UNUSED cudaError_t device_copy(void *to, const void *from, size_t s
 /* One fake GPU state per process: created by its first rank, checked when its last rank has left. */
 static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
 static int device_ranks, device_pid, device_failures;
+static int device_number = 4;                    /* devices of the fake machine */
 static RANKS_UNUSED int device_machine(int by) { /* the order violations so far */
     int failures;
     pthread_mutex_lock(&device_lock);
     if (by > 0 && (device_pid != (int)getpid() || device_ranks == 0)) {
         static uint64_t seed;
-        fake_start(4, ++seed);
+        fake_start(device_number, ++seed);
         device_pid = (int)getpid();
         device_ranks = 0;
     }
