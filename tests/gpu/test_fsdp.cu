@@ -285,11 +285,10 @@ static ddp_result steady_main(ddp_group *world, void *user) {
 #if defined(DDP_TEST_ON_CPU)
 /* ---- calls of a step ---- */
 
-enum { GPT_BLOCKS = 12, GPT_PARAMS = 148, GPT_UNITS = GPT_BLOCKS + 3, GPT_RANKS = 8 };
+enum { CALLS_BLOCKS = 12, CALLS_PARAMS = 148, CALLS_UNITS = CALLS_BLOCKS + 3, CALLS_RANKS = 8 };
 
-/* The parameters of GPT-2, narrow, in 15 units: wte; wpe; 12 blocks of 12 parameters; the last layer norm. */
-static ddp_result gpt_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
-                           void *user) {
+static ddp_result calls_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                             void *user) {
     int64_t columns = param->param.value.ndim > 1 ? param->param.value.shape[1] : 1;
     (void)user;
     for (int64_t i = 0; i < row_count * columns; i++)
@@ -297,14 +296,15 @@ static ddp_result gpt_fill(const ddp_fsdp_param *param, int64_t first_row, int64
     return DDP_OK;
 }
 
-static ddp_fsdp_desc gpt_desc(ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, char (*names)[16]) {
+/* The parameters of GPT-2, narrow, in 15 units: wte; wpe; 12 blocks of 12 parameters; the last layer norm. */
+static ddp_fsdp_desc calls_desc(ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, char (*names)[16]) {
     static const int rows[12] = {128, 128, 384, 384, 128, 128, 128, 128, 512, 512, 128, 128};
     static const int columns[12] = {0, 0, 16, 0, 16, 0, 0, 0, 16, 0, 64, 0};
     static const int embedded[2] = {640, 256};
     ddp_fsdp_desc desc = DDP_ZERO;
-    memset(params, 0, GPT_PARAMS * sizeof *params);
-    memset(units, 0, GPT_UNITS * sizeof *units);
-    for (int i = 0; i < GPT_PARAMS; i++) {
+    memset(params, 0, CALLS_PARAMS * sizeof *params);
+    memset(units, 0, CALLS_UNITS * sizeof *units);
+    for (int i = 0; i < CALLS_PARAMS; i++) {
         int unit = i < 2 ? i : 2 + (i - 2) / 12;
         int k = (i - 2) % 12;
         ddp_param *p = &params[i].param;
@@ -319,15 +319,15 @@ static ddp_fsdp_desc gpt_desc(ddp_fsdp_param *params, ddp_fsdp_unit_desc *units,
         units[unit].param_count++;
     }
     desc.units = units;
-    desc.unit_count = GPT_UNITS;
+    desc.unit_count = CALLS_UNITS;
     desc.param_dtype = DDP_BF16;
     desc.overwrite_gradients = 1;
-    desc.init_fn = gpt_fill;
+    desc.init_fn = calls_fill;
     return desc;
 }
 
 /* The number of times that word appears in the record. */
-static int gpt_count(const std::string &record, const char *word) {
+static int calls_count(const std::string &record, const char *word) {
     int count = 0;
     for (size_t at = 0; (at = record.find(word, at)) != std::string::npos; at++) count++;
     return count;
@@ -345,11 +345,11 @@ static int gpt_count(const std::string &record, const char *word) {
        unpack sums               148                                       0
 
    The all-gather of the next unit comes before the kernels that unpack this one, on another stream. */
-static ddp_result gpt_steps(ddp_group *world, void *user) {
-    ddp_fsdp_param params[GPT_PARAMS];
-    ddp_fsdp_unit_desc units[GPT_UNITS];
-    char names[GPT_PARAMS][16];
-    ddp_fsdp_desc desc = gpt_desc(params, units, names);
+static ddp_result calls_steps(ddp_group *world, void *user) {
+    ddp_fsdp_param params[CALLS_PARAMS];
+    ddp_fsdp_unit_desc units[CALLS_UNITS];
+    char names[CALLS_PARAMS][16];
+    ddp_fsdp_desc desc = calls_desc(params, units, names);
     ddp_cuda_desc cuda = DDP_ZERO;
     ddp_group *group;
     ddp_fsdp *fsdp;
@@ -369,15 +369,15 @@ static ddp_result gpt_steps(ddp_group *world, void *user) {
         RANKS_OK(world, ddp_barrier(world));
         if (ddp_rank(world) == 0) fake_record_from_here();
         RANKS_OK(world, ddp_barrier(world));
-        for (int pass = 0; pass < 2 * GPT_UNITS; pass++) {
-            int back = pass >= GPT_UNITS, u = back ? 2 * GPT_UNITS - 1 - pass : pass;
+        for (int pass = 0; pass < 2 * CALLS_UNITS; pass++) {
+            int back = pass >= CALLS_UNITS, u = back ? 2 * CALLS_UNITS - 1 - pass : pass;
             RANKS_OK(world, ddp_fsdp_unshard(fsdp, u));
             record = fake_record(device).substr(at);
             size_t kernel = record.find("kernel("), gather = record.rfind("ncclAllGather(");
             RANKS_CHECK(world, step == 0 || gather == std::string::npos || gather < kernel,
                         "step %d, unit %d: the next all-gather follows the kernels in\n%s", step, u,
                         record.c_str());
-            RANKS_CHECK(world, gpt_count(record, "kernel(") == gpt_count(record, compute.c_str()),
+            RANKS_CHECK(world, calls_count(record, "kernel(") == calls_count(record, compute.c_str()),
                         "step %d, unit %d: not all kernels are on the compute stream in\n%s", step, u,
                         record.c_str());
             if (back) RANKS_OK(world, ddp_fsdp_reduce_grads(fsdp, u));
@@ -385,9 +385,9 @@ static ddp_result gpt_steps(ddp_group *world, void *user) {
             at = fake_record(device).size();
         }
         record = fake_record(device);
-        int kernels = gpt_count(record, "kernel("), copies = gpt_count(record, "cudaMemcpyAsync(");
-        int fills = gpt_count(record, "cudaMemsetAsync("), gathers = gpt_count(record, "ncclAllGather(");
-        int reduces = gpt_count(record, "ncclReduceScatter(");
+        int kernels = calls_count(record, "kernel("), copies = calls_count(record, "cudaMemcpyAsync(");
+        int fills = calls_count(record, "cudaMemsetAsync("), gathers = calls_count(record, "ncclAllGather(");
+        int reduces = calls_count(record, "ncclReduceScatter(");
         RANKS_CHECK(world, step < 2 || (copies == 0 && fills == 0 && kernels == 49 + 27),
                     "%d copies, %d fills with zero, %d kernels", copies, fills, kernels);
         RANKS_CHECK(world, step < 2 || (gathers == 28 && reduces == 15), "%d all-gathers, %d reduce-scatters",
@@ -396,6 +396,74 @@ static ddp_result gpt_steps(ddp_group *world, void *user) {
     }
     ddp_fsdp_destroy(fsdp);
     ddp_group_destroy(group);
+    return device_rank_close(&d);
+}
+
+enum { TIED_UNITS = 3, TIED_PARAMS = 4, TIED_ROWS = 10, TIED_COLUMNS = 8, TIED_STEPS = 3 };
+
+/* Full values of every step, of 4 parameters in 3 units. The last unit shares a value of the first one, and a
+   step unshards it first: with prefetch three units are then in flight. They have two buffers for gathered
+   blocks, so that one unit is unpacked early. */
+static ddp_result tied_run(ddp_group *world, device_rank *d, int prefetch,
+                           float (*out)[TIED_PARAMS][TIED_ROWS * TIED_COLUMNS]) {
+    static const char *const names[TIED_PARAMS] = {"embedding", "w", "head", "v"};
+    static const int first[TIED_UNITS + 1] = {0, 1, 2, 4};
+    ddp_fsdp_param params[TIED_PARAMS];
+    ddp_fsdp_unit_desc units[TIED_UNITS];
+    ddp_fsdp_desc desc = DDP_ZERO;
+    ddp_fsdp *fsdp;
+    memset(params, 0, sizeof params);
+    memset(units, 0, sizeof units);
+    for (int i = 0; i < TIED_PARAMS; i++) {
+        ddp_param *p = &params[i].param;
+        p->name = names[i];
+        p->value.dtype = DDP_F32;
+        p->value.ndim = 2;
+        p->value.shape[0] = TIED_ROWS;
+        p->value.shape[1] = TIED_COLUMNS;
+        params[i].index = i;
+    }
+    params[2].tied_to = "embedding";
+    for (int u = 0; u < TIED_UNITS; u++) {
+        units[u].params = &params[first[u]];
+        units[u].param_count = first[u + 1] - first[u];
+    }
+    desc.units = units;
+    desc.unit_count = TIED_UNITS;
+    desc.strategy = DDP_FSDP_SHARD_GRAD;
+    desc.prefetch = prefetch;
+    desc.init_fn = calls_fill;
+    desc.optimizer.weight_decay = 0.1f; /* gradients are 0 */
+    RANKS_OK(world, ddp_fsdp_create(&fsdp, d->group, &desc));
+    for (int step = 0; step < TIED_STEPS; step++) {
+        for (int pass = 0; pass < 2 * TIED_UNITS; pass++) {
+            int u = pass < TIED_UNITS ? TIED_UNITS - 1 - pass : pass - TIED_UNITS;
+            RANKS_OK(world, ddp_fsdp_unshard(fsdp, u));
+            for (int i = first[u]; i < first[u + 1]; i++) {
+                const ddp_tensor *value = &params[i].param.value;
+                RANKS_OK(world, device_down(d, out[step][i], value->data, ddp_tensor_bytes(value)));
+            }
+            if (pass >= TIED_UNITS) RANKS_OK(world, ddp_fsdp_reduce_grads(fsdp, u));
+            RANKS_OK(world, ddp_fsdp_reshard(fsdp, u));
+        }
+        RANKS_OK(world, ddp_fsdp_step(fsdp, 0.5f));
+    }
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+static ddp_result tied_main(ddp_group *world, void *user) {
+    static thread_local float values[2][TIED_STEPS][TIED_PARAMS][TIED_ROWS * TIED_COLUMNS];
+    device_rank d;
+    (void)user;
+    RANKS_OK(world, device_rank_open(&d, world, sizeof values[0][0][0]));
+    for (int prefetch = 0; prefetch < 2; prefetch++)
+        RANKS_OK(world, tied_run(world, &d, prefetch ? 1 : -1, values[prefetch]));
+    RANKS_CHECK(world, memcmp(values[0], values[1], sizeof values[0]) == 0, "other values with prefetch");
+    RANKS_CHECK(world, memcmp(values[0][1], values[0][2], sizeof values[0][1]) != 0,
+                "no step changes values");
+    RANKS_CHECK(world, memcmp(values[0][2][0], values[0][2][2], sizeof values[0][2][0]) == 0,
+                "a tied parameter has other values");
     return device_rank_close(&d);
 }
 
@@ -578,10 +646,15 @@ int main(int argc, char **argv) {
         fprintf(stderr, "FAIL a rank that does not come: %s\n", ddp_last_error());
         failed = 1;
     }
-    device_number = GPT_RANKS;
+    if ((!worlds || worlds & 8)
+        && ranks_run(RANKS_THREADS, 3, 60000 * DDP_TEST_SLOWDOWN, tied_main, NULL) != DDP_OK) {
+        fprintf(stderr, "FAIL units in another order than they share values: %s\n", ddp_last_error());
+        failed = 1;
+    }
+    device_number = CALLS_RANKS;
     const char *engine = getenv("DDP_TEST_ENGINE");
     if ((!worlds || worlds & 8) && engine && strcmp(engine, "nccl") == 0
-        && ranks_run(RANKS_THREADS, GPT_RANKS, 60000 * DDP_TEST_SLOWDOWN, gpt_steps, NULL) != DDP_OK) {
+        && ranks_run(RANKS_THREADS, CALLS_RANKS, 60000 * DDP_TEST_SLOWDOWN, calls_steps, NULL) != DDP_OK) {
         fprintf(stderr, "FAIL the calls of a step: %s\n", ddp_last_error());
         failed = 1;
     }
