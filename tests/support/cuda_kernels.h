@@ -417,23 +417,26 @@ static void squares_case(ddp_dtype dtype, size_t rows, size_t row_count, int spe
     buffer_free(&cells);
 }
 
+enum { LIST_MAX = 500 };
+
 /* Lists of tensors of all float dtypes, some without elements: scale and divide them, then add their squares
-   to one sum, and to one sum each. Integers are only divided. */
+   to one sum, and to one sum each. */
 static void tensor_list_case(int count) {
+    static ddp_tensor list[2][LIST_MAX];
+    static ddp_exact_sum want[LIST_MAX + 1];
     size_t total = 0, at = 0;
     for (int i = 0; i < count; i++) total += list_length(i) * 8 + 8;
     buffer data = buffer_make(total), sums = buffer_make((size_t)(count + 1) * sizeof(ddp_exact_sum));
-    ddp_tensor *list[2] = {(ddp_tensor *)calloc((size_t)count, sizeof **list),
-                           (ddp_tensor *)calloc((size_t)count, sizeof **list)};
     unsigned char *got = (unsigned char *)malloc(data.bytes);
-    ddp_exact_sum *want = (ddp_exact_sum *)calloc((size_t)count + 1, sizeof *want), *sum;
+    ddp_exact_sum *sum;
+    memset(want, 0, sizeof want);
     for (int i = 0; i < count; i++) {
         ddp_tensor *t = &list[0][i];
+        int64_t length = (int64_t)list_length(i), columns = i % 2 && length % 3 == 0 ? 3 : 1;
         t->dtype = float_dtypes[i / 2 % 4];
         t->ndim = 1 + i % 2;
-        t->shape[0] = (int64_t)list_length(i);
-        if (t->ndim == 2 && t->shape[0] % 3 == 0) t->shape[0] /= t->shape[1] = 3;
-        if (t->ndim == 2 && t->shape[0] % 3) t->shape[1] = 1;
+        t->shape[0] = length / columns;
+        t->shape[1] = columns;
         at += (size_t)(i % 4); /* any address */
         t->data = data.host + at;
         fill(t->data, list_length(i), t->dtype, 0);
@@ -461,9 +464,7 @@ static void tensor_list_case(int count) {
     }
     buffer_free(&data);
     buffer_free(&sums);
-    for (int k = 0; k < 2; k++) free(list[k]);
     free(got);
-    free(want);
 }
 
 static void check_tensor_lists(void) {
@@ -733,7 +734,7 @@ static void check_optimizers(void) {
    tensors out of one launch. */
 static void step_list_case(int adamw, int count) {
     step_state s[2] = {step_make(148 * 40, 1), step_make(148 * 40, 1)};
-    ddp_cuda_step_desc *descs = (ddp_cuda_step_desc *)calloc((size_t)count, sizeof *descs);
+    static ddp_cuda_step_desc descs[LIST_MAX];
     unsigned char *got = (unsigned char *)malloc(s[0].master.bytes);
     buffer flag = buffer_make(8);
     int64_t yes = 1;
@@ -797,7 +798,6 @@ static void step_list_case(int adamw, int count) {
     }
     for (int k = 0; k < 2; k++) step_free(&s[k]);
     buffer_free(&flag);
-    free(descs);
     free(got);
 }
 
@@ -895,7 +895,8 @@ static void update_list_case(int kind, ddp_dtype dtype, ddp_dtype grad, ddp_dtyp
     static const char *const names[LIST_ARRAYS] = {"value", "grad", "state0", "state1", "copy"};
     const ddp_dtype dtypes[LIST_ARRAYS] = {dtype, grad, dtype, dtype, copy};
     ddp_update u = update_factors(kind, dtype);
-    ddp_update_tensor *tensors = (ddp_update_tensor *)calloc((size_t)count, sizeof *tensors), host;
+    static ddp_update_tensor tensors[LIST_MAX];
+    ddp_update_tensor host;
     buffer b[LIST_ARRAYS], scale = buffer_make(8);
     size_t total = 0, at;
     double factor = 0.61;
@@ -955,7 +956,6 @@ static void update_list_case(int kind, ddp_dtype dtype, ddp_dtype grad, ddp_dtyp
         buffer_free(&b[k]);
     }
     buffer_free(&scale);
-    free(tensors);
     free(wide);
     free(got);
 }
