@@ -4303,7 +4303,7 @@ static int ddp__nccl_receives(const ddp__nccl_tree *t, int rank) {
     return t->call->kind == DDP_CALL_ALL_REDUCE || rank == t->call->root;
 }
 
-/* Arrays of `count` sources: array `own` is at own_data, array i has arrived at arrived + i * stride_bytes. */
+/* `count` arrays: array `own` is at own_data, array i has arrived at arrived + i * stride_bytes. */
 typedef struct ddp__nccl_sources {
     const unsigned char *arrived;
     size_t stride_bytes;

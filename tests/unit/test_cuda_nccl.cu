@@ -597,6 +597,8 @@ static ddp_result captured_large(rank_state *s) {
     fake_capture_begin(s->stream);
     fill(s, s->spare, MANY, 5);
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_MAX, NULL));
+    RANKS_OK(s->cpu, ddp_reduce(s->group, s->spare, s->rank == 1 ? s->spare : NULL, MANY, DDP_F32, DDP_OP_MAX,
+                                1, NULL));
     RANKS_OK(s->cpu,
              ddp_reduce_scatter(s->group, s->spare, s->keep, (size_t)count, DDP_F32, DDP_OP_MAX, NULL));
     fake_graph *graph = fake_capture_end(s->stream);
@@ -1245,7 +1247,7 @@ static ddp_result cluster_bits(rank_state *s) {
     return DDP_OK;
 }
 
-/* The bytes that this rank sends to other machines in a call. */
+/* The bytes that this rank sends to other machines in a call; with one machine, to other ranks. */
 static ddp_result bytes_across(rank_state *s, ddp_group *gpu, ddp_group *cpu, const cluster_call *c,
                                size_t *bytes) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
@@ -1253,7 +1255,8 @@ static ddp_result bytes_across(rank_state *s, ddp_group *gpu, ddp_group *cpu, co
     RANKS_OK(s->cpu, same_bits(s, gpu, cpu, c));
     *bytes = 0;
     for (int peer = 0; peer < s->size; peer++)
-        if (job.cluster->machine[peer] != job.cluster->machine[s->rank])
+        if (job.cluster->machine[peer] != job.cluster->machine[s->rank]
+            || job.cluster->machine[s->size - 1] == 0)
             *bytes += fake_nccl.sent[s->device][peer];
     return DDP_OK;
 }
@@ -1280,7 +1283,7 @@ static ddp_result cluster_bytes(rank_state *s) {
         {"8 + 4", 0, 1536, 1152, 768, 768, 6144, 1152}, /* a ring with 8 and 4 cards */
         {"8 + 4", 8, 3072, 2304, 1536, 1536, 12288, 2304},
         {"2 x 6", 0, 4608, 3456, 2304, 2304, 9216, 1536},
-        {"1 x 6", 0, 0, 0, 0, 0, 0, 0},
+        {"1 x 6", 0, 15360, 7680, 7680, 3840, 0, 0},      /* to all ranks, as a ring: 2 S 5 / 6 and S 5 / 6 */
         {"2 x 3", 0, 9216, 4608, 4608, 2304, 9216, 3072}, /* no blocks: all ranks at once */
         {"2 x 4, in turn", 0, 9216, 4608, 4608, 2304, 9216, 2304},
         {"2 x 2", 0, 4608, 3456, 2304, 2304, 9216, 4608},
@@ -1321,12 +1324,12 @@ static ddp_result cluster_bytes(rank_state *s) {
 }
 
 /* Splits of 4 x 2 ranks: the first and last four have blocks of 2; every second rank has a machine of its
-   own. A part of 96 or 192 elements goes to each other machine. */
+   own. A rank sends parts of 192 elements, in f32 where it is a partial sum. */
 static ddp_result cluster_splits(rank_state *s) {
-    const cluster_call c = {DDP_CALL_ALL_REDUCE, DDP_F32, DDP_OP_AVG, 768, -1, 1};
+    const cluster_call c = {DDP_CALL_ALL_REDUCE, DDP_BF16, DDP_OP_AVG, 768, -1, 1};
     for (int strided = 0; strided < 2; strided++) {
         ddp_group *gpu = NULL, *cpu = NULL;
-        size_t bytes, expected = strided ? 2 * 3 * 192 * 4 : 2 * 192 * 4;
+        size_t bytes, expected = strided ? (3 + 3) * 192 * 2 : 192 * (4 + 2);
         int color = strided ? s->rank % 2 : s->rank / 4;
         RANKS_OK(s->cpu, ddp_group_split(s->group, color, 0, &gpu));
         RANKS_OK(s->cpu, ddp_group_split(s->cpu, color, 0, &cpu));
