@@ -549,18 +549,20 @@ static ddp_result epilogue_of(device_rank *d, ddp_cuda_gemm_desc g, int way, int
 /* Every dtype and epilogue: with cuBLASLt's epilogues, and without them. cuBLASLt can refuse them in two ways,
    in the heuristics and at the product. */
 static ddp_result epilogues(device_rank *d) {
-    static const int64_t sizes[][3] = {{5, 7, 11}, {16, 24, 8}, {40, 8, 300},
-                                       {3, 8, 0},  {4, 0, 5},   {0, 3, 2}};
+    static const int64_t sizes[7][3] = {{5, 7, 11}, {16, 24, 8}, {40, 8, 300}, {3, 8, 1},
+                                        {3, 8, 0},  {4, 0, 5},   {0, 3, 2}};
     for (int refusal = 0; refusal < 3; refusal++)
         for (ddp_dtype dtype : {DDP_F32, DDP_F64, DDP_F16, DDP_BF16})
             for (int epilogue = 0; epilogue <= DDP_CUDA_EPILOGUE_BIAS_GRAD; epilogue++)
-                for (int way = 0; way < 12; way++) {
+                for (int way = 0; way < 14; way++) { /* each size with both values of trans_a */
                     ddp_cuda_gemm_desc g = DDP_ZERO;
-                    const int64_t *size = sizes[way % 6];
+                    const int64_t *size = sizes[way / 2];
                     int uses_aux = epilogue == DDP_CUDA_EPILOGUE_GELU
                                    || epilogue == DDP_CUDA_EPILOGUE_GELU_GRAD;
                     g.dtype = dtype, g.epilogue = (ddp_cuda_epilogue)epilogue;
                     g.m = size[0], g.n = size[1], g.k = size[2];
+                    if (g.k == 300 && epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD)
+                        g.m = 2048, g.n = 1; /* a thread adds several rows */
 #if defined(DDP_TEST_ON_CPU)
                     int fused = fake_lt_fused, wants = epilogue && refusal == 0 && g.m * g.n * g.k > 0;
                     if (uses_aux && (ddp_dtype_size(dtype) > 2 || g.n % 8)) wants = 0;
@@ -568,7 +570,7 @@ static ddp_result epilogues(device_rank *d) {
                     fake_lt_refusal = refusal == 1 ? CUBLAS_STATUS_NOT_SUPPORTED
                                                    : CUBLAS_STATUS_INVALID_VALUE;
 #endif
-                    ddp_result result = epilogue_of(d, g, way, way / 6 * 8, way % 4 == 3);
+                    ddp_result result = epilogue_of(d, g, way, way % 3 ? 0 : 8, way % 4 == 3);
 #if defined(DDP_TEST_ON_CPU)
                     fake_lt_refused = 0, fake_lt_late = 0;
                     LAYER_TRY(result);
