@@ -303,9 +303,9 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
    returns when its results are in device memory. A call cannot be captured into a graph.
 
    Errors, on every rank: those of ddp_cuda_pick; DDP_ERR_INVALID also for a desc.comm of another rank, size
-   or device; DDP_ERR_MISMATCH when engine or order differ, or only some ranks set comm; DDP_ERR_TIMEOUT;
-   DDP_ERR_UNSUPPORTED when the build or NCCL's version does not support the engine; DDP_ERR_NO_MEMORY;
-   DDP_ERR_SYSTEM; DDP_ERR_ENGINE with NCCL's text. */
+   or device; DDP_ERR_MISMATCH when engine, order or version of NCCL differ, or only some ranks set comm;
+   DDP_ERR_TIMEOUT; DDP_ERR_UNSUPPORTED when the build or NCCL's version does not support the engine;
+   DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM; DDP_ERR_ENGINE with NCCL's text. */
 DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc);
 
 /* Sets the user's stream of the group, see ddp_cuda_group_create. Later calls on the group start after its
@@ -499,10 +499,6 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <nccl.h>
 #if !defined(DDP__NCCL_VERSION)
 #define DDP__NCCL_VERSION NCCL_VERSION_CODE /* tests set it to compile the code for older versions */
-#endif
-#if !defined(DDP__NCCL_SHARED_DEVICES)
-/* 1 = NCCL allows ranks to share a device, with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment. */
-#define DDP__NCCL_SHARED_DEVICES (DDP__NCCL_VERSION >= 23000)
 #endif
 #if DDP__NCCL_VERSION < 21800
 #error "ddp_cuda.cuh needs NCCL 2.18 or newer: update it, or define DDP_NO_NCCL"
@@ -5908,9 +5904,11 @@ static const ddp_backend *ddp__cuda_staged_backend(void) {
 /* ddp_cuda_group_create chooses device and backend, and creates the group on them. The other public calls
    check their arguments and call a section above. */
 
-/* Chooses the backend, the same on every rank. shared: 1 = several ranks have the same device. */
-static ddp_result ddp__cuda_choose_backend(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend,
-                                           const char **notice) {
+/* Chooses the backend, the same on every rank.
+     nccl_version   of the NCCL library, the same on every rank
+     shared         1 = several ranks have the same device */
+static ddp_result ddp__cuda_choose_backend(const ddp_cuda_desc *desc, int nccl_version, int shared,
+                                           const ddp_backend **backend, const char **notice) {
     *notice = NULL;
     *backend = ddp__cuda_staged_backend();
 #if defined(DDP_NO_NCCL)
@@ -5920,12 +5918,12 @@ static ddp_result ddp__cuda_choose_backend(const ddp_cuda_desc *desc, int shared
     if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
         *notice = "this build has no NCCL: collectives go through host memory, which is slow";
 #else
-    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && !DDP__NCCL_SHARED_DEVICES)
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && nccl_version < 23000)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
             "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d does not support; give each rank "
             "its own device, use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or use DDP_CUDA_ENGINE_STAGED",
-            NCCL_MAJOR, NCCL_MINOR);
+            nccl_version / 10000, nccl_version / 100 % 100);
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm
         || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared))
         *backend = ddp__cuda_nccl_backend();
@@ -5934,6 +5932,7 @@ static ddp_result ddp__cuda_choose_backend(const ddp_cuda_desc *desc, int shared
                   "development";
 #endif
     (void)shared;
+    (void)nccl_version;
     return DDP_OK;
 }
 
@@ -5945,7 +5944,7 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     const char *notice;
     char equal[96];
     ddp_result result = DDP_OK;
-    int device = -1, shared;
+    int device = -1, nccl_version = 0, shared;
     if (out) *out = NULL;
     if (!out || !control)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; pass a group of "
@@ -5955,6 +5954,9 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
                                      desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED};
 #if !defined(DDP_NO_NCCL)
     if (desc->comm && ncclCommCuDevice(desc->comm, &device) != ncclSuccess) device = -1;
+    /* The version of the library in use, which can be newer than its header. */
+    if (desc->engine != DDP_CUDA_ENGINE_STAGED)
+        result = ddp__nccl_result(ncclGetVersion(&nccl_version), "ncclGetVersion");
 #endif
     if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY
         || desc->timeout_ms < 0)
@@ -5962,10 +5964,10 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
                           "engine=%d order=%d timeout_ms=%d: one of them is invalid; use a ddp_cuda_engine, "
                           "a ddp_order and 0 or more ms",
                           (int)desc->engine, (int)desc->order, desc->timeout_ms);
-    snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order,
-             desc->comm ? "given" : "NULL");
+    snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s nccl=%d", (int)desc->engine, (int)desc->order,
+             desc->comm ? "given" : "NULL", nccl_version);
     DDP_TRY(ddp__cuda_pick(control, &pick, device, result, equal, &slot, &shared));
-    DDP_TRY(ddp__cuda_choose_backend(desc, shared, &group.backend, &notice));
+    DDP_TRY(ddp__cuda_choose_backend(desc, nccl_version, shared, &group.backend, &notice));
     const ddp__cuda_open_args args = {control, slot.device, desc->stream, desc->comm_stream, desc->comm};
     group.device = ddp_device_cuda();
     group.order = desc->order;

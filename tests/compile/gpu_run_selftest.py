@@ -38,7 +38,7 @@ done
 exec "$@"
 """
 DEVICE = "#!/bin/sh\necho 'device: nobody, sm_90'\necho 'NCCL: version %d, header 23000'\n"
-ROWS, SANITIZE_ROWS = 31, 23
+ROWS, SANITIZE_ROWS = 35, 23
 HIDDEN = ("compute-sanitizer", "nvidia-smi", "nvcc")  # of the machine that runs this test
 
 
@@ -47,10 +47,11 @@ class Tests(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.root = folder.name
-        for name in ("run.sh", "libraries.sh", "compile.sh"):
+        for name in ("run.sh", "libraries.sh", "compile.sh", "slim_nccl.sh"):
             self.write("tests/gpu/" + name, "")
             shutil.copy(os.path.join(ROOT, "tests", "gpu", name), self.path("tests", "gpu"))
         self.write("tests/gpu/test_trainer.sh", "exit 0\n")
+        self.write("tests/gpu/test_mlp.sh", "exit 0\n")
         self.write("bodies/test_device", DEVICE % 23000)
         self.write("calls", "")
         for name, text in (("nvcc", COMPILER), ("cc", COMPILER), ("compute-sanitizer", SANITIZER)):
@@ -81,10 +82,10 @@ class Tests(unittest.TestCase):
         return dict(environment, **variables)
 
     def run_it(self, *words, **variables):
-        if words[:1] in ((), ("--only",), ("--seconds",)):
+        if words[:1] in ((), ("--only",), ("--seconds",), ("--nccl",)):
             words = ("--out", "results", *words)
-        elif words[0] == "sanitize":
-            words = ("sanitize", "--out", "results", *words[1:])
+        elif words[0] in ("sanitize", "shared"):
+            words = (words[0], "--out", "results", *words[1:])
         done = subprocess.run(["sh", "tests/gpu/run.sh", *words], cwd=self.root,
                               env=self.environment(variables), timeout=100, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         self.results = {}
@@ -241,14 +242,72 @@ class Tests(unittest.TestCase):
     def test_ranks_of_nccl_on_one_gpu(self):
         words = "shares ${NCCL_MULTI_RANK_GPU_ENABLE:-nothing} by ${DDP_TEST_ENGINE:-itself}"
         self.write("bodies/test_training", "#!/bin/sh\necho %s\n" % words)
-        self.run_it("--only", "^nccl2.processes")
-        self.assertEqual(self.results["nccl2.processes"], "ok")
+        self.run_it("--only", "^nccl2.training")
+        self.assertEqual(self.results["nccl2.training"], "ok")
         self.assertIn("shares 1 by nccl\n", self.read("results/log.txt"))
         self.write("bodies/test_device", DEVICE % 22809)
         self.write("build/gpu/test_device", DEVICE % 22809)
         status, text = self.run_it()
         self.assertEqual((status, self.rows("nccl2"), self.rows("nccl.")), (0, {"skipped"}, {"ok"}))
         self.assertIn("NCCL is older than 2.30", text)
+
+    def test_shared(self):
+        """Only ranks that share the GPU through NCCL, with a slim library. Without one they fail."""
+        self.write("bodies/test_groups", "#!/bin/sh\necho $LD_LIBRARY_PATH $NCCL_ALGO; echo not run: this: that\n")
+        self.write("build/gpu/nccl/libnccl.so.2", "")
+        status, text = self.run_it("shared", "--only", "^nccl2.groups")
+        self.assertEqual((status, self.results), (0, {"device": "ok", "nccl2.groups": "ok"}), text)
+        self.assertIn("\n    not run: this: that\n", text)
+        self.assertIn("\n    not run: this: that\n", self.read("results/summary.txt"))
+        self.assertRegex(self.read("results/log.txt"), r"(?m)^%s\S* Ring$" % self.path("build/gpu/nccl"))
+        os.renames(self.path("build/gpu/nccl"), self.path("elsewhere"))
+        self.assertEqual(self.run_it("--nccl", "elsewhere", "--only", "^nccl2.groups")[0], 0)
+        self.assertRegex(self.read("results/log.txt"), r"(?m)^%s\S* Ring$" % self.path("elsewhere"))
+        status, text = self.run_it("--nccl", "missing")
+        self.assertEqual(status, 1)
+        self.assertIn("libnccl.so.2 is missing; sh tests/gpu/slim_nccl.sh builds one", text)
+        self.write("build/gpu/test_device", DEVICE % 22809)
+        status, text = self.run_it("shared")
+        self.assertEqual((status, self.rows("nccl2."), len(self.results)), (1, {"NOT RUN"}, 7), text)
+        self.assertIn("NCCL is older than 2.30", text)
+
+    def test_slim_nccl(self):
+        """The script that builds it, with sources and a compiler that only pretend."""
+        shutil.copy(os.path.join(ROOT, "ddp_cuda.cuh"), self.root)
+        functions = set(re.findall(r"\bnccl[A-Z][A-Za-z]*(?=\()", self.read("ddp_cuda.cuh")))
+        self.assertIn("ncclCommWindowRegister", functions)
+        self.write("sources/src/device/generate.py", "")
+        self.write("sources/makefiles/version.mk", "NCCL_MAJOR   := 2\nNCCL_MINOR   := 30\n")
+        self.write("sources/Makefile", "src.lib:\n\tmkdir -p $(BUILDDIR)/lib\n"
+                   "\techo '$(NVCC_GENCODE)' '$(ONLY_FUNCS)' >$(BUILDDIR)/../options\n"
+                   "\tgcc -shared -fPIC nccl.c -o $(BUILDDIR)/lib/libnccl.so.2.30.0\n")
+
+        def build(version, names, **variables):
+            code = "".join("void %s(void) {}\n" % name for name in sorted(names - {"ncclGetVersion"}))
+            self.write("sources/nccl.c", code + "int ncclGetVersion(int *v) { *v = %d; return 0; }\n" % version)
+            done = subprocess.run(["sh", "tests/gpu/slim_nccl.sh", "sources", "out"], cwd=self.root, text=True,
+                                  env=self.environment(dict(variables, CC="gcc")), stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT)
+            return done.returncode, done.stdout
+
+        status, text = build(23007, functions)
+        self.assertEqual(status, 0, text)
+        self.assertIn("version 23007, 1 MiB, %d functions" % len(functions), text)
+        self.assertEqual(set(os.listdir(self.path("out"))), {"libnccl.so.2", "options", "build.log"})
+        self.assertIn("-gencode=arch=compute_90,code=sm_90 (SendRecv|", self.read("out/options"))
+        for expected, arguments, variables in (
+                ("lacks functions of NCCL that ddp_cuda.cuh calls: ncclSend", (23007, functions - {"ncclSend"}), {}),
+                ("has version 22999; ranks share", (22999, functions), {}),
+                ("has 1 MiB, more than 0", (23007, functions), {"NCCL_MIB": "0"}),
+                ("NCCL does not compile; ", (23007, functions | {"an error"}), {}),
+                ("nvcc is missing", (23007, functions), {"NVCC": "none"})):
+            status, text = build(*arguments, **variables)
+            self.assertEqual(status, 1)
+            self.assertIn(expected, text)
+        self.write("sources/makefiles/version.mk", "NCCL_MAJOR   := 2\nNCCL_MINOR   := 29\n")
+        self.assertIn("has version 2.29; ranks share a GPU from 2.30 on", build(23007, functions)[1])
+        os.unlink(self.path("sources/makefiles/version.mk"))
+        self.assertIn("does not hold the sources of NCCL", build(23007, functions)[1])
 
     def test_libraries_of_pytorch(self):
         for path in ("nccl/lib/libnccl.so.2", "nccl/include/nccl.h", "other/lib/libnccl.so.1"):
@@ -277,7 +336,7 @@ class Tests(unittest.TestCase):
         self.assertEqual((status, set(self.results.values())), (0, {"ok", "skipped"}))
         self.assertIn("NCCL is missing: building with DDP_NO_NCCL", text)
         skipped = {row for row, result in self.results.items() if result == "skipped"}
-        self.assertEqual({row.split(".")[0] for row in skipped}, {"nccl", "nccl2", "gpt", "trainer"})
+        self.assertEqual({row.split(".")[0] for row in skipped}, {"nccl", "nccl2", "gpt", "trainer", "mlp"})
 
     #== prepared programs ==
 
@@ -288,7 +347,7 @@ class Tests(unittest.TestCase):
         status, text = self.run_it("prepare")
         self.assertEqual(status, 0, text)
         names = {"test_device", "test_kernels", "test_kernels_small", "test_gpt", "train_gpt_cuda", "train_gpt",
-                 "bench_gpu", "bench_gpt", "llmc"}
+                 "train_mlp_cuda", "bench_gpu", "bench_gpt", "llmc"}
         for name in names:
             self.assertRegex(text, r"(?m)^%s +0.0 MiB" % name)
         self.assertIn("\ncarry build/gpu: 0.0 MiB\n", text)

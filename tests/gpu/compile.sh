@@ -16,6 +16,7 @@ folder=$1 program=$2
 rm -f "$folder/$program" "$folder/$program.sources" "$folder/$program.built"
 case $program in
 train_gpt | train_gpt_cuda | llmc) source=examples/gpt/$program ;;
+train_mlp_cuda) source=examples/$program ;;
 bench_*) source=bench/gpu/$program ;;
 *) source=tests/gpu/${program%_small} ;;
 esac
@@ -31,7 +32,7 @@ case $source in
     libraries=${GPU_NCCL:--DDDP_NO_NCCL}
     case $program in
     test_device | test_layers | test_gpt) libraries="$libraries $GPU_CUBLASLT" ;;
-    bench_gpt | train_gpt_cuda) libraries="$libraries -lcublasLt" ;;
+    bench_gpt | train_gpt_cuda | train_mlp_cuda) libraries="$libraries -lcublasLt" ;;
     esac
     options="-std=c++17 $(gpu_arch_flags "$GPU_ARCH")"
     case $program in

@@ -3,6 +3,8 @@
 # README.md in this folder has the order of calls on a new machine.
 #   run.sh [FLAGS]            run the tests on the GPU here; first build missing or outdated programs
 #   run.sh sanitize [FLAGS]   run them with fewer cases under compute-sanitizer
+#   run.sh shared [FLAGS]     run only those of several ranks on one GPU through NCCL 2.30 or newer. Without
+#                             such a library they fail as not run
 #   run.sh prepare [DIR]      on a machine without a GPU: build every program for sm_90, and print the files
 #                             to carry to the GPU, and their size
 #   run.sh build [DIR]        only compile and link: host code with -O1, PTX that is not optimised
@@ -12,6 +14,8 @@
 #        --only PATTERN  rows whose name or title matches PATTERN (grep -E)
 #        --seconds N     time for everything; 540 by default
 #        --programs DIR  where the programs are; build/gpu by default
+#        --nccl DIR      the folder of libnccl.so.2 to use, such as that of slim_nccl.sh; nccl in the folder of
+#                        the programs by default, if that has one
 # A row that fails, crashes, hangs or does not compile leaves the other rows alone. Each has its own limit,
 # and time is reserved for the rows after it. summary.txt is complete at any moment.
 # Status: 0 all rows are ok, 1 some are not, 77 no device.
@@ -23,21 +27,23 @@ set -u
 cd "$(dirname "$0")/../.." || exit 1
 started=$(date +%s)
 nvcc=${NVCC:-nvcc}
-build=build/gpu out= only= seconds=540 mode=run
+build=build/gpu out= only= seconds=540 mode=run slim=
 usage() { sed -n '/^set -u/q; 2,$s/^# \{0,1\}//p' tests/gpu/run.sh; exit 1; }
 case ${1:-} in
 build) mode=build build=${2:-build/gpu-check} ;;
 prepare) mode=prepare build=${2:-build/gpu} ;;
 programs) mode=programs build=${2:-}; [ $# -gt 2 ] || usage; shift 2 ;;
-sanitize) mode=sanitize; shift ;;
+sanitize | shared) mode=$1; shift ;;
 esac
-while { [ $mode = run ] || [ $mode = sanitize ]; } && [ $# -gt 0 ]; do
+while [ $mode = run ] || [ $mode = sanitize ] || [ $mode = shared ]; do
+    [ $# -gt 0 ] || break
     [ $# -gt 1 ] || usage
     case $1 in
     --out) out=$2 ;;
     --only) only=$2 ;;
     --seconds) seconds=$2 ;;
     --programs) build=$2 ;;
+    --nccl) slim=$2 ;;
     *) usage ;;
     esac
     shift 2
@@ -49,6 +55,16 @@ if [ "$mode $sanitizer" = "sanitize without compute-sanitizer" ]; then
     echo "compute-sanitizer is missing: put the CUDA toolkit's bin in PATH, or leave out the word sanitize" >&2
     exit 1
 fi
+if [ -n "$slim" ] && [ ! -f "$slim/libnccl.so.2" ]; then
+    echo "--nccl $slim: libnccl.so.2 is missing; sh tests/gpu/slim_nccl.sh builds one" >&2
+    exit 1
+fi
+slim=${slim:-$build/nccl}
+# Before the libraries of PyTorch, which programs name as their run path.
+if [ -f "$slim/libnccl.so.2" ]; then
+    LD_LIBRARY_PATH=$(realpath "$slim")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export LD_LIBRARY_PATH
+fi
 mkdir -p "$build" || exit 1
 temporary=$(mktemp -d) || exit 1
 trap 'rm -rf "$temporary"' EXIT
@@ -59,7 +75,7 @@ trap 'rm -rf "$temporary"' EXIT
 tests="test_device test_kernels test_attention test_conformance test_training test_fsdp test_gpt"
 tests="$tests test_groups test_tensor test_pipeline test_layers"
 small="test_kernels_small test_conformance_small"
-others="train_gpt_cuda train_gpt bench_gpu bench_gpt llmc"
+others="train_gpt_cuda train_gpt train_mlp_cuda bench_gpu bench_gpt llmc"
 
 have_nvcc() {
     command -v "$nvcc" >/dev/null 2>&1 && return 0
@@ -70,7 +86,7 @@ have_nvcc() {
 with_libraries() {
     for program in "$@"; do
         case $program$GPU_CUBLASLT in
-        test_gpt | bench_gpt | train_gpt_cuda) ;;
+        test_gpt | bench_gpt | train_gpt_cuda | train_mlp_cuda) ;;
         *) echo "$program" ;;
         esac
     done
@@ -127,7 +143,7 @@ prepare)
     done
     [ -z "$stale" ] || build_programs "$build" $stale || failed=1
     rm -rf "$build/results"
-    kit_bytes=$(cat "$build"/* | wc -c)
+    kit_bytes=$(find "$build" -type f -exec cat {} + | wc -c)
     tree_bytes=0
     if git rev-parse --git-dir >/dev/null 2>&1; then
         tree_bytes=$(git ls-files -z --cached --others --exclude-standard | xargs -0 cat 2>/dev/null | wc -c)
@@ -201,7 +217,7 @@ skip() {
         rows=$((rows + 1))
         printf '%-22s %-14s %5s    %s\n' "$name" - - "$title" >>"$temporary/plan"
     else
-        record "skipped" 0 "$3"
+        if [ "$mode" = shared ]; then record "NOT RUN" 0 "$3"; else record "skipped" 0 "$3"; fi
     fi
 }
 
@@ -268,6 +284,8 @@ run_row() {
     [ "$name" != device ] || cp "$running" "$temporary/device"
     record "$result" $took
     [ "$result" = ok ] || print_end "$running" | tee -a "$temporary/done"
+    # Tests that a program left out: it runs on a real GPU, or with another engine.
+    [ "$result" != ok ] || sed -n 's/^not run: /    &/p' "$running" | sort -u | tee -a "$temporary/done"
     rm -f "$running"
     if [ "$name $status" = "device 77" ]; then
         write_summary "there is no device"
@@ -290,21 +308,32 @@ nccl_rows() {
     nccl_row nccl.fsdp 60 "NCCL, 1 rank: sharded training" "$@" "$build/test_fsdp" threads 1
     nccl_row nccl.layers 60 "NCCL, 1 rank: tensor-parallel layers" "$@" "$build/test_layers" threads 1
 }
-# From NCCL 2.30 on, several ranks of a communicator may use one GPU.
+# From NCCL 2.30 on, several ranks of a communicator may use one GPU. Ranks that are threads must not free memory
+# while another rank is in a call: cudaFree waits for the whole GPU. Tests that do are run as processes.
 nccl_shared_rows() {
-    set -- env NCCL_MULTI_RANK_GPU_ENABLE=1 DDP_TEST_ENGINE=nccl
-    if [ $pass = run ] && [ -n "$nccl" ] && [ "$nccl_version" -lt 23000 ]; then
-        skip nccl2.collectives "NCCL, tree order, 2 ranks on one GPU: collectives" "NCCL is older than 2.30"
-        skip nccl2.training "NCCL, tree order, 2 and 4 ranks on one GPU: training" "NCCL is older than 2.30"
-        skip nccl2.processes "NCCL, 2 processes on one GPU: training" "NCCL is older than 2.30"
-        return 0
-    fi
-    nccl_row nccl2.collectives 60 "NCCL, tree order, 2 ranks on one GPU: collectives" \
+    set -- env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=Ring NCCL_MAX_CTAS=8 DDP_TEST_ENGINE=nccl
+    shared_row nccl2.groups "threads, 2 and 3 ranks: messages, splits, windows, aborts, timeouts" \
+        "$@" "$build/test_groups" threads 2 3
+    shared_row nccl2.collectives "threads, 2 ranks: collectives, all-to-all" \
         "$@" "$build/test_conformance" threads 2
-    nccl_row nccl2.training 60 "NCCL, tree order, 2 and 4 ranks on one GPU: training" \
-        "$@" "$build/test_training" threads 2 4
-    nccl_row nccl2.processes 60 "NCCL, 2 processes on one GPU: training" \
-        "$@" "$build/test_training" processes 2
+    shared_row nccl2.tensor "threads, 2 ranks: tensors have the bits of the CPU" \
+        "$@" "$build/test_tensor" threads 2
+    shared_row nccl2.pipeline "threads, 2 ranks: pipelines have the bits of the CPU" \
+        "$@" "$build/test_pipeline" threads 2
+    shared_row nccl2.training "processes, 2 and 4 ranks: training has the bits of the CPU" \
+        "$@" "$build/test_training" processes 2 4
+    shared_row nccl2.processes "processes, 2 ranks: messages, splits, windows, aborts, timeouts" \
+        "$@" "$build/test_groups" processes 2
+}
+# shared_row NAME TITLE COMMAND...
+shared_row() {
+    name=$1 title="NCCL on one GPU, $2"
+    shift 2
+    if [ $pass = run ] && [ -n "$nccl" ] && [ "$nccl_version" -lt 23000 ]; then
+        skip "$name" "$title" "NCCL is older than 2.30; slim_nccl.sh builds a newer one"
+    else
+        nccl_row "$name" 60 "$title" "$@"
+    fi
 }
 # Ranks that share the GPU, staged through host memory. In a program that starts processes, 1 rank comes last:
 # it starts CUDA in the program itself, which cannot fork afterwards.
@@ -344,6 +373,8 @@ run_rows() {
     row kernels 60 "kernels against references" "$build/test_kernels"
     row attention 60 "attention against the CPU" "$build/test_attention"
     nccl_rows
+    gpt_row mlp 60 "examples/train_mlp_cuda, 1 and 2 ranks: learns, same bits" \
+        sh tests/gpu/test_mlp.sh "$build/train_mlp_cuda"
     row fsdp.one 60 "1 rank: sharded training, checkpoints" "$build/test_fsdp" threads 1
     gpt_row gpt.one 60 "GPT, 1 rank, against the CPU" "$build/test_gpt" threads 1 1
     gpt_row trainer.one 120 "the GPT trainer, 1 rank: losses, same bits again, offload" \
@@ -388,7 +419,13 @@ sanitize_rows() {
     tool=
 }
 first_row() { row device 40 "a kernel launches; device, driver, libraries" "$build/test_device"; }
-later_rows() { if [ "$mode" = sanitize ]; then sanitize_rows; else run_rows; fi; }
+later_rows() {
+    case $mode in
+    sanitize) sanitize_rows ;;
+    shared) nccl_shared_rows ;;
+    *) run_rows ;;
+    esac
+}
 
 nccl=1 cublaslt=1 nccl_version=0
 first_row

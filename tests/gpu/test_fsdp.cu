@@ -95,9 +95,8 @@ static ddp_result steady_calls(ddp_group *world, int early, int way, int still, 
     static const char *const words[] = {
         "Synchronize",      "cudaMalloc",       "cudaFree", "cudaHost", "cudaEventCreate",
         "cudaStreamCreate", "cudaEventDestroy", "(host",    ", host",   "FAILS"};
-    const char *engine = getenv("DDP_TEST_ENGINE");
     int device;
-    if (!engine || strcmp(engine, "nccl")) return DDP_OK;
+    if (!device_uses_nccl()) return DDP_OK;
     RANKS_CHECK(world, way == OFFLOADED || fake_mine->early == early,
                 "%s: the host queried %d times whether the device has finished", what,
                 fake_mine->early - early);
@@ -578,7 +577,6 @@ static ddp_result steady_launches(ddp_group *world, void *user) {
 /* A rank is missing at the clipping: the other one gets the error when it queries the norm that its device
    waits for, and everything can be freed. */
 static ddp_result steady_lost(ddp_group *world, void *user) {
-    const char *engine = getenv("DDP_TEST_ENGINE");
     ddp_fsdp_param params[STEADY_PARAMS];
     ddp_fsdp_unit_desc units[STEADY_UNITS];
     ddp_fsdp_desc desc = steady_desc(params, units, 0, DECIDES);
@@ -588,7 +586,7 @@ static ddp_result steady_lost(ddp_group *world, void *user) {
     device_rank d;
     float norm = -7;
     (void)user;
-    if (!engine || strcmp(engine, "nccl")) return DDP_OK; /* staged, the clipping itself waits */
+    if (!device_uses_nccl()) return DDP_OK; /* staged, the clipping itself waits */
     RANKS_OK(world, device_rank_open(&d, world, 64));
     fake.patient = 1;
     cuda.engine = DDP_CUDA_ENGINE_NCCL;

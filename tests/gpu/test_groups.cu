@@ -1,8 +1,11 @@
-/*  test_groups.cu - groups staged through the host, beyond single collectives: messages, splits, group
-    memory, failures, and leaks.
+/*  test_groups.cu - groups beyond single collectives: messages, splits, group memory, aborts, timeouts, other
+    failures, and leaks.
 
     test_groups processes|threads [W ...]      Built with -DDDP_TEST_ON_CPU it runs on the fake GPU, as
-                                               test_conformance.cu. */
+                                               test_conformance.cu.
+
+    Groups are staged through the host, or run over NCCL with DDP_TEST_ENGINE=nccl. A test that needs another
+    engine, or the fake GPU, prints a line "not run: TEST: REASON". */
 #include "../support/device.h"
 
 #define LARGEST (2 * DDP__CUDA_STAGE_BYTES + DDP__CUDA_STAGE_BYTES / 2 + 3) /* three rounds */
@@ -20,9 +23,12 @@ static ddp_result pair_make(device_rank *d, pair *p, size_t size_bytes) {
     p->far = (unsigned char *)memory;
     return DDP_OK;
 }
-static void pair_free(pair *p) {
+/* Collective. cudaFree waits for all work of the GPU, which ranks can share. So no rank issues its next call
+   before every rank has freed its memory. */
+static ddp_result pair_free(device_rank *d, pair *p) {
     free(p->near);
     ddp_device_cuda()->free(NULL, p->far);
+    return ddp_barrier(d->cpu);
 }
 
 /* The contents of message number. */
@@ -49,6 +55,13 @@ static ddp_result message_down(device_rank *d, pair *p, size_t size_bytes, uint6
     free(want);
     return result;
 }
+
+/* Reports a test that this build or engine cannot run. */
+static ddp_result not_run(device_rank *d, const char *reason) {
+    if (ddp_rank(d->group) == 0) printf("not run: %s: %s\n", ranks_current, reason);
+    return DDP_OK;
+}
+
 #define TRY(call)                                    \
     do {                                             \
         ddp_result try_result = (call);              \
@@ -77,18 +90,19 @@ static ddp_result all_pairs(device_rank *d) {
                     TRY(message_down(d, &p, sizes[n], number));
                 }
             }
-    pair_free(&p);
+    TRY(pair_free(d, &p));
     return DDP_OK;
 }
 
 /* A ring with 40 messages each way, more than can be in flight, during all-reduces; waited for in another
-   order than sent. */
+   order than sent. Odd ranks receive first: over NCCL, two ranks that send to each other would both wait. */
 static ddp_result many_beside_collectives(device_rank *d) {
     enum { COUNT = 40, SIZE = 3001 };
     int rank = ddp_rank(d->group), w = ddp_world_size(d->group), next = (rank + 1) % w,
         previous = (rank + w - 1) % w;
     pair out[COUNT], in[COUNT], sum[4];
     ddp_work sent[COUNT], received[COUNT], reduced[4];
+    const int tag = 5; /* the same for all: the order counts */
     for (int i = 0; i < COUNT; i++) {
         TRY(pair_make(d, &out[i], SIZE));
         TRY(pair_make(d, &in[i], SIZE));
@@ -96,9 +110,11 @@ static ddp_result many_beside_collectives(device_rank *d) {
     for (int i = 0; i < 4; i++) TRY(pair_make(d, &sum[i], 40000));
     for (int i = 0; i < COUNT; i++) {
         TRY(message_up(d, &out[i], SIZE, (uint64_t)(rank * 1000 + i)));
-        RANKS_OK(d->cpu, ddp_send(d->group, out[i].far, SIZE, DDP_U8, next, 5, &sent[i]));
-        /* All with one tag: the order counts. */
-        RANKS_OK(d->cpu, ddp_recv(d->group, in[i].far, SIZE, DDP_U8, previous, 5, &received[i]));
+        if (rank % 2)
+            RANKS_OK(d->cpu, ddp_recv(d->group, in[i].far, SIZE, DDP_U8, previous, tag, &received[i]));
+        RANKS_OK(d->cpu, ddp_send(d->group, out[i].far, SIZE, DDP_U8, next, tag, &sent[i]));
+        if (rank % 2 == 0)
+            RANKS_OK(d->cpu, ddp_recv(d->group, in[i].far, SIZE, DDP_U8, previous, tag, &received[i]));
         if (i % 10) continue;
         for (int k = 0; k < 10000; k++)
             ((float *)(void *)sum[i / 10].near)[k] = (float)(rank + 1) * (float)(k % 7);
@@ -120,11 +136,11 @@ static ddp_result many_beside_collectives(device_rank *d) {
             RANKS_CHECK(d->cpu,
                         ((float *)(void *)sum[i].near)[k] == (float)(w * (w + 1) / 2) * (float)(k % 7),
                         "all-reduce %d, element %d", i, k);
-        pair_free(&sum[i]);
+        TRY(pair_free(d, &sum[i]));
     }
     for (int i = 0; i < COUNT; i++) {
-        pair_free(&out[i]);
-        pair_free(&in[i]);
+        TRY(pair_free(d, &out[i]));
+        TRY(pair_free(d, &in[i]));
     }
     return DDP_OK;
 }
@@ -146,8 +162,8 @@ static ddp_result batches(device_rank *d) {
     RANKS_OK(d->cpu, ddp_p2p_end(d->group));
     for (int r = 0; r < w; r++) {
         if (r != rank) TRY(message_down(d, &in[r], 70000, (uint64_t)(r * 64 + rank)));
-        pair_free(&out[r]);
-        pair_free(&in[r]);
+        TRY(pair_free(d, &out[r]));
+        TRY(pair_free(d, &in[r]));
     }
     return DDP_OK;
 }
@@ -165,7 +181,7 @@ static ddp_result one_sum(device_rank *d, ddp_group *group, float mine, float wa
     TRY(device_down(d, p.near, p.far, 4 * 777));
     for (int i = 0; i < 777; i++)
         RANKS_CHECK(d->cpu, x[i] == wanted, "element %d is %g, wanted %g", i, (double)x[i], (double)wanted);
-    pair_free(&p);
+    TRY(pair_free(d, &p));
     return DDP_OK;
 }
 
@@ -223,35 +239,66 @@ static ddp_result divisors(device_rank *d) {
             TRY(device_down(d, p.near, p.far, count * size));
             RANKS_CHECK(d->cpu, ranks_compare(p.near, want, count, dtypes[t], 0, NULL) < 0, "%s divisor=%d",
                         ddp_dtype_name(dtypes[t]), (int)divisor);
-            pair_free(&p);
+            TRY(pair_free(d, &p));
             free(want);
         }
     return DDP_OK;
 }
 
+/* Every rank sends a block of group memory to every rank, which receives it in other group memory. */
+static ddp_result exchange(device_rank *d, unsigned char *out, unsigned char *in) {
+    enum { SIZE = 301 };
+    int rank = ddp_rank(d->group), w = ddp_world_size(d->group);
+    pair p = {NULL, out};
+    p.near = (unsigned char *)malloc(SIZE);
+    for (int r = 0; r < w; r++) {
+        p.far = out + r * SIZE;
+        TRY(message_up(d, &p, SIZE, (uint64_t)(rank * 64 + r)));
+    }
+    RANKS_OK(d->cpu, ddp_all_to_all(d->group, out, in, SIZE, DDP_U8, NULL));
+    for (int r = 0; r < w; r++) {
+        p.far = in + r * SIZE;
+        TRY(message_down(d, &p, SIZE, (uint64_t)(r * 64 + rank)));
+    }
+    free(p.near);
+    return DDP_OK;
+}
+
 static ddp_result group_memory(device_rank *d) {
-    unsigned char zeros[1000];
+    unsigned char zeros[5000];
     void *memory[3] = {NULL, NULL, NULL}, *much = d;
     for (int i = 0; i < 3; i++) {
-        RANKS_OK(d->cpu, ddp_group_alloc(d->group, 1000, &memory[i]));
+        RANKS_OK(d->cpu, ddp_group_alloc(d->group, sizeof zeros, &memory[i]));
         memset(zeros, 1, sizeof zeros);
-        ddp_device_cuda()->copy(zeros, memory[i], 1000);
-        for (int k = 0; k < 1000; k++)
-            RANKS_CHECK(d->cpu, zeros[k] == 0, "byte %d of new memory is %d", k, zeros[k]);
+        ddp_device_cuda()->copy(zeros, memory[i], sizeof zeros);
+        for (size_t k = 0; k < sizeof zeros; k++)
+            RANKS_CHECK(d->cpu, zeros[k] == 0, "byte %d of new memory is %d", (int)k, zeros[k]);
         ddp_device_cuda()->copy(memory[i], "dirty", 5);
     }
+    TRY(exchange(d, (unsigned char *)memory[0], (unsigned char *)memory[1]));
     RANKS_OK(d->cpu, ddp_group_free(d->group, memory[1])); /* destroying the group frees the others */
+    TRY(exchange(d, (unsigned char *)memory[2], (unsigned char *)memory[0]));
     RANKS_CHECK(d->cpu, ddp_group_free(d->group, memory[1]) == DDP_ERR_INVALID, "memory was freed twice");
     RANKS_CHECK(d->cpu, ddp_group_alloc(d->group, (size_t)1 << 50, &much) == DDP_ERR_NO_MEMORY && !much,
                 "a petabyte: %s", ddp_last_error());
     RANKS_CHECK(d->cpu,
                 strstr(ddp_last_error(), "ddp_group_alloc") != NULL
-                    && strstr(ddp_last_error(), "cudaMalloc") != NULL,
+                    && strstr(ddp_last_error(), device_uses_nccl() ? "ncclMemAlloc" : "cudaMalloc") != NULL,
                 "%s", ddp_last_error());
     return one_sum(d, d->group, 1, (float)ddp_world_size(d->group));
 }
 
 //== failures ===============================================================================
+
+/* Over NCCL a call returns when it is enqueued: waits for its failure, and returns that. */
+static ddp_result outcome(ddp_group *group, ddp_result issued) {
+    ddp_result result = issued;
+    for (int i = 0; i < 1000 && result == DDP_OK && device_uses_nccl(); i++) {
+        result = ddp_barrier(group);
+        ranks_sleep_us(1000);
+    }
+    return result;
+}
 
 /* Every rank gets wanted and a line that contains text; later calls are poisoned with the same text. On a
    separate group. */
@@ -277,6 +324,25 @@ static ddp_result failed_everywhere(device_rank *d, ddp_group *group, ddp_result
     return DDP_OK;
 }
 
+/* The watchdog compares the calls while they wait on the device. */
+static ddp_result mismatch_over_nccl(device_rank *d) {
+    int is_last = ddp_rank(d->group) == ddp_world_size(d->group) - 1;
+    unsigned char *x = d->scratch;
+    ddp_group *group;
+    ddp_result result;
+    RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
+    device_expect(1);
+    result = ddp_broadcast(group, x, is_last ? 11 : 10, DDP_F32, 0, NULL);
+    RANKS_CHECK(d->cpu, result == DDP_OK, "%s", ddp_last_error());
+    TRY(failed_everywhere(d, group, outcome(group, result), DDP_ERR_MISMATCH, "count=10"));
+    RANKS_CHECK(d->cpu, ddp_group_status(group) != DDP_OK && strstr(ddp_last_error(), "count=11"), "%s",
+                ddp_last_error());
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    ddp_group_destroy(group);
+    device_expect(0);
+    return DDP_OK;
+}
+
 static ddp_result mismatches(device_rank *d) {
     int rank = ddp_rank(d->group), last = ddp_world_size(d->group) - 1;
     char text[200];
@@ -284,6 +350,7 @@ static ddp_result mismatches(device_rank *d) {
     ddp_result result;
     unsigned char *x = d->scratch;
     size_t counts[DDP_MAX_LOCAL_RANKS];
+    if (device_uses_nccl()) return mismatch_over_nccl(d);
     for (int what = 0; what < 4; what++) {
         RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
         if (what == 0) {
@@ -327,7 +394,8 @@ static ddp_result aborts_and_losses(device_rank *d) {
     ddp_work work;
     char text[64];
     RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
-    snprintf(text, sizeof text, "rank %d (pid ", last);
+    device_expect(1);
+    snprintf(text, sizeof text, device_uses_nccl() ? "rank %d" : "rank %d (pid ", last);
     if (rank == last) RANKS_OK(d->cpu, ddp_group_abort(group));
     TRY(failed_everywhere(d, group, ddp_barrier(group), DDP_ERR_POISONED, text));
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
@@ -340,8 +408,8 @@ static ddp_result aborts_and_losses(device_rank *d) {
     if (rank == last) {
         ddp_group_destroy(group);
     } else {
-        ddp_result result = ddp_all_reduce(group, d->scratch + 4096, d->scratch + 4096, 1000, DDP_F32,
-                                           DDP_OP_SUM, NULL);
+        ddp_result result = outcome(group, ddp_all_reduce(group, d->scratch + 4096, d->scratch + 4096, 1000,
+                                                          DDP_F32, DDP_OP_SUM, NULL));
         RANKS_CHECK(d->cpu, result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), text), "%s: %s",
                     ddp_result_name(result), ddp_last_error());
         result = ddp_wait(group, &work);
@@ -350,6 +418,35 @@ static ddp_result aborts_and_losses(device_rank *d) {
     }
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     if (rank != last) ddp_group_destroy(group);
+    device_expect(0);
+    return DDP_OK;
+}
+
+/* The last rank never calls. The others get the timeout with its number, from a barrier and from a collective
+   on the device. Its next call returns the same. */
+static ddp_result timeouts(device_rank *d) {
+    if (!device_uses_nccl()) return not_run(d, "staged, a timeout ends the launch; tests/faults does that");
+    int last = ddp_world_size(d->group) - 1, is_last = ddp_rank(d->group) == last, timeout_ms;
+    char text[64];
+    device_expect(1);
+    snprintf(text, sizeof text, "missing: rank %d", last);
+    for (int collective = 0; collective < 2; collective++) {
+        double start = ddp_now();
+        ddp_group *group;
+        ddp_result result = DDP_OK;
+        timeout_ms = 500 * DDP_TEST_SLOWDOWN;
+        RANKS_OK(d->cpu, device_group_with(d->cpu, d->stream, timeout_ms, &group));
+        if (!is_last && collective) result = ddp_broadcast(group, d->scratch, 1000, DDP_F32, last, NULL);
+        if (!is_last && collective) result = outcome(group, result);
+        if (!is_last && !collective) result = ddp_barrier(group);
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        if (is_last) result = ddp_barrier(group);
+        TRY(failed_everywhere(d, group, result, DDP_ERR_TIMEOUT, text));
+        RANKS_CHECK(d->cpu, ddp_now() - start < 20 * 1e-3 * timeout_ms, "%.1f s", ddp_now() - start);
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        ddp_group_destroy(group);
+    }
+    device_expect(0);
     return DDP_OK;
 }
 
@@ -358,6 +455,7 @@ static ddp_result aborts_and_losses(device_rank *d) {
 static ddp_result failing_copies(device_rank *d) {
 #if defined(DDP_TEST_ON_CPU)
     int rank = ddp_rank(d->group), last = ddp_world_size(d->group) - 1, device;
+    if (device_uses_nccl()) return not_run(d, "needs a group that is staged");
     device_get(&device);
     for (int nth = 1; nth <= 6; nth++) { /* three rounds each way */
         ddp_group *group;
@@ -373,10 +471,10 @@ static ddp_result failing_copies(device_rank *d) {
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         ddp_group_destroy(group);
     }
-#else
-    (void)d; /* a real device that has failed stays failed */
-#endif
     return DDP_OK;
+#else
+    return not_run(d, "a real device that has failed stays failed");
+#endif
 }
 
 /* The thread that progresses messages starts on device 0: if it cannot select the group's device, it does
@@ -387,6 +485,7 @@ static ddp_result failing_device(device_rank *d) {
     ddp_result result = DDP_OK;
     ddp_group *group;
     ddp_work work;
+    if (device_uses_nccl()) return not_run(d, "needs a group that is staged");
     RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     if (rank == last) {
@@ -402,10 +501,10 @@ static ddp_result failing_device(device_rank *d) {
         TRY(failed_everywhere(d, group, result, DDP_ERR_ENGINE, "staging through the host: cudaSetDevice: "));
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     ddp_group_destroy(group);
-#else
-    (void)d;
-#endif
     return DDP_OK;
+#else
+    return not_run(d, "needs the fake GPU");
+#endif
 }
 
 /* Memory is never allocated on a wrong device: the error of cudaSetDevice is the result. */
@@ -432,10 +531,10 @@ static ddp_result failing_memory(device_rank *d) {
         }
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     }
-#else
-    (void)d;
-#endif
     return DDP_OK;
+#else
+    return not_run(d, "needs the fake GPU");
+#endif
 }
 
 //== a loader with batches in pinned memory ================================================
@@ -487,7 +586,7 @@ static ddp_result batches_go_up(device_rank *d) {
                     (int)order[i]);
     }
     ddp_loader_destroy(loader);
-    pair_free(&p);
+    TRY(pair_free(d, &p));
     return DDP_OK;
 }
 
@@ -504,6 +603,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         RANKS_RUN(world, batches(d));
         RANKS_RUN(world, mismatches(d));
         RANKS_RUN(world, aborts_and_losses(d));
+        RANKS_RUN(world, timeouts(d));
         RANKS_RUN(world, failing_device(d));
         RANKS_RUN(world, failing_memory(d));
     }

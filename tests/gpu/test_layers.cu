@@ -340,13 +340,12 @@ static ddp_result in_a_context(device_rank *d, const ddp_tp_desc *desc, uint64_t
                 {},
                 0},
           *p = &it;
-    const char *engine = getenv("DDP_TEST_ENGINE");
     ddp_tp_desc near = *desc;
     near.gemm = NULL;
     OK(ddp_tp_create(&p->near, d->cpu, &near));
     OK(ddp_tp_create(&p->far, d->group, desc));
     LAYER_TRY(linears(p));
-    LAYER_TRY(mlp(p, DDP_TP_GELU, desc->chunk_count == 0 && engine && strcmp(engine, "nccl") == 0));
+    LAYER_TRY(mlp(p, DDP_TP_GELU, desc->chunk_count == 0 && device_uses_nccl()));
     LAYER_TRY(mlp(p, DDP_TP_RELU, 0));
     LAYER_TRY(mlp(p, DDP_TP_SILU_GATED, 0));
     LAYER_TRY(embedding(p));

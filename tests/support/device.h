@@ -1,8 +1,8 @@
 /*  device.h - ddp_cuda.cuh, and groups over device memory, for the tests that run on a GPU.
 
     With DDP_TEST_ON_CPU the GPU is the fake one of fake_gpu.h: without a device, the same test proves its own
-    logic, and the order of all work on streams. Each rank has its own fake device, since races are detected
-    per device.
+    logic, and the order of all work on streams. Each rank has its own fake device. With DDP_TEST_GPUS=1 all
+    ranks share one, and NCCL is 2.30.
 
     A host buffer has a mirror on the device. Its data is copied there and back on a compute stream of the
     rank, which is busy meanwhile. No call on the host waits for that stream. If a call does not order itself
@@ -23,8 +23,6 @@ static const struct ddp__cuda_runtime *device_runtime(void);
 #define DDP__CUDA_STAGE_BYTES ((size_t)16384) /* many rounds with little data */
 static int device_patience_ms = 2000;
 #define DDP__NCCL_CLOSE_TIMEOUT_MS device_patience_ms
-static int device_nccl_shares; /* 1 = NCCL is 2.30 or newer */
-#define DDP__NCCL_SHARED_DEVICES device_nccl_shares
 #if defined(DDP_IMPLEMENTATION_INCLUDED)
 extern "C" __thread int machine_salt; /* of implementation.c: ranks with different ones share no machine */
 #else
@@ -58,6 +56,13 @@ static const struct ddp__cuda_runtime *device_runtime(void) {
     return &table;
 }
 static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* work is late anyway */
+/* Between device_expect(1) and device_expect(0) ranks may make different calls, or wait for a missing one. */
+static RANKS_UNUSED void device_expect(int failures) {
+    pthread_mutex_lock(&fake.lock);
+    fake.patient = failures;
+    pthread_mutex_unlock(&fake.lock);
+    fake_expect("mismatch: ");
+}
 static cudaError_t device_stream_create(cudaStream_t *out) { return device_runtime()->stream_create(out, 0); }
 static cudaError_t device_stream_destroy(cudaStream_t stream) {
     return device_runtime()->stream_destroy(stream);
@@ -77,7 +82,9 @@ static RANKS_UNUSED int device_machine(int by) { /* the order violations so far 
     pthread_mutex_lock(&device_lock);
     if (by > 0 && (device_pid != (int)getpid() || device_ranks == 0)) {
         static uint64_t seed;
-        fake_start(device_number, ++seed);
+        const char *gpus = getenv("DDP_TEST_GPUS");
+        if (gpus) setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+        fake_start(gpus ? atoi(gpus) : device_number, ++seed);
         device_pid = (int)getpid();
         device_ranks = 0;
     }
@@ -88,11 +95,13 @@ static RANKS_UNUSED int device_machine(int by) { /* the order violations so far 
         if (!left.empty()) printf("FAIL leaked:\n%s", left.c_str());
         fflush(stdout);
     }
+    if (getenv("DDP_TEST_GPUS")) fake_nccl_version = 23000;
     failures = device_failures;
     pthread_mutex_unlock(&device_lock);
     return failures;
 }
 #else
+static RANKS_UNUSED void device_expect(int failures) { (void)failures; }
 static __global__ void device_spin(long long cycles) {
     for (long long start = clock64(); clock64() - start < cycles;) {
     }
@@ -168,8 +177,12 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
     return DDP_OK;
 }
 
-static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
+static RANKS_UNUSED int device_uses_nccl(void) {
     const char *engine = getenv("DDP_TEST_ENGINE");
+    return engine && strcmp(engine, "nccl") == 0;
+}
+
+static ddp_result device_group_with(ddp_group *world, cudaStream_t stream, int timeout_ms, ddp_group **out) {
     ddp_cuda_desc desc = DDP_ZERO;
 #if defined(DDP_TEST_ON_CPU)
     const char *block = getenv("DDP_TEST_BLOCK");
@@ -177,10 +190,14 @@ static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group 
 #endif
     desc.name = "gpu";
     desc.allow_shared = 1;
-    desc.engine = engine && strcmp(engine, "nccl") == 0 ? DDP_CUDA_ENGINE_NCCL : DDP_CUDA_ENGINE_STAGED;
+    desc.engine = device_uses_nccl() ? DDP_CUDA_ENGINE_NCCL : DDP_CUDA_ENGINE_STAGED;
     desc.order = DDP_ORDER_TREE;
     desc.stream = stream;
+    desc.timeout_ms = timeout_ms;
     return ddp_cuda_group_create(out, world, &desc);
+}
+static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
+    return device_group_with(world, stream, 0, out);
 }
 
 /* Ends the tests of a rank. user: the one passed by device_each. */

@@ -97,6 +97,8 @@ static struct {
     int dropped; /* registrations and reduction operations that aborts have freed */
     char handle;
 } fake_nccl;
+/* The version of the library that the rank of this thread has loaded. */
+static thread_local int fake_nccl_version = NCCL_VERSION_CODE;
 static thread_local struct {
     int depth;
     std::vector<std::pair<fake_task, cudaStream_t>> tasks;
@@ -544,7 +546,7 @@ static ncclResult_t fake_transfer(const char *function, const void *send, void *
 extern "C" {
 
 ncclResult_t ncclGetVersion(int *version) {
-    *version = NCCL_VERSION_CODE;
+    *version = fake_nccl_version;
     return ncclSuccess;
 }
 
@@ -603,9 +605,9 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
     c->thread = &fake_me;
     if (world->size != size || world->members.count(rank))
         fake_failed("mismatch: size or rank differs from those of others: %s", fake_where(call.line).c_str());
-    const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE"); /* as from 2.30 on */
+    const char *enabled = fake_nccl_version >= 23000 ? getenv("NCCL_MULTI_RANK_GPU_ENABLE") : NULL;
     for (std::pair<const int, ncclComm_t> &other : world->members)
-        world->duplicate |= other.second->device == fake_me.device && (!shares || strcmp(shares, "1") != 0);
+        world->duplicate |= other.second->device == fake_me.device && (!enabled || strcmp(enabled, "1") != 0);
     world->members[rank] = c;
     pthread_cond_broadcast(&fake.changed);
     /* Before it waits for peers, so that an abort of it ends the wait. */

@@ -906,24 +906,26 @@ static void split(void) {
     end(5);
 }
 
-/* Ranks share a device only if NCCL allows it explicitly. */
+/* Ranks share a device only if NCCL allows it explicitly, from 2.30 on. */
+static int library_version;
 static void same_device_rank(int rank, int size) {
     ncclComm_t c;
     fake_set_device(0);
-    CHECK(ncclCommInitRank(&c, size, id, rank)
-          == (getenv("NCCL_MULTI_RANK_GPU_ENABLE") ? ncclSuccess : ncclInvalidUsage));
+    fake_nccl_version = library_version;
+    int shares = library_version >= 23000 && getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    CHECK(ncclCommInitRank(&c, size, id, rank) == (shares ? ncclSuccess : ncclInvalidUsage));
     ncclCommAbort(c);
 }
 
 static void same_device(void) {
     fake_nccl_fresh();
-    ncclGetUniqueId(&id);
-    ranks(2, same_device_rank);
-    CLEAN();
-    setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
-    ncclGetUniqueId(&id);
-    ranks(2, same_device_rank);
-    CLEAN();
+    for (int i = 0; i < 4; i++) {
+        library_version = i & 1 ? 23000 : 22999;
+        if (i == 2) setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+        ncclGetUniqueId(&id);
+        ranks(2, same_device_rank);
+        CLEAN();
+    }
     unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
 }
 

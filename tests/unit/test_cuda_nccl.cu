@@ -40,6 +40,7 @@ static struct {
     /* left: of no_memory_at, after the group was created; 0 = the allocation failed */
     int no_memory_at, allocations_left;
     int shared, staged;            /* all ranks are on device 0; their group goes through host memory */
+    int nccl_version;              /* 0 = that of the header */
     const char *function;          /* of which function; NULL any */
     const struct cluster *cluster; /* NULL = all ranks are on one machine */
     ddp_result result[MAX_MACHINE_RANKS];
@@ -143,6 +144,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     s->rank = ddp_rank(world);
     s->size = ddp_world_size(world);
     s->device = job.shared ? 0 : s->rank;
+    if (job.nccl_version) fake_nccl_version = job.nccl_version;
     fake_set_device(s->device);
     fake_stream_create(&s->stream, 0);
     s->in = floats(N);
@@ -1615,6 +1617,10 @@ static ddp_result wrong_groups(rank_state *s) {
           "ranks differ: rank 0 order=0, rank 1 order=1; give every rank the same");
     WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH,
           "ranks differ: rank 0 engine=0, rank 1 engine=1; give");
+    fake_nccl_version = last ? 23000 : 22809;
+    RANKS_OK(s->cpu,
+             refuses(s, &good, DDP_ERR_MISMATCH, "ranks differ: rank 0 nccl=22809, rank 1 nccl=23000; give"));
+    fake_nccl_version = NCCL_VERSION_CODE;
     RANKS_OK(s->cpu, make_own(s, &own));
     WRONG(comm, own.comm, DDP_ERR_MISMATCH, "ranks differ: rank 0 comm=NULL, rank 1 comm=given; give");
     RANKS_CHECK(s->cpu,
@@ -1712,7 +1718,7 @@ static void sharing(void) {
     job.desc.engine = DDP_CUDA_ENGINE_NCCL;
     refused(DDP_ERR_UNSUPPORTED,
             "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or use DDP_CUDA_ENGINE_STAGED");
-    device_nccl_shares = 1;
+    job.nccl_version = 23000;
     refused(DDP_ERR_ENGINE, "ncclCommInitRankConfig: invalid usage");
     setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
     for (uint64_t seed = 0; seed < 8; seed++) {
@@ -1722,7 +1728,7 @@ static void sharing(void) {
     job.order = DDP_ORDER_TREE;
     for (int size = 2; size <= MAX_RANKS; size++) run_on(size, 0, frees_on_one_device);
     unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
-    device_nccl_shares = job.shared = 0;
+    job.nccl_version = job.shared = 0;
     job.order = DDP_ORDER_DEFAULT;
     job.desc = ddp_cuda_desc();
 }
