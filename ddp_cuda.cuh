@@ -298,6 +298,8 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
                 shared memory of CPU groups, no peer reads it in place.
      destroy    ddp_group_destroy waits for the work on the communication stream, and at most 2 s for the
                 other ranks to destroy the group.
+     sharing    of a device needs NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1. Ranks that are threads must then
+                not free device memory while another rank is in a call: cudaFree waits for the whole device.
 
    Staged: every call behaves as on a CPU group, and follows the work of the user's stream. A blocking call
    returns when its results are in device memory. A call cannot be captured into a graph.

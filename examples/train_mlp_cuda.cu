@@ -92,7 +92,7 @@ typedef struct trainer {
     ddp_group *gpus;
     gpu_memory *gpu;
     ddp_loader *train, *test;
-    int micro_batches, step;  /* of this rank in a step; steps so far */
+    int micro_batches, step;  /* per rank and step; steps made */
     float *host_sums;         /* in pinned memory: the GPU's sums of the step before */
     cudaEvent_t summed;       /* they have arrived */
     ddp_param params[LAYERS]; /* fsdp: ddp_fsdp_param params[LAYERS]; ddp_fsdp *fsdp; */

@@ -1,7 +1,7 @@
 /*  train_mlp_cuda.cu - examples/train_mlp_cuda.cu on the fake GPU of fake_gpu.h. A part of gpt_tests.cu.
 
-    CMake makes the two copies that this file includes. on_cpu.sed makes the data set small, and turns launches
-    into LAUNCH and the pointers of kernels into kernel_pointer. In the second copy each line marked
+    CMake makes the two copies that this file includes. on_cpu.sed makes the data set small. It turns launches
+    into LAUNCH, and the pointers of kernels into kernel_pointer. In the second copy each line marked
     "fsdp: CODE" is CODE.
 
     A launch runs its blocks and threads one after the other, when the stream reaches it. The fake GPU checks
