@@ -560,7 +560,7 @@ static ddp_result epilogues(device_rank *d) {
                                    || epilogue == DDP_CUDA_EPILOGUE_GELU_GRAD;
                     g.dtype = dtype, g.epilogue = (ddp_cuda_epilogue)epilogue;
                     g.m = size[0], g.n = size[1], g.k = size[2];
-                    if (g.k == 300 && epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD)
+                    if (g.k == 300 && epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD && refusal == 1)
                         g.m = 2048, g.n = 1; /* a thread adds several rows */
 #if defined(DDP_TEST_ON_CPU)
                     int fused = fake_lt_fused, wants = epilogue && refusal == 0 && g.m * g.n * g.k > 0;
@@ -620,7 +620,7 @@ static ddp_result bad_products(device_rank *d) {
     REFUSED(bad.b = NULL, "b is NULL");
     REFUSED(bad.c = NULL, "c is NULL");
     REFUSED(bad.epilogue = (ddp_cuda_epilogue)5, "epilogue=5 is invalid");
-    REFUSED(bad.epilogue = (ddp_cuda_epilogue)-1, "epilogue=-1 is invalid");
+    REFUSED(bad.epilogue = (ddp_cuda_epilogue)7, "epilogue=7 is invalid");
     REFUSED(bad.epilogue = DDP_CUDA_EPILOGUE_BIAS, "bias is NULL");
     REFUSED((bad.epilogue = DDP_CUDA_EPILOGUE_GELU, bad.aux = memory), "bias is NULL");
     REFUSED((bad.epilogue = DDP_CUDA_EPILOGUE_GELU, bad.bias = memory), "aux is NULL");
