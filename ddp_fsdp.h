@@ -73,7 +73,10 @@ CONCEPTS
                U holds gradients, and values under FULL_SHARD. Several micro-batches m add floor(log2 m) sums:
                of 4 P / W each with SHARD_GRAD and FULL_SHARD; of 4 P each with SHARD_OPTIM and NO_SHARD. With
                m > 1 and 16-bit gradients, the last two keep no other sums, and stage the largest unit's
-               gradients in f32. Ranks that do not read each other's memory stage one unit more: its gathered
+               gradients in f32. With m = 1, they keep no sums on one rank with AdamW or SGD: norm and
+               optimizer read the 16-bit gradients. They get sums when ddp_fsdp_get_shard reads a gradient,
+               on a second clip of a step, and by a ddp_pipeline; a scaler, per_token and tied parameters need
+               them always. Ranks that do not read each other's memory stage one unit more: its gathered
                values and its f32 gradients. f32 sums from a ddp_pipeline need the largest unit's gradients in
                f32.
     Traffic    Bytes that each rank sends, times (W - 1) / W. An unshard sends 4 P, 16-bit 2 P: once per step;
@@ -1397,7 +1400,8 @@ static ddp_update ddp__optimizer_update(const ddp_optimizer *o, const ddp__optim
     int lamb = d->kind == DDP_OPTIMIZER_LAMB;
     ddp_update u = DDP_ZERO;
     u.kind = ddp__update_kinds[d->kind];
-    u.dtype = u.grad_dtype = dtype;
+    u.dtype = dtype;
+    u.grad_dtype = ddp_param_grad(param).dtype;
     u.copy_dtype = o->params[i].copy_dtype;
     u.first = o->step == 1;
     u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
@@ -1471,6 +1475,7 @@ static ddp_result ddp__optimizer_pieces(const ddp_optimizer *o, ddp_update *u, i
 /* Whether parameters i and k have the same factors, so that one call of the kernel can update both. */
 static int ddp__optimizer_same_factors(const ddp_optimizer *o, int i, int k) {
     return o->desc.params[i].value.dtype == o->desc.params[k].value.dtype
+           && ddp_param_grad(&o->desc.params[i]).dtype == ddp_param_grad(&o->desc.params[k]).dtype
            && ddp__optimizer_decays(&o->desc, i) == ddp__optimizer_decays(&o->desc, k)
            && o->params[i].copy_dtype == o->params[k].copy_dtype;
 }
@@ -3872,6 +3877,7 @@ typedef struct ddp__fsdp_unit {
     int trained_count; /* parameters that are trained */
     int reduce_layout; /* of the gradients that are added over ranks: FULL_GRADS or CAST_GRADS */
     int casts_grads;   /* some gradients are added over ranks in another dtype than theirs */
+    int half_sums;     /* the sums are the 16-bit gradients themselves: nothing is added to them */
     /* copies that collectives do without */
     int packs_block;      /* 0 = sent_rows are the block that an all-gather sends */
     int gathers_in_place; /* an all-gather receives the full parameters */
@@ -4369,6 +4375,22 @@ static const ddp__fsdp_shard *ddp__unit_sends_grads(const ddp_fsdp *f, const ddp
     return divides && s->range[unit->reduce_layout].dtype == s->reduce_dtype ? s : NULL;
 }
 
+/* Whether norm and optimizer can read the unit's 16-bit gradients: no rank, micro-batch or use of a tied
+   parameter adds to them, and only the optimizer multiplies them. */
+static int ddp__unit_has_half_sums(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+    const ddp_fsdp_desc *d = &f->desc;
+    int adamw_or_sgd = d->optimizer.kind == DDP_OPTIMIZER_ADAMW || d->optimizer.kind == DDP_OPTIMIZER_SGD;
+    if (f->reduces_per_micro_batch || f->world_size > 1 || f->replica_group_count) return 0;
+    if (d->micro_batch_count > 1 || d->scaler || d->per_token || d->offload || !adamw_or_sgd) return 0;
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
+        if (s->trained && s->source != s) return 0;
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        ddp_dtype grad_dtype = s->range[DDP__FULL_GRADS].dtype;
+        if (s->trained && (ddp_sum_dtype(grad_dtype) == grad_dtype || s->reduce_dtype != DDP_F32)) return 0;
+    }
+    return 1;
+}
+
 /* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition
    (CAST_GRADS) in two cases: micro-batches are added first, or replicas are added in another dtype than the
    master's. In all other cases the cast is a part of the addition, or of packing the block that is sent. */
@@ -4410,6 +4432,9 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         s->reduce_offset = unit->reduce_count[s->reduce_dtype];
         unit->reduce_count[s->reduce_dtype] += shard_count;
     }
+    unit->half_sums = unit->trained_count && ddp__unit_has_half_sums(f, unit);
+    for (ddp__fsdp_shard *s = unit->shards; s < unit->end && unit->half_sums; s++)
+        s->sum_in_full_grads = s->trained;
     ddp__unit_layout_blocks(f, unit);
 }
 
@@ -4760,6 +4785,32 @@ static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s, int partial) {
     if (s->sum_in_full_grads)
         return s->unit->grad_memory + full->offset + ddp__shard_rows_bytes(s, s->first_row, full->dtype);
     return s->unit->partial_sum[partial] + s->range[DDP__SHARD_SUMS].offset;
+}
+
+/* Gives all units f32 sums in place of 16-bit ones, for this and all later steps. The sums of this step are
+   cast. Called before anything changes the sums or hands them out. */
+static ddp_result ddp__half_sums_end(ddp_fsdp *f) {
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
+        ddp_copy_list list = DDP_ZERO;
+        if (!unit->half_sums) continue;
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_DEVICE, unit->grad_bytes[DDP__SHARD_SUMS],
+                                &unit->partial_sum[0]));
+        list.device = f->device;
+        for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+            if (!s->trained) continue;
+            const unsigned char *half = ddp__shard_sum(s, 0);
+            ddp_tensor *sum = &f->grad_sums[s->optimizer_index];
+            s->sum_in_full_grads = 0;
+            sum->data = ddp__shard_sum(s, 0);
+            sum->dtype = s->master_dtype;
+            f->optimizer_params[s->optimizer_index].grad = *sum;
+            ddp_copy_list_add(&list, sum->data, sum->dtype, half, s->range[DDP__FULL_GRADS].dtype,
+                              s->own_count);
+        }
+        ddp_copy_list_end(&list);
+        unit->half_sums = 0;
+    }
+    return DDP_OK;
 }
 
 /* Gradients of a unit in one layout: dst = left + right, or dst = right if left is NULL. */
@@ -5141,6 +5192,7 @@ static ddp_result ddp__accept_pipeline_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         count += s->uses_pipeline_sum;
     }
     if (count == 0) return DDP_OK;
+    DDP_TRY(ddp__half_sums_end(f));
     unit->reduce_layout = DDP__CAST_GRADS;
     if (f->reduce.cast_grads) return DDP_OK;
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
@@ -5284,10 +5336,12 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
 }
 
 /* Multiplies the sums by the factor that clipping has left for the step. */
-static void ddp__clip_apply(ddp_fsdp *f) {
+static ddp_result ddp__clip_apply(ddp_fsdp *f) {
+    if (f->clip.scale != 1 || f->clip.factor_now) DDP_TRY(ddp__half_sums_end(f));
     ddp__scale_grads(f->device, f->grad_sums, f->optimizer_param_count, f->clip.scale, f->clip.factor_now);
     f->clip.scale = 1;
     f->clip.factor_now = NULL;
+    return DDP_OK;
 }
 
 /* Computes the norm and the factor, from the exact sum of squares of this rank's sums, added over the ranks
@@ -5295,7 +5349,7 @@ static void ddp__clip_apply(ddp_fsdp *f) {
 static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp__fsdp_clip_state *clip = &f->clip;
     ddp_exact_sum sum;
-    ddp__clip_apply(f);
+    DDP_TRY(ddp__clip_apply(f));
     f->device->fill_zero(clip->squares, sizeof sum);
     f->device->sum_squares(clip->squares, 0, f->grad_sums, f->optimizer_param_count);
     if (f->world_size > 1)
@@ -5311,8 +5365,7 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     clip->factor_now = clip->factor;
     if (clip->factor) return DDP_OK;
     clip->scale = ddp_clip_factor(&sum, max_norm, &clip->last_norm);
-    if (clip->scale == 0) ddp__clip_apply(f);
-    return DDP_OK;
+    return clip->scale == 0 ? ddp__clip_apply(f) : DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
@@ -5470,7 +5523,7 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
 static ddp_result ddp__offload_download(ddp_fsdp *f) {
     ddp__fsdp_offload_state *o = &f->offload;
     ddp_result result = DDP_OK;
-    ddp__clip_apply(f);
+    DDP_TRY(ddp__clip_apply(f));
     DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->downloaded[0]));
     if (o->downloaded[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, o->downloaded[0]));
     if (f->device->use_stream) DDP_TRY(f->device->use_stream(f->group, DDP_STREAM_COMM));
@@ -5930,7 +5983,7 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_res
 static void ddp__unit_alloc_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     int partial_sums = ddp__fsdp_partial_sums(f), kind = DDP__MEMORY_DEVICE;
     size_t partial_bytes = unit->grad_bytes[f->reduces_per_micro_batch ? DDP__SHARD_SUMS : DDP__CAST_GRADS];
-    size_t sum_bytes = unit->grad_bytes[DDP__SHARD_SUMS];
+    size_t sum_bytes = unit->half_sums ? 0 : unit->grad_bytes[DDP__SHARD_SUMS];
     /* ddp__reduce_unsharded then adds sums over replicas */
     if (f->world_size == 1 && f->replica_group_count && unit->casts_grads
         && unit->reduce_layout == DDP__FULL_GRADS)
@@ -6182,6 +6235,12 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     DDP_TRY(
         ddp_optimizer_create(&f->optimizer, f->offload.host_group ? f->offload.host_group : f->group, &d));
     if (f->offload.host_group) f->optimizer->piece_fn = ddp__offload_piece;
+    for (int i = 0; i < f->optimizer_param_count; i++) {
+        const ddp__fsdp_shard *s = f->optimizer_shards[i];
+        if (!s->unit->half_sums) continue;
+        f->grad_sums[i].dtype = s->range[DDP__FULL_GRADS].dtype;
+        f->optimizer_params[i].grad.dtype = f->grad_sums[i].dtype;
+    }
     for (int i = 0; i < f->optimizer_param_count; i++) {
         const ddp__fsdp_shard *s = f->optimizer_shards[i];
         if (!ddp__shard_is_stepped_with_copy(s)) continue;
@@ -6582,7 +6641,8 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     /* this call is not collective, so the unit keeps its gradient buffer */
     if (s->trained) DDP_TRY(ddp__reduce_wait(fsdp, s->unit));
     DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
-    ddp__clip_apply(fsdp);
+    DDP_TRY(ddp__half_sums_end(fsdp));
+    DDP_TRY(ddp__clip_apply(fsdp));
     DDP_TRY(ddp_device_check(fsdp->group));
     rows.data = rows.data && s->trained && s->unit->reduced_count == fsdp->desc.micro_batch_count
                     ? ddp__shard_sum(s, 0)

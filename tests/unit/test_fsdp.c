@@ -1255,6 +1255,74 @@ static ddp_result gathers_counted(ddp_group *group) {
     return DDP_OK;
 }
 
+//== 16-bit gradients without sums ==========================================================
+
+/* Three steps of one rank with 16-bit gradients. In step 1, touch 1 reads a gradient, touch 2 clips twice.
+   gradients: bytes of gradients, before and after the steps. */
+static ddp_result train_half(ddp_group *alone, ddp_fsdp_strategy strategy, int turn, int touch,
+                             size_t gradients[2], uint64_t *out) {
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory memory;
+    ddp_tensor grad;
+    blocks(&m, 3, 7, 11);
+    m.desc.strategy = strategy;
+    m.desc.param_dtype = turn & 1 ? DDP_F16 : DDP_BF16;
+    m.desc.optimizer.kind = turn & 2 ? DDP_OPTIMIZER_SGD : DDP_OPTIMIZER_ADAMW;
+    m.desc.optimizer.momentum = turn & 2 ? 0.9f : 0;
+    RANKS_OK(alone, ddp_fsdp_create(&fsdp, alone, &m.desc));
+    RANKS_OK(alone, ddp_fsdp_get_memory(fsdp, &memory));
+    gradients[0] = memory.now.gradients;
+    for (int s = 0; s < 3; s++) {
+        RANKS_OK(alone, pass(alone, fsdp, &m, (uint64_t)s));
+        for (int clip = 0; clip < (s == 1 && touch == 2 ? 2 : 1); clip++)
+            RANKS_OK(alone, ddp_fsdp_clip_grad_norm(fsdp, 0.7f - 0.3f * (float)clip, NULL));
+        for (int u = 0; u < 3 && s == 1 && touch == 1; u++) {
+            RANKS_OK(alone, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, NULL));
+            RANKS_CHECK(alone, grad.dtype == DDP_F32 && ddp_tensor_count(&grad) == 77,
+                        "grad of unit %d is %s", u, ddp_dtype_name(grad.dtype));
+            *out = hash_bytes(*out, grad.data, 77 * sizeof(float));
+        }
+        RANKS_OK(alone, ddp_fsdp_step(fsdp, 0.05f));
+    }
+    RANKS_OK(alone, ddp_fsdp_get_memory(fsdp, &memory));
+    gradients[1] = memory.now.gradients;
+    uint64_t values;
+    RANKS_OK(alone, digest(alone, fsdp, &m, &values));
+    *out = hash_bytes(*out, &values, sizeof values);
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+/* One rank with one micro-batch has no f32 sums of 16-bit gradients until something changes or reads them. The
+   bits are those of FULL_SHARD, which always has sums. */
+static ddp_result half_gradients_are_sums(ddp_group *group) {
+    ddp_group *alone;
+    ddp_group_desc desc = DDP_ZERO;
+    desc.init_method = "self://";
+    RANKS_OK(group, ddp_group_create(&alone, &desc));
+    for (int turn = 0; turn < 4; turn++)
+        for (int touch = 0; touch < 3; touch++) {
+            uint64_t want = 0, have;
+            size_t gradients[2], half = 3 * 192; /* 77 elements of 2 bytes, rounded up to 64 */
+            RANKS_OK(group, train_half(alone, DDP_FSDP_FULL_SHARD, turn, touch, gradients, &want));
+            for (int strategy = DDP_FSDP_SHARD_OPTIM; strategy <= DDP_FSDP_NO_SHARD; strategy++) {
+                have = 0;
+                RANKS_OK(group,
+                         train_half(alone, (ddp_fsdp_strategy)strategy, turn, touch, gradients, &have));
+                RANKS_CHECK(group, have == want, "turn %d touch %d strategy %d has other bits", turn, touch,
+                            strategy);
+                RANKS_CHECK(group, gradients[0] >= half && gradients[0] < 2 * half,
+                            "turn %d: %zu bytes of gradients, want about %zu", turn, gradients[0], half);
+                RANKS_CHECK(group, touch ? gradients[1] > 2 * half : gradients[1] == gradients[0],
+                            "turn %d touch %d: %zu bytes of gradients after the steps", turn, touch,
+                            gradients[1]);
+            }
+        }
+    ddp_group_destroy(alone);
+    return DDP_OK;
+}
+
 //== memory =================================================================================
 
 static ddp_result bytes_add_up(ddp_group *group) {
@@ -1360,9 +1428,9 @@ static double bytes_formula(ddp_fsdp_strategy strategy, int half, double p, doub
     double sums = levels * 4 * p; /* of whole gradients */
     if (half && levels > 0) sums += 4 * u;
     switch (strategy) {
-    case DDP_FSDP_NO_SHARD: return (half && levels == 0 ? 20 : 16) * p + sums;
+    case DDP_FSDP_NO_SHARD: return (half && levels == 0 && w > 1 ? 20 : 16) * p + sums;
     case DDP_FSDP_SHARD_OPTIM:
-        if (half && levels == 0) sums = 4 * p / w + tile;
+        if (half && levels == 0) sums = w > 1 ? 4 * p / w + tile : 0;
         return 2 * whole * p + (half ? 12 : 8) * p / w + sums;
     case DDP_FSDP_SHARD_GRAD:
         return whole * p + ((half ? 16 : 12) + 4 * levels) * p / w + slots * whole * u + tile;
@@ -2470,6 +2538,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(bytes_add_up);
     CASE(only_uses);
     CASE(hooks);
+    CASE(half_gradients_are_sums);
     CASE(bytes_predicted);
     CASE(bytes_of_few_units);
     CASE(bytes_limited);
