@@ -1294,8 +1294,8 @@ static ddp_result train_half(ddp_group *alone, ddp_fsdp_strategy strategy, int t
     return DDP_OK;
 }
 
-/* One rank with one micro-batch has no f32 sums of 16-bit gradients until something changes or reads them. The
-   bits are those of FULL_SHARD, which always has sums. */
+/* One rank with one micro-batch has no f32 sums of 16-bit gradients until something changes or reads them.
+   The bits are those of FULL_SHARD, which always has sums. */
 static ddp_result half_gradients_are_sums(ddp_group *group) {
     ddp_group *alone;
     ddp_group_desc desc = DDP_ZERO;
