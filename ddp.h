@@ -1273,9 +1273,9 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
 
 /* One copy of a device's copy_many. */
 typedef struct ddp_copy_range {
-    void *dst;
-    const void *src;
-    size_t count; /* elements */
+    void *dst;       /* written */
+    const void *src; /* read */
+    size_t count;    /* elements */
 } ddp_copy_range;
 
 /* A device: functions for its memory, streams and arithmetic. All pointers are to memory of this device. The
@@ -1298,20 +1298,16 @@ typedef struct ddp_copy_range {
     X(fill_zero, void, (void *dst, size_t size_bytes))                                                       \
     /* converts count elements; floats are rounded to nearest even */                                        \
     X(cast, void, (void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count))      \
-    /* casts each range, with few launches; equal dtypes keep their bits. No range writes what another one   \
-       reads or writes. See ddp_copy_list */                                                                 \
-    X(copy_many, void,                                                                                       \
-      (const ddp_copy_range *ranges, int range_count, ddp_dtype dst_dtype, ddp_dtype src_dtype))             \
+    /* casts each range, with few launches; equal dtypes keep their bits; no range overlaps another's dst */ \
+    X(copy_many, void, (const ddp_copy_range *ranges, int count, ddp_dtype dst_dtype, ddp_dtype src_dtype))  \
     /* dst = left + right; dst may equal left or right */                                                    \
     X(add, void, (void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype))            \
     /* multiplies each tensor by factor */                                                                   \
     X(scale, void, (const ddp_tensor *tensors, int tensor_count, float factor))                              \
     /* divides each tensor by divisor */                                                                     \
     X(divide, void, (const ddp_tensor *tensors, int tensor_count, uint64_t divisor))                         \
-    /* adds the squares of tensor i, of floats, to sums[i * sum_stride]; sum_stride is 0 or 1. Each row of   \
-       the first dimension is added in pieces of 4096 elements, and the pieces exactly */                    \
-    X(sum_squares, void,                                                                                     \
-      (ddp_exact_sum *sums, int sum_stride, const ddp_tensor *tensors, int tensor_count))
+    /* adds the squares of each row of tensor i, in pieces of 4096 that add exactly, to sums[i * stride] */  \
+    X(sum_squares, void, (ddp_exact_sum *sums, int stride, const ddp_tensor *tensors, int tensor_count))
 // clang-format on
 
 /* NULL if every function has completed when it returns, as on the CPU. Otherwise the functions of a device
@@ -1381,10 +1377,10 @@ DDPDEF ddp_result ddp_device_check(ddp_group *group);
 enum { DDP_COPY_RANGES = 64 }; /* ranges that a ddp_copy_list collects */
 /* Collects copies and casts for copy_many. Zero-initialise it and set device. */
 typedef struct ddp_copy_list {
-    const ddp_device *device;
-    ddp_dtype dst_dtype, src_dtype; /* of all ranges */
-    int range_count;
-    ddp_copy_range ranges[DDP_COPY_RANGES];
+    const ddp_device *device;               /* required; copies the ranges */
+    ddp_dtype dst_dtype, src_dtype;         /* of all ranges */
+    int range_count;                        /* entries of ranges */
+    ddp_copy_range ranges[DDP_COPY_RANGES]; /* those that are not copied yet */
 } ddp_copy_list;
 /* Adds a range of count elements, which ddp_copy_list_end copies at the latest. A list that is full, or has
    other dtypes, is copied first. Ranges that continue the last one on both sides are joined. */
@@ -10234,8 +10230,9 @@ static ddp_result ddp__mpi_native(ddp_group *group, ddp__mpi *s, const ddp_call 
             DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Ireduce, send, receives ? recv : NULL, (int)count, type, op,
                                     call->root);
     }
+    const ddp_tensor sums = {call->recv, call->dtype, 1, {(int64_t)call->count}};
     if (!is_broadcast && call->op == DDP_OP_AVG && receives)
-        ddp__divide(call->recv, call->count, call->dtype, call->divisor);
+        ddp_device_cpu()->divide(&sums, 1, call->divisor);
     return DDP_OK;
 }
 #endif /* DDP_USE_MPI */

@@ -493,6 +493,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <errno.h>
 #include <math.h>
 #if defined(DDP_USE_CUBLASLT)
 #include <cublasLt.h>

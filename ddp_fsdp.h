@@ -141,12 +141,12 @@ typedef struct ddp_update_tensor {
              with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;
              w = w - rate d */
 typedef struct ddp_update {
-    ddp_update_kind kind; /* which of the formulas */
-    ddp_dtype dtype;      /* F32 or F64 */
-    ddp_dtype grad_dtype; /* dtype; or F16 or BF16 with dtype F32, except LAMB, which writes g */
-    ddp_dtype copy_dtype; /* a float; not read without copies */
-    const ddp_update_tensor *tensors;
-    int tensor_count;
+    ddp_update_kind kind;             /* which of the formulas */
+    ddp_dtype dtype;                  /* F32 or F64 */
+    ddp_dtype grad_dtype;             /* dtype; or F16 or BF16 with dtype F32, except LAMB, which writes g */
+    ddp_dtype copy_dtype;             /* a float; not read without copies */
+    const ddp_update_tensor *tensors; /* the list */
+    int tensor_count;                 /* entries of tensors */
     double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay; /* the factors of the formulas */
     double scale, grad_scale;                                                /* grad_scale 0 = 1 */
     double decay_factor;                                                     /* 1 - rate * weight decay */

@@ -69,6 +69,7 @@ DETERMINISM
 #endif
 #include "gpt_cuda_base.cuh"
 #include "gpt_cuda_attention.cuh"
+#include <stdarg.h>
 
 //== api ====================================================================================================
 

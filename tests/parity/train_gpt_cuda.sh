@@ -95,12 +95,12 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     saved=$(($(number 'full 4' reduced) - $(number 'merged full 4' reduced)))
     [ $saved = 49152 ] || fail "one gradient of wte saved $saved bytes"
     # NCCL's order and 16 bits: other bits, similar losses. A rank passes NCCL its block of the sum in 2 bytes
-    # per element. In tree order it sends three blocks in 4 bytes, and some bytes of the norm.
+    # per element. In tree order it sends three blocks in 4 bytes, and some bytes of the norm and of padding.
     cuda any $short --ranks 4 --order any --reduce-dtype bf16
     near any one
     [ "$(hash_of any)" != "$(hash_of one)" ] || fail "--order any --reduce-dtype bf16 changed nothing"
     norm=$(($(number 'merged full 4' reduced) - 6 * $(number any reduced)))
-    [ "$(number any reduced)" -gt 10000 ] && [ $norm -ge 0 ] && [ $norm -lt 5000 ] ||
+    [ "$(number any reduced)" -gt 10000 ] && [ $norm -ge 0 ] && [ $norm -lt 8000 ] ||
         fail "$(number any reduced) bytes were reduced in bf16, $(number 'merged full 4' reduced) in the tree"
     # A table of the tuner, for all kinds of products of a step. On the fake GPU all algorithms take the same time,
     # and the first one wins. The second table has another one for each product, and a part for each of two GPUs:
