@@ -3997,6 +3997,7 @@ struct ddp_fsdp {
     int keeps_full_params;       /* full parameters stay: not FULL_SHARD, or one rank on a device */
     int reduces_per_micro_batch; /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
     int peer_memory;             /* the transport; 0 = collectives */
+    ddp_result (*unshard_task)(ddp_group *group, void *unit); /* fills the full parameters of a unit */
     ddp__fsdp_unit *units, *units_end;
     ddp__fsdp_shard *shards, *shards_end;
     int unit_count, shard_count;
@@ -4529,8 +4530,10 @@ static const unsigned char *ddp__unshard_rows_of(const ddp_fsdp *f, const ddp__f
     return r == f->rank ? own : (unsigned char *)ddp_group_peer(f->group, own, r);
 }
 
-/* Copies every rank's rows to the full parameters of a unit. */
-static void ddp__unshard_unpack(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+/* Copies every rank's rows to the full parameters of a unit: from peer memory, or from gathered blocks. */
+static ddp_result ddp__unshard_copy(ddp_group *group, void *argument) {
+    const ddp__fsdp_unit *unit = (const ddp__fsdp_unit *)argument;
+    const ddp_fsdp *f = unit->fsdp;
     ddp_copy_list list = DDP_ZERO;
     list.device = f->device;
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
@@ -4544,21 +4547,23 @@ static void ddp__unshard_unpack(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
             const unsigned char *rows = ddp__unshard_rows_of(f, s, r, full);
             if (f->desc.quantize_gather)
                 ddp__dequantize(s, full, rows, count);
+            else if (f->peer_memory)
+                f->device->copy(full, rows, count * ddp_dtype_size(s->dtype));
             else
                 ddp_copy_list_add(&list, full, s->dtype, rows, s->dtype, count);
         }
     }
     ddp_copy_list_end(&list);
+    return ddp_device_check(group);
 }
 
-/* Gathers the full parameters of a unit, on the caller's thread or as a task. Also unpacks them, unless that
-   is left to the compute stream. */
-static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
+/* Collectives: gathers the full parameters of a unit. Also unpacks them, unless that is left to the compute
+   stream. */
+static ddp_result ddp__unshard_gather(ddp_group *group, void *argument) {
     const ddp__fsdp_unit *unit = (const ddp__fsdp_unit *)argument;
-    const ddp_fsdp *f = unit->fsdp;
-    if (!f->peer_memory) DDP_TRY(ddp__unshard_all_gather(f, unit));
-    if (f->peer_memory || !(unit->gathers_in_place || unit->gather_buffer)) ddp__unshard_unpack(f, unit);
-    return ddp_device_check(group);
+    DDP_TRY(ddp__unshard_all_gather(unit->fsdp, unit));
+    if (unit->gathers_in_place || unit->gather_buffer) return ddp_device_check(group);
+    return ddp__unshard_copy(group, argument);
 }
 
 /* Each unit has memory for its full parameters; otherwise units share buffers. */
@@ -4608,9 +4613,9 @@ static ddp_result ddp__unshard_wait(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
 static ddp_result ddp__unshard_finish(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
     DDP_TRY(ddp__unshard_wait(f, unit));
     if (!unit->gather_buffer) return DDP_OK;
-    ddp__unshard_unpack(f, unit);
+    ddp_result result = ddp__unshard_copy(f->group, unit);
     ddp__buffer_release(&unit->gather_buffer, &unit->gathered);
-    return ddp_device_check(f->group);
+    return result;
 }
 
 /* Gives a unit memory for the blocks that an all-gather receives. If all buffers are in use, since the order
@@ -4631,7 +4636,7 @@ static ddp_result ddp__gather_buffer_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) 
     return DDP_OK;
 }
 
-/* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a buffer if none
+/* Gives a unit memory for its full parameters, which f->unshard_task fills next. Allocates a buffer if none
    is free: the first step finds out how many are needed. */
 static ddp_result ddp__full_params_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     const ddp__fsdp_unshard_state *u = &f->unshard;
@@ -4703,7 +4708,7 @@ static ddp_result ddp__fsdp_prefetch(ddp_fsdp *f) {
         bytes += ddp__unsharded_bytes(f, unit);
         if (f->desc.max_gathered_bytes && !f->keeps_full_params && bytes > f->desc.max_gathered_bytes) break;
         DDP_TRY(ddp__full_params_acquire(f, unit));
-        ddp_result result = ddp_group_enqueue(f->group, ddp__unshard_task, unit, &unit->unshard_work);
+        ddp_result result = ddp_group_enqueue(f->group, f->unshard_task, unit, &unit->unshard_work);
         if (result != DDP_OK) return ddp__full_params_release(unit, result);
     }
     return DDP_OK;
@@ -6136,6 +6141,7 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
         for (int r = 0; r < f->world_size && shared && f->peer_memory; r++)
             f->peer_memory = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
+    f->unshard_task = f->peer_memory ? ddp__unshard_copy : ddp__unshard_gather;
     if (f->world_size > 1 && f->peer_memory) {
         (void)ddp__fsdp_table_alloc(f, window, sizeof *reduce->issued_units, &reduce->issued_units);
         (void)ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_GROUP,
@@ -6537,9 +6543,9 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
         if (result != DDP_OK || needed->unsharded) continue;
         result = ddp__full_params_acquire(fsdp, needed);
         if (result == DDP_OK && fsdp->peer_memory)
-            result = ddp__unshard_task(fsdp->group, needed);
+            result = fsdp->unshard_task(fsdp->group, needed);
         else if (result == DDP_OK)
-            result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
+            result = ddp_group_enqueue(fsdp->group, fsdp->unshard_task, needed, NULL);
         if (result != DDP_OK) ddp__full_params_release(needed, result);
     }
     if (result == DDP_OK) {
