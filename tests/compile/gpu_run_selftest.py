@@ -276,10 +276,12 @@ class Tests(unittest.TestCase):
         shutil.copy(os.path.join(ROOT, "ddp_cuda.cuh"), self.root)
         functions = set(re.findall(r"\bnccl[A-Z][A-Za-z]*(?=\()", self.read("ddp_cuda.cuh")))
         self.assertIn("ncclCommWindowRegister", functions)
-        self.write("sources/src/device/generate.py", "")
+        for path in ("sources/src/device/generate.py", "include/cuda.h", "include/nccl.h", "include/nccl_device/core.h"):
+            self.write(path, "")
         self.write("sources/makefiles/version.mk", "NCCL_MAJOR   := 2\nNCCL_MINOR   := 30\n")
         self.write("sources/Makefile", "src.lib:\n\tmkdir -p $(BUILDDIR)/lib\n"
                    "\techo '$(NVCC_GENCODE)' '$(ONLY_FUNCS)' >$(BUILDDIR)/../options\n"
+                   "\tls $(CUDA_INC) >>$(BUILDDIR)/../options\n"
                    "\tgcc -shared -fPIC nccl.c -o $(BUILDDIR)/lib/libnccl.so.2.30.0\n")
 
         def build(version, names, **variables):
@@ -294,7 +296,7 @@ class Tests(unittest.TestCase):
         self.assertEqual(status, 0, text)
         self.assertIn("version 23007, 1 MiB, %d functions" % len(functions), text)
         self.assertEqual(set(os.listdir(self.path("out"))), {"libnccl.so.2", "options", "build.log"})
-        self.assertIn("-gencode=arch=compute_90,code=sm_90 (SendRecv|", self.read("out/options"))
+        self.assertRegex(self.read("out/options"), r"^-gencode=arch=compute_90,code=sm_90 \(SendRecv\|.*\ncuda.h\n$")
         for expected, arguments, variables in (
                 ("lacks functions of NCCL that ddp_cuda.cuh calls: ncclSend", (23007, functions - {"ncclSend"}), {}),
                 ("has version 22999; ranks share", (22999, functions), {}),

@@ -76,8 +76,11 @@ functions="SendRecv|AllGatherV? RING *|Broadcast RING *|AllReduce MinMax u8 RING
 functions="($functions|(AllReduce|ReduceScatter) (Sum|PreMulSum) (f32|bf16) RING *)"
 CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(realpath "$nvcc")")")}
 export CUDA_HOME
-make -C "$source" -j "${JOBS:-1}" src.lib "BUILDDIR=$out/objects" "NVCC=$nvcc" NVTX=0 "ONLY_FUNCS=$functions" \
-    "NVCC_GENCODE=-gencode=arch=compute_${arch#sm_},code=$arch" >"$out/build.log" 2>&1 || {
+# The headers of CUDA without those of an older NCCL, which would be found before those of the sources.
+mkdir -p "$out/objects/cuda" && find "$CUDA_HOME/include/" -maxdepth 1 -mindepth 1 ! -name 'nccl*' \
+    -exec ln -sfn -t "$out/objects/cuda" {} + || fail "$CUDA_HOME/include has no headers; set CUDA_HOME"
+make -C "$source" -j "${JOBS:-1}" src.lib "BUILDDIR=$out/objects" "NVCC=$nvcc" "ONLY_FUNCS=$functions" \
+    "CUDA_INC=$out/objects/cuda" "NVCC_GENCODE=-gencode=arch=compute_${arch#sm_},code=$arch" >"$out/build.log" 2>&1 || {
     tail -n 15 "$out/build.log" >&2
     fail "NCCL does not compile; $out/build.log has all messages"
 }
