@@ -288,7 +288,7 @@ class Tests(unittest.TestCase):
             code = "".join("void %s(void) {}\n" % name for name in sorted(names - {"ncclGetVersion"}))
             self.write("sources/nccl.c", code + "int ncclGetVersion(int *v) { *v = %d; return 0; }\n" % version)
             done = subprocess.run(["sh", "tests/gpu/slim_nccl.sh", "sources", "out"], cwd=self.root, text=True,
-                                  env=self.environment(dict(variables, CC="gcc")), stdout=subprocess.PIPE,
+                                  env=self.environment(dict(variables, CC="gcc", CUDA_HOME=self.root)), stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT)
             return done.returncode, done.stdout
 
