@@ -856,7 +856,9 @@ static ddp_result tables(device_rank *d) {
 static ddp_result tables_of_ranks(device_rank *d) {
     ddp_cuda_gemm_algo none = DDP_ZERO;
     int rank = ddp_rank(d->cpu);
-    std::string first = "/tmp/ddp_gemm_" + std::to_string((long)getpid()), second = first + "_1";
+    int64_t pid = getpid(); /* of rank 0 */
+    RANKS_OK(d->cpu, ddp_broadcast(d->cpu, &pid, 1, DDP_I64, 0, NULL));
+    std::string first = "/tmp/ddp_gemm_" + std::to_string((long)pid), second = first + "_1";
     if (rank == 0) {
         RANKS_OK(d->cpu, ddp_cuda_gemm_save(d->group, first.c_str(), NULL, &none, 0));
         write_text(second, replaced(read_text(first.c_str()), "cublaslt 1", "cublaslt 2"));
