@@ -399,7 +399,7 @@ static ddp_result by_pipeline(ddp_group *group, const plan *p) {
         below = copies;
         RANKS_OK(group, relay_over(&copies, below));
     }
-    RANKS_OK(group, stage_open(group, copies, &s, &stage[ddp_rank(own)]));
+    RANKS_OK(group, stage_open(group, copies ? copies : own, &s, &stage[ddp_rank(own)]));
     order.rank_count = depth;
     order.microbatch_count = each;
     RANKS_OK(group, ddp_schedule_create(&schedule, &order));
@@ -489,9 +489,10 @@ static void run_all(ranks_mode mode, ddp_dtype dtype, int total) {
             for (p.hook = 0; p.hook < 2; p.hook++) run(mode, world, p, total);
         p.scattered = p.hook = 0;
         p.over = BY_FSDP;
-        for (int s = DDP_FSDP_FULL_SHARD; s <= DDP_FSDP_NO_SHARD && world > 1 && total == MICRO_MOST; s++) {
+        if (world == 1) p.replicas = 1; /* the pipeline's sums are those of ddp_fsdp */
+        for (int s = DDP_FSDP_FULL_SHARD; s <= DDP_FSDP_NO_SHARD && total == MICRO_MOST; s++) {
             p.strategy = (ddp_fsdp_strategy)s;
-            for (p.packed = 0; p.packed < 2; p.packed++) run(mode, world, p, total);
+            for (p.packed = 0; p.packed <= (world > 1); p.packed++) run(mode, world, p, total);
         }
         p.packed = 0;
         p.replicas = 1;

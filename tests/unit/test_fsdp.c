@@ -1257,14 +1257,15 @@ static ddp_result gathers_counted(ddp_group *group) {
 
 //== 16-bit gradients without sums ==========================================================
 
-/* Three steps of one rank with 16-bit gradients. In step 1, touch 1 reads a gradient, touch 2 clips twice.
-   gradients: bytes of gradients, before and after the steps. */
+/* Three steps of one rank with 16-bit gradients. In step 1, touch 1 reads gradients and does not clip, touch
+   2 clips twice. gradients: bytes of gradients, before and after the steps. */
 static ddp_result train_half(ddp_group *alone, ddp_fsdp_strategy strategy, int turn, int touch,
                              size_t gradients[2], uint64_t *out) {
     model m;
     ddp_fsdp *fsdp;
     ddp_fsdp_memory memory;
     ddp_tensor grad;
+    static const int clips[] = {1, 0, 2}; /* in step 1 */
     blocks(&m, 3, 7, 11);
     m.desc.strategy = strategy;
     m.desc.param_dtype = turn & 1 ? DDP_F16 : DDP_BF16;
@@ -1275,7 +1276,7 @@ static ddp_result train_half(ddp_group *alone, ddp_fsdp_strategy strategy, int t
     gradients[0] = memory.now.gradients;
     for (int s = 0; s < 3; s++) {
         RANKS_OK(alone, pass(alone, fsdp, &m, (uint64_t)s));
-        for (int clip = 0; clip < (s == 1 && touch == 2 ? 2 : 1); clip++)
+        for (int clip = 0; clip < (s == 1 ? clips[touch] : 1); clip++)
             RANKS_OK(alone, ddp_fsdp_clip_grad_norm(fsdp, 0.7f - 0.3f * (float)clip, NULL));
         for (int u = 0; u < 3 && s == 1 && touch == 1; u++) {
             RANKS_OK(alone, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, NULL));
