@@ -11726,16 +11726,18 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
 /* Copies the buffers to the packed message, or back. */
 static void ddp__buffers_copy(const ddp_reducer *reducer, int to_message) {
     unsigned char *place = (unsigned char *)reducer->packed_buffers;
+    ddp_copy_list list = DDP_ZERO;
+    list.device = reducer->device;
     for (int i = 0; i < reducer->desc.buffer_count; i++) {
         void *data = reducer->desc.buffers[i].data;
         size_t size_bytes = ddp_tensor_bytes(&reducer->desc.buffers[i]);
-        if (!size_bytes) continue;
         if (to_message)
-            reducer->device->copy(place, data, size_bytes);
+            ddp_copy_list_add(&list, place, DDP_U8, data, DDP_U8, size_bytes);
         else
-            reducer->device->copy(data, place, size_bytes);
+            ddp_copy_list_add(&list, data, DDP_U8, place, DDP_U8, size_bytes);
         place += ddp_round_up(size_bytes, DDP__ALIGN);
     }
+    ddp_copy_list_end(&list);
 }
 
 /* Broadcasts the buffers from root. Several buffers are packed into one message. */

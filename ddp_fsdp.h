@@ -6243,12 +6243,10 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     if (f->offload.host_group) f->optimizer->piece_fn = ddp__offload_piece;
     for (int i = 0; i < f->optimizer_param_count; i++) {
         const ddp__fsdp_shard *s = f->optimizer_shards[i];
-        if (!s->unit->half_sums) continue;
-        f->grad_sums[i].dtype = s->range[DDP__FULL_GRADS].dtype;
-        f->optimizer_params[i].grad.dtype = f->grad_sums[i].dtype;
-    }
-    for (int i = 0; i < f->optimizer_param_count; i++) {
-        const ddp__fsdp_shard *s = f->optimizer_shards[i];
+        if (s->unit->half_sums) {
+            f->grad_sums[i].dtype = s->range[DDP__FULL_GRADS].dtype;
+            f->optimizer_params[i].grad.dtype = f->grad_sums[i].dtype;
+        }
         if (!ddp__shard_is_stepped_with_copy(s)) continue;
         f->optimizer->params[i].copy = s->sent_rows;
         f->optimizer->params[i].copy_dtype = s->dtype;

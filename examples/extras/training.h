@@ -88,6 +88,14 @@ static inline ddp_result training__share_error(ddp_group *group, uint64_t failed
     return ddp_fail((ddp_result)status.result, "on rank %d %.480s", (int)failed_rank, status.text);
 }
 
+/* All ranks return the first error among their results, in rank order. Collective. */
+static inline ddp_result training__agree(ddp_group *group, ddp_result result) {
+    training__status own = training__status_of(result);
+    uint64_t failed_rank = training__failed_rank(group, &own);
+    DDP_TRY(ddp_all_reduce(group, &failed_rank, &failed_rank, 1, DDP_U64, DDP_OP_MIN, NULL));
+    return training__share_error(group, failed_rank, &own);
+}
+
 //== metrics ================================================================================================
 
 /* Sum and count over the samples of one rank. Initialise it with zeros. The sum is exact, so it does not
@@ -140,8 +148,6 @@ static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, in
                                            int64_t sample_count, metric_total *totals) {
     enum { CELLS = (int)(sizeof(metric) / sizeof(int64_t)) };
     metric *sums = NULL;
-    training__status own;
-    uint64_t failed_rank;
     ddp_result result;
     if (!group) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: group is NULL");
     result = metric__check(metrics, metric_count, sample_count, totals);
@@ -149,10 +155,7 @@ static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, in
         sums = (metric *)malloc((size_t)metric_count * sizeof *sums);
         if (!sums) result = ddp_fail(DDP_ERR_NO_MEMORY, "metric_all_reduce: %d metrics", metric_count);
     }
-    own = training__status_of(result);
-    failed_rank = training__failed_rank(group, &own);
-    result = ddp_all_reduce(group, &failed_rank, &failed_rank, 1, DDP_U64, DDP_OP_MIN, NULL);
-    if (result == DDP_OK) result = training__share_error(group, failed_rank, &own);
+    result = training__agree(group, result);
     if (result == DDP_OK)
         result = ddp_all_reduce(group, metrics, sums, (size_t)metric_count * CELLS, DDP_I64, DDP_OP_SUM,
                                 NULL);
@@ -499,14 +502,6 @@ typedef struct byte_list {
 static inline void byte_list_free(byte_list *list) {
     free(list->data); /* all memory of the list */
     memset(list, 0, sizeof *list);
-}
-
-/* All ranks return the first error among their results, in rank order. Collective. */
-static inline ddp_result training__agree(ddp_group *group, ddp_result result) {
-    training__status own = training__status_of(result);
-    uint64_t failed_rank = training__failed_rank(group, &own);
-    DDP_TRY(ddp_all_reduce(group, &failed_rank, &failed_rank, 1, DDP_U64, DDP_OP_MIN, NULL));
-    return training__share_error(group, failed_rank, &own);
 }
 
 /* Allocates a list for strings of the given sizes. */

@@ -132,9 +132,10 @@ static ddp_result work(ddp_group *world, void *user) {
     if (!restarts) restarts = getenv("SLURM_RESTART_COUNT");
     ddp_group *split;
     RANKS_OK(world, ddp_group_split(world, ddp_rank(world) % 2, 0, &split));
-    for (int i = 0; i < 2; i++)
-        RANKS_CHECK(world, ddp_group_attempt(i ? split : world) == (restarts ? atoi(restarts) : 0),
-                    "attempt %d", ddp_group_attempt(i ? split : world));
+    int attempt = restarts ? atoi(restarts) : 0;
+    RANKS_CHECK(world, ddp_group_attempt(world) == attempt && ddp_group_attempt(split) == attempt,
+                "attempts %d and %d of a split, wanted %d", ddp_group_attempt(world),
+                ddp_group_attempt(split), attempt);
     ddp_group_destroy(split);
     RANKS_CHECK(world, ddp_local_rank(world) == ddp_rank(world) && ddp_local_world_size(world) == w,
                 "local rank %d/%d", ddp_local_rank(world), ddp_local_world_size(world));

@@ -497,8 +497,11 @@ struct far_array {
 /* One product against plain loops. way: bit 0 and 1 transpose, the rest selects the addend: none, another
    matrix, c. gap: elements between rows. */
 static ddp_result epilogue_of(device_rank *d, ddp_cuda_gemm_desc g, int way, int gap, size_t offset) {
-    g.trans_a = way & 1, g.trans_b = way >> 1 & 1;
-    g.lda = (g.trans_a ? g.m : g.k) + gap, g.ldb = (g.trans_b ? g.k : g.n) + gap, g.ldc = g.n + gap;
+    g.trans_a = way & 1;
+    g.trans_b = way >> 1 & 1;
+    g.lda = (g.trans_a ? g.m : g.k) + gap;
+    g.ldb = (g.trans_b ? g.k : g.n) + gap;
+    g.ldc = g.n + gap;
     far_array a(d, g.dtype, 1, (g.trans_a ? g.k : g.m) * g.lda, offset);
     far_array b(d, g.dtype, 2, (g.trans_b ? g.n : g.k) * g.ldb, offset);
     far_array c(d, g.dtype, 3, g.m * g.ldc, offset), add(d, g.dtype, 4, g.m * g.ldc, offset);
@@ -506,7 +509,12 @@ static ddp_result epilogue_of(device_rank *d, ddp_cuda_gemm_desc g, int way, int
         aux(d, g.dtype, 7, g.m * g.n, offset);
     const std::vector<double> &added = way >> 2 == 2 ? c.want : add.want;
     if (!gap) g.lda = g.ldb = g.ldc = 0; /* the default */
-    g.a = a.at, g.b = b.at, g.c = c.at, g.bias = bias.at, g.bias_grad = sums.at, g.aux = aux.at;
+    g.a = a.at;
+    g.b = b.at;
+    g.c = c.at;
+    g.bias = bias.at;
+    g.bias_grad = sums.at;
+    g.aux = aux.at;
     if (way >> 2) g.addend = way >> 2 == 2 ? c.at : add.at;
     RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &g, d->stream));
     for (int64_t i = 0; i < g.m; i++) {
@@ -545,8 +553,8 @@ static ddp_result epilogue_of(device_rank *d, ddp_cuda_gemm_desc g, int way, int
     return DDP_OK;
 }
 
-/* Every dtype and epilogue: with cuBLASLt's epilogues, and without them. cuBLASLt can refuse them in two ways,
-   in the heuristics and at the product. */
+/* Every dtype and epilogue: with cuBLASLt's epilogues, and without them. cuBLASLt can refuse them in two
+   ways, in the heuristics and at the product. */
 static ddp_result epilogues(device_rank *d) {
     static const int64_t sizes[7][3] = {{5, 7, 11}, {16, 24, 8}, {40, 8, 300}, {3, 8, 1},
                                         {3, 8, 0},  {4, 0, 5},   {0, 3, 2}};
@@ -558,14 +566,18 @@ static ddp_result epilogues(device_rank *d) {
                     const int64_t *size = sizes[way / 2];
                     int uses_aux = epilogue == DDP_CUDA_EPILOGUE_GELU
                                    || epilogue == DDP_CUDA_EPILOGUE_GELU_GRAD;
-                    g.dtype = dtype, g.epilogue = (ddp_cuda_epilogue)epilogue;
-                    g.m = size[0], g.n = size[1], g.k = size[2];
+                    g.dtype = dtype;
+                    g.epilogue = (ddp_cuda_epilogue)epilogue;
+                    g.m = size[0];
+                    g.n = size[1];
+                    g.k = size[2];
                     if (g.k == 300 && epilogue == DDP_CUDA_EPILOGUE_BIAS_GRAD && refusal == 1)
                         g.m = 2048, g.n = 1; /* a thread adds several rows */
 #if defined(DDP_TEST_ON_CPU)
                     int fused = fake_lt_fused, wants = epilogue && refusal == 0 && g.m * g.n * g.k > 0;
                     if (uses_aux && (ddp_dtype_size(dtype) > 2 || g.n % 8)) wants = 0;
-                    fake_lt_refused = refusal ? ~(uint64_t)0 : 0, fake_lt_late = refusal == 2;
+                    fake_lt_refused = refusal ? ~(uint64_t)0 : 0;
+                    fake_lt_late = refusal == 2;
                     fake_lt_refusal = refusal == 1 ? CUBLAS_STATUS_NOT_SUPPORTED
                                                    : CUBLAS_STATUS_INVALID_VALUE;
 #endif
@@ -579,7 +591,9 @@ static ddp_result epilogues(device_rank *d) {
 #endif
                     LAYER_TRY(result);
                     if (uses_aux && way == 0) { /* the sizes of cuBLASLt's GELU without gaps */
-                        g.m = 6, g.n = 16, g.k = 3;
+                        g.m = 6;
+                        g.n = 16;
+                        g.k = 3;
                         LAYER_TRY(epilogue_of(d, g, 2, 0, 0));
                     }
                 }
@@ -596,9 +610,11 @@ static ddp_result bad_products(device_rank *d) {
     ddp_gemm layer = DDP_ZERO;
     ddp_cuda_gemm_desc g = DDP_ZERO, bad;
     void *memory;
-    layer.dtype = DDP_F32, layer.m = layer.n = layer.k = 1;
+    layer.dtype = DDP_F32;
+    layer.m = layer.n = layer.k = 1;
     RANKS_OK(d->cpu, ddp_device_cuda()->alloc(NULL, 4096, &memory));
-    g.m = g.n = g.k = 1, g.a = g.b = g.c = memory;
+    g.m = g.n = g.k = 1;
+    g.a = g.b = g.c = memory;
 #define REFUSED(change, text)                                                                   \
     do {                                                                                        \
         bad = g;                                                                                \
@@ -643,7 +659,9 @@ static ddp_result bad_products(device_rank *d) {
     asked = fake_lt_asked;
     RANKS_OK(d->cpu, ddp_cuda_gemm(d->group, &g, d->stream)); /* with an algorithm that is cached */
     RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is queried again");
-    bad = g, bad.a = (char *)memory + 256, bad.b = (char *)memory + 32;
+    bad = g;
+    bad.a = (char *)memory + 256;
+    bad.b = (char *)memory + 32;
     RANKS_OK(d->cpu,
              ddp_cuda_gemm(d->group, &bad, d->stream)); /* at other addresses, with the same alignment */
     RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is queried for another address");
@@ -666,8 +684,11 @@ static ddp_result bad_products(device_rank *d) {
         RANKS_CHECK(d->cpu, fake_lt_asked == asked + 37 - n, "n=%d: %d queries", n, fake_lt_asked - asked);
     }
     RANKS_CHECK(d->cpu, fake_lt_tf32 == products, "TF32 unasked for");
-    layer.m = 1, layer.n = layer.ldb = layer.ldc = 36, layer.lda = 1;
-    layer.a = layer.b = memory, layer.c = memory;
+    layer.m = 1;
+    layer.n = layer.ldb = layer.ldc = 36;
+    layer.lda = 1;
+    layer.a = layer.b = memory;
+    layer.c = memory;
     RANKS_OK(d->cpu, ddp_cuda_gemm_tf32(&layer, d->group));
     RANKS_CHECK(d->cpu, fake_lt_tf32 == products + 1, "no TF32");
     fake_fail("cublasLtMatmul", -1, 1, 0, 0);
@@ -717,7 +738,13 @@ static ddp_result tables(device_rank *d) {
     ddp_cuda_gemm_desc g = DDP_ZERO, half = DDP_ZERO;
     ddp_group *group;
     RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group)); /* without cached choices */
-    g.m = 40, g.n = 8, g.k = 300, g.a = a.at, g.b = b.at, g.c = c.at, g.dtype = DDP_F64;
+    g.m = 40;
+    g.n = 8;
+    g.k = 300;
+    g.a = a.at;
+    g.b = b.at;
+    g.c = c.at;
+    g.dtype = DDP_F64;
     half = g, half.dtype = DDP_BF16, half.epilogue = DDP_CUDA_EPILOGUE_GELU, half.aux = half.c,
     half.bias = b.at;
     for (int capacity = 1; capacity <= 8; capacity++) { /* the fake cuBLASLt has three, half of them fused */
@@ -731,7 +758,8 @@ static ddp_result tables(device_rank *d) {
     half.dtype = DDP_F32; /* never fused */
     RANKS_OK(d->cpu, ddp_cuda_gemm_algos(d->group, &half, algos, 8, &count));
     RANKS_CHECK(d->cpu, count == 3 && algos[0].separate, "%d algorithms for GELU in f32", count);
-    g.epilogue = DDP_CUDA_EPILOGUE_BIAS_GRAD, g.bias_grad = sums.at;
+    g.epilogue = DDP_CUDA_EPILOGUE_BIAS_GRAD;
+    g.bias_grad = sums.at;
     LAYER_TRY(bits_of(d, group, g, c, &plain));
     RANKS_OK(d->cpu, ddp_cuda_gemm_algos(group, &g, algos, 8, &count));
     RANKS_CHECK(d->cpu, count == 6, "%d algorithms", count);
@@ -753,7 +781,8 @@ static ddp_result tables(device_rank *d) {
                     used);
     }
     ddp_cuda_gemm_desc odd = g; /* the table is for an alignment of 16 bytes */
-    odd.bias_grad = (char *)sums.at + 8, odd.m = 39;
+    odd.bias_grad = (char *)sums.at + 8;
+    odd.m = 39;
     LAYER_TRY(bits_of(d, group, odd, c, &bits));
     for (size_t i = 39 * 8; i < bits.size(); i++) bits[i] = other[i] = plain[i];
     LAYER_TRY(bits_of(d, group, g, c, &other));
