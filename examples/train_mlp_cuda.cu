@@ -9,7 +9,7 @@
         backward   the reducer averages gradients over the GPUs while backward computes the layers below
         update     every rank waits for the averages, and makes the same step
     1, 2, 4 and 8 GPUs end with the same bits: the last line prints a hash of the weights. To shard the model
-    with ddp_fsdp.h, replace each line that ends in a comment "fsdp: CODE" by CODE. Never run on a GPU yet. */
+    with ddp_fsdp.h, replace the ten lines that end in a comment "fsdp: CODE" by CODE. Never run on a GPU yet. */
 #define DDP_USE_CUBLASLT
 #define DDP_IMPLEMENTATION
 #include "../ddp_cuda.cuh"
@@ -92,13 +92,14 @@ typedef struct trainer {
     ddp_group *gpus;
     gpu_memory *gpu;
     ddp_loader *train, *test;
-    int micro_batches, step;  /* per rank and step; steps made */
-    float *host_sums;         /* in pinned memory: the GPU's sums of the step before */
-    cudaEvent_t summed;       /* they have arrived */
-    ddp_param params[LAYERS]; /* fsdp: ddp_fsdp_param params[LAYERS]; ddp_fsdp *fsdp; */
+    int micro_batches, step; /* per rank and step; steps made */
+    float *host_sums;        /* in pinned memory: the GPU's sums of the step before */
+    cudaEvent_t summed;      /* they have arrived */
+    ddp_param params[LAYERS];
+    /* fsdp: ddp_fsdp_param shards[LAYERS]; ddp_fsdp_unit_desc units[LAYERS]; ddp_fsdp *fsdp; */
     ddp_param *layer[LAYERS]; /* (width[l] + 1, width[l + 1]): the weight, and the bias as last row */
     ddp_reducer *reducer;
-    ddp_accumulator *sum;
+    ddp_accumulator *sum; /* NULL with fsdp */
 } trainer;
 
 static float *weight(trainer *t, int l) { return (float *)t->layer[l]->value.data; }
@@ -112,7 +113,8 @@ static ddp_result create(trainer *t) {
     ddp_loader_desc loader = DDP_ZERO;
     uint32_t random = 1;
     for (int l = 0, k = 0; l < LAYERS; l++) {
-        t->layer[l] = &t->params[l]; /* fsdp: t->layer[l] = &t->params[l].param; */
+        t->layer[l] = &t->params[l];
+        /* fsdp: t->layer[l] = &t->shards[l].param; t->units[l] = {NULL, t->shards + l, 1}; */
         t->layer[l]->name = names[l];
         t->layer[l]->value = ddp_tensor{t->gpu->weights + k, DDP_F32, 2, {width[l] + 1, width[l + 1]}};
         t->layer[l]->grad.data = t->gpu->grads + k;
@@ -138,10 +140,8 @@ static ddp_result create(trainer *t) {
     loader.sampler.dataset_size = TEST / BATCH * BATCH;
     loader.fetch_user = t;
     DDP_TRY(ddp_loader_create(&t->test, &loader));
-    /* fsdp: ddp_fsdp_desc fsdp = DDP_ZERO; ddp_fsdp_unit_desc units[LAYERS] = DDP_ZERO; */
-    /* fsdp: for (int l = 0; l < LAYERS; l++) units[l] = ddp_fsdp_unit_desc{NULL, t->params + l, 1}; */
-    /* fsdp: fsdp.units = units; fsdp.unit_count = LAYERS; fsdp.micro_batch_count = t->micro_batches; */
-    /* fsdp: fsdp.optimizer.weight_decay = 0.01f; return ddp_fsdp_create(&t->fsdp, t->gpus, &fsdp); */
+    /* fsdp: ddp_fsdp_desc fsdp = DDP_ZERO; fsdp.units = t->units; fsdp.unit_count = LAYERS; */
+    /* fsdp: fsdp.micro_batch_count = t->micro_batches; return ddp_fsdp_create(&t->fsdp, t->gpus, &fsdp); */
     ddp_reducer_desc reducer = DDP_ZERO;
     ddp_accumulator_desc sum = DDP_ZERO;
     reducer.params = sum.params = t->layer[0];
@@ -188,7 +188,7 @@ static ddp_result backward(trainer *t) {
         if (l > 0) DDP_TRY(gemm(t, g->d_out[l - 1], d, weight(t, l), MICRO, inputs, outputs, 0, 1));
         DDP_TRY(ddp_accumulator_ready(t->sum, l)); /* fsdp: DDP_TRY(ddp_fsdp_reduce_grads(t->fsdp, l)); */
     }
-    return ddp_accumulator_next(t->sum, NULL); /* fsdp: return DDP_OK; */
+    return t->sum ? ddp_accumulator_next(t->sum, NULL) : DDP_OK;
 }
 
 /* Every rank makes the same step, so the weights stay equal. */
@@ -203,7 +203,6 @@ static ddp_result update(trainer *t) {
     adamw.count = WEIGHTS;
     adamw.step = t->step;
     adamw.lr = lr;
-    adamw.weight_decay = 0.01f;
     return ddp_cuda_adamw(&adamw, 1, 0);
 }
 
