@@ -8,8 +8,8 @@
         create     every rank reads its own part of each batch
         backward   the reducer averages gradients over the GPUs while backward computes the layers below
         update     every rank waits for the averages, and makes the same step
-    1, 2, 4 and 8 GPUs end with the same bits: the last line prints a hash of the weights. To shard the model
-    with ddp_fsdp.h, replace the ten lines that end in a comment "fsdp: CODE" by CODE. Never run on a GPU yet. */
+    1, 2, 4 and 8 GPUs end with the same bits: the last line prints a hash of the weights. Ten lines end in
+    "fsdp: CODE": replace each by CODE to shard the model with ddp_fsdp.h. Never run on a GPU yet. */
 #define DDP_USE_CUBLASLT
 #define DDP_IMPLEMENTATION
 #include "../ddp_cuda.cuh"
