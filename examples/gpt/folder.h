@@ -1,4 +1,4 @@
-/*  folder.h - for the trainers that use ddp_fsdp.h: names of strategies, and checkpoint folders
+/*  folder.h - for the trainers that use ddp_fsdp.h: names of strategies and dtypes, and checkpoint folders
 
     ddp_fsdp_save writes complete tensors, so a checkpoint does not depend on the ranks that wrote it. The
     configuration of the run is stored in the ddp_fsdp_state: see folder_state. */
@@ -22,6 +22,14 @@ static inline int find_strategy(const char *name) {
     int s = 0;
     while (s < STRATEGY_COUNT && name && strcmp(name, strategy_name(s))) s++;
     return s;
+}
+
+/* The dtype of a name; NULL = fallback, DDP_DTYPE_DEFAULT = invalid. */
+static inline ddp_dtype find_dtype(const char *name, ddp_dtype fallback) {
+    if (!name) return fallback;
+    if (!strcmp(name, "f32")) return DDP_F32;
+    if (!strcmp(name, "bf16")) return DDP_BF16;
+    return !strcmp(name, "f16") ? DDP_F16 : DDP_DTYPE_DEFAULT;
 }
 
 /* Stores the configuration of the run: seven integers and the vocabulary in user; seed, hash of the text,

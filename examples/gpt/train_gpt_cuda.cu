@@ -218,14 +218,6 @@ static const char *stray_gpu(const run_options *o) {
     return NULL;
 }
 
-/* The dtype of a name; NULL = fallback, DDP_DTYPE_DEFAULT = invalid. */
-static ddp_dtype find_dtype(const char *name, ddp_dtype fallback) {
-    if (!name) return fallback;
-    if (!strcmp(name, "f32")) return DDP_F32;
-    if (!strcmp(name, "bf16")) return DDP_BF16;
-    return !strcmp(name, "f16") ? DDP_F16 : DDP_DTYPE_DEFAULT;
-}
-
 /* Whether the value of a flag is one of two names. NULL is the default. */
 static int is_one_of(const char *value, const char *one, const char *other) {
     return !value || !strcmp(value, one) || !strcmp(value, other);

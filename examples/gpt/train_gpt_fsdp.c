@@ -22,7 +22,13 @@ A STEP
 
     Therefore the hash in the last line is that of train_gpt with the same --batch and --micro-batch, for
     every strategy and number of ranks. A checkpoint continues under any other strategy and number of
-    ranks. Initial values are computed on the rank that stores them, and validation and the sample unshard
+    ranks.
+
+    With --param-dtype bf16 or f16, parameters are unsharded in 16 bits. A unit is cast to f32 before it
+    computes. Master values, gradients and moments stay f32, also in checkpoints, so a run can continue with
+    another --param-dtype. The hash is that of the 16-bit values. It does not depend on strategy and ranks.
+
+    Initial values are computed on the rank that stores them, and validation and the sample unshard
     unit by unit: with full, no rank ever holds the whole model. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
@@ -40,16 +46,21 @@ static const flag FLAGS[] = {
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
      "DIR continue from a checkpoint, with any --strategy and number of ranks" RESUMED_FLAGS},
     RECOMPUTE_FLAG,
+    {"--param-dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0,
+     "NAME of unsharded parameters: f32 (default), or bf16 or f16, which halve the bytes of an unshard;\n"
+     "                        master values, gradients and products stay f32"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks",
                                     FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-/* Checks --strategy, and sets the assignment of micro-batches that it needs. */
-static void check_strategy(run_options *o) {
+/* Checks --strategy and --param-dtype, and sets the assignment of micro-batches that the strategy needs. */
+static void check_names(run_options *o) {
     int s = find_strategy(o->strategy);
     if (s == STRATEGY_COUNT && !o->wrong[0])
         snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: give full, grad, optim or none", o->strategy);
+    if (!find_dtype(o->dtype, DDP_F32) && !o->wrong[0])
+        snprintf(o->wrong, sizeof o->wrong, "--param-dtype %.60s: give f32, bf16 or f16", o->dtype);
     o->round_robin = s == DDP_FSDP_FULL_SHARD || s == DDP_FSDP_SHARD_GRAD;
 }
 
@@ -59,6 +70,8 @@ static void check_strategy(run_options *o) {
 typedef struct trainer {
     run run;
     ddp_fsdp_strategy strategy;
+    ddp_dtype dtype;           /* of unsharded parameters */
+    float *widened;            /* the values of a unit in f32, if dtype is not f32: space for the largest */
     ddp_group *shard_group;    /* the ranks that hold one copy of the model */
     ddp_group *replica_group;  /* with --replicas: the ranks with the same shards; otherwise NULL */
     ddp_fsdp_param *params;    /* model.param_count */
@@ -95,6 +108,16 @@ static ddp_result plan_run(trainer *t) {
     return make_plan(&r->plan, o, r->world_size, o->resume ? &saved : NULL, &r->text);
 }
 
+/* The elements of the largest unit. */
+static size_t largest_unit(const run *r) {
+    int64_t most = 0, count = 0;
+    for (int i = 0; i < r->model.param_count; i++) {
+        count = i && r->infos[i].unit == r->infos[i - 1].unit ? count + r->infos[i].count : r->infos[i].count;
+        most = count > most ? count : most;
+    }
+    return (size_t)most;
+}
+
 /* Describes the parameters to the library, grouped into units. */
 static ddp_result build_params(trainer *t) {
     run *r = &t->run;
@@ -102,11 +125,13 @@ static ddp_result build_params(trainer *t) {
     t->params = (ddp_fsdp_param *)calloc((size_t)r->model.param_count, sizeof *t->params);
     t->units = (ddp_fsdp_unit_desc *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
-    if (!t->params || !t->units || !t->starts) return run_out_of_memory();
+    t->widened = (float *)calloc(t->dtype == DDP_F32 ? 1 : largest_unit(r), sizeof *t->widened);
+    if (!t->params || !t->units || !t->starts || !t->widened) return run_out_of_memory();
     for (int i = 0; i < r->model.param_count; i++) {
         const gpt_param *info = &r->infos[i];
         ddp_fsdp_unit_desc *unit = &t->units[info->unit];
         run_describe(r, i, &t->params[i].param);
+        t->params[i].param.grad.dtype = DDP_F32;
         t->params[i].index = i;
         if (info->tied_to >= 0) t->params[i].tied_to = r->infos[info->tied_to].name;
         if (unit->param_count++) continue;
@@ -147,6 +172,7 @@ static ddp_result build_parallel(trainer *t) {
     desc.units = t->units;
     desc.unit_count = t->unit_count;
     desc.strategy = t->strategy;
+    desc.param_dtype = t->dtype;
     desc.replicas = t->replica_group;
     desc.micro_batch_count = r->micro_count;
     desc.overwrite_gradients = 1; /* backward overwrites every gradient */
@@ -172,14 +198,22 @@ static ddp_result build_parallel(trainer *t) {
 
 //== training ================================================================================ >>training
 
-/* Unshards a unit, and sets the model's pointers to its values and gradients. Collective. */
+/* Unshards a unit, and sets the model's pointers to its values and gradients. The model computes in f32, so
+   values of another dtype are cast. Collective. */
 static ddp_result unshard(trainer *t, int unit) {
     double start = ddp_now();
+    float *widened = t->widened;
     DDP_TRY(ddp_fsdp_unshard(t->fsdp, unit));
     for (int i = 0; i < t->units[unit].param_count; i++) {
         const ddp_fsdp_param *param = &t->units[unit].params[i];
-        t->run.model.values[param->index] = (float *)param->param.value.data;
+        const ddp_tensor *value = &param->param.value;
+        size_t count = (size_t)t->run.infos[param->index].count;
         t->run.model.grads[param->index] = (float *)param->param.grad.data;
+        t->run.model.values[param->index] = (float *)value->data;
+        if (t->dtype == DDP_F32) continue;
+        ddp_group_device(t->run.world)->cast(widened, DDP_F32, value->data, value->dtype, count);
+        t->run.model.values[param->index] = widened;
+        widened += count;
     }
     t->unshard_seconds += ddp_now() - start;
     return DDP_OK;
@@ -374,6 +408,7 @@ static ddp_result train(void *user) {
     run *r = &t->run;
     double validation = 0;
     t->strategy = (ddp_fsdp_strategy)find_strategy(t->run.options->strategy);
+    t->dtype = find_dtype(t->run.options->dtype, DDP_F32);
     DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
     DDP_TRY(run_build_model(r, 0));
     DDP_TRY(build_params(t));
@@ -392,6 +427,7 @@ static void trainer_free(void *user) {
     free(t->params);
     free(t->units);
     free(t->starts);
+    free(t->widened);
 }
 
 static ddp_result rank_main(ddp_group *world, void *user) {
@@ -402,7 +438,7 @@ int main(int argc, char **argv) {
     job j;
     memset(&j, 0, sizeof j);
     parse_options(&PROGRAM, argc, argv, &j.options);
-    check_strategy(&j.options);
+    check_names(&j.options);
     return run_main(&j, rank_main);
 }
 

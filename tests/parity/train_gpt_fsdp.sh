@@ -1,7 +1,7 @@
 #!/bin/sh
 # The trainer on shards prints the losses of train_gpt and ends with its weights, bit for bit: every strategy,
 # on 1, 2, 3 and 4 ranks, as processes and as threads, resumed on other ranks with another strategy, and after
-# a kill. Invalid input is one sentence.
+# a kill. With 16-bit parameters the bits are the same on any ranks. Invalid input is one sentence.
 # usage: train_gpt_fsdp.sh path/of/train_gpt_fsdp, with train_gpt of the same flavour in the same folder
 . "$(dirname "$0")/../support/train_gpt.sh"
 whole=$(dirname "$program")/$(basename "$program" | sed 's/_fsdp//')
@@ -43,6 +43,29 @@ tables='/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d'
 peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
 [ "$(peak full4 shards)" -lt $(($(peak none4 shards) / 3)) ] || fail "shards: $(peak full4 shards) of $(peak none4 shards) bytes"
 [ "$(peak optim4 optimizer)" -lt $(($(peak none4 optimizer) / 3)) ] || fail "optimizer: $(peak optim4 optimizer) of $(peak none4 optimizer) bytes"
+
+# --- 16-bit parameters: half the bytes, f32 checkpoints, other bits than f32 but the same on any ranks ---
+
+half="--batch 8 --lr-decay-steps 12"
+# shellcheck disable=SC2086
+{
+    train_with half_full1 "$program" $run $half --steps 12 --ranks 1 --param-dtype bf16
+    train_with half_grad4 "$program" $run $half --steps 12 --ranks 4 --param-dtype bf16 --strategy grad --threads-as-ranks
+    train_with half_optim2 "$program" $run $half --steps 12 --ranks 2 --param-dtype bf16 --strategy optim --recompute
+    for name in half_grad4 half_optim2; do same half_full1 $name; done
+    train_with half_f32 "$program" $run $half --steps 12 --ranks 2
+    train_with half_f16 "$program" $run $half --steps 12 --ranks 2 --param-dtype f16
+    close half_full1 half_f32 0.01
+    close half_f16 half_f32 0.002
+    train_with half_saved "$program" $run $half --steps 6 --ranks 2 --param-dtype bf16 --checkpoint half
+    train_with half_rest "$program" --resume half --steps 12 --ranks 1 --param-dtype bf16
+    [ "$(hash_of half_rest)" = "$(hash_of half_full1)" ] || fail "bf16 resumed: $(hash_of half_rest), uninterrupted $(hash_of half_full1)"
+    train_with half_wide "$program" --resume half --steps 12 --ranks 2
+    rm -r half half.1
+}
+[ "$(sort -u half_full1.out half_f32.out half_f16.out half_wide.out | grep -c '^weights hash')" -eq 4 ] || fail "dtypes have the same hash: $(hash_of half_f16)"
+gathered() { sed -n 's/^  gathered *[0-9]* *\([0-9]*\).*/\1/p' "$1.all"; }
+[ $((2 * $(gathered half_f16))) -eq "$(gathered half_f32)" ] || fail "gathered: $(gathered half_f16) bytes of f16, $(gathered half_f32) of f32"
 
 # --- checkpoints: the end, the validation before it, and one left by a kill ---
 
@@ -100,6 +123,7 @@ before=$(state)
 for ranks in 1 2; do
     small="$run --batch 8 --steps 2 --ranks $ranks"
     wrong "give full, grad, optim or none" $small --strategy zero text
+    wrong "--param-dtype bf8: give f32, bf16 or f16" $small --param-dtype bf8 text
     wrong "it is not a folder" $small --checkpoint text text
     wrong "No such file" $small --checkpoint missing/new text
     wrong "holds other files" $small --checkpoint other text

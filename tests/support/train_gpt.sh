@@ -25,12 +25,12 @@ train_with() {
 }
 # losses NAME: every loss that NAME.out shows.
 losses() { grep -o 'loss [0-9][0-9.]*' "$1.out" | cut -d ' ' -f 2; }
-# close NAME [AS]: as many losses as train_gpt has printed in the run AS, each within the last of the four
-# digits that are shown.
+# close NAME [AS [WITHIN]]: as many losses as train_gpt has printed in the run AS, each within the last of the
+# four digits that are shown, or WITHIN.
 close() {
     losses "$1" > "$1.losses"
     losses "${2:-whole}" > as.losses
-    paste as.losses "$1.losses" | awk 'NF != 2 || $1 - $2 > 0.00011 || $2 - $1 > 0.00011 { bad = 1 } END { exit bad || !NR }' ||
+    paste as.losses "$1.losses" | awk -v within="${3:-0.00011}" 'NF != 2 || $1 - $2 > within || $2 - $1 > within { bad = 1 } END { exit bad || !NR }' ||
         { paste as.losses "$1.losses" >&2; fail "$1: the losses are not those of train_gpt"; }
 }
 # hash_of NAME: the last line.
