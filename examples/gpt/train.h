@@ -138,9 +138,11 @@ struct run_program {
     "                        flags not given, such as --steps and --lr-decay-steps, keep their values.\n" \
     "                        auto: from --checkpoint, if it exists; otherwise a new run"
 
-#define RECOMPUTE_FLAG \
+/* pieces: "blocks", or "stages" where a stage is repeated as a whole. */
+#define RECOMPUTE_FLAG(pieces) \
     {"--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1, \
-     "activation checkpointing: store only the inputs of blocks, and repeat their forward pass in backward"}
+     "activation checkpointing: store only the inputs of " pieces \
+     ", and repeat their forward pass in backward"}
 // clang-format on
 
 static void print_help(const run_program *program) {

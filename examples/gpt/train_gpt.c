@@ -34,7 +34,7 @@ static const flag FLAGS[] = {
      "FILE write a checkpoint there after each validation"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
      "FILE continue from a checkpoint, on any number of ranks" RESUMED_FLAGS},
-    RECOMPUTE_FLAG,
+    RECOMPUTE_FLAG("blocks"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on text with data-parallel ranks",

@@ -51,6 +51,7 @@ static const flag FLAGS[] = {
      "DIR write a checkpoint there after each validation; DIR.1 is the previous one"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
      "DIR continue from a checkpoint, on any mesh" RESUMED_FLAGS},
+    RECOMPUTE_FLAG("stages"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_3d", "trains a byte-level GPT on text on a mesh of ranks",
@@ -470,6 +471,7 @@ static ddp_result build_pipeline(trainer *t) {
     own->backward = stage_backward;
     own->user = t;
     own->saved_bytes = place_units(t, NULL) * sizeof(float);
+    own->recompute = t->run.options->recompute;
     own->params = t->pointers;
     for (int i = 0; i < t->slice_count; i++)
         if (t->slices[i].present) t->pointers[own->param_count++] = &t->params[i].param;
@@ -592,11 +594,11 @@ static ddp_result print_table(const trainer *t) {
     DDP_TRY(ddp_fsdp_get_memory(t->fsdp, &memory));
     if (r->rank != 0) return DDP_OK;
     printf("\n  ranks   pp   dp   tp   micro-batches   tokens/s   predicted bubble   measured bubble   "
-           "bytes of values and moments on rank 0\n");
-    printf("  %5d   %2d   %2d   %2d   %13d   %8.0f   %15.1f%%   %14.1f%%   %zu\n\n", r->world_size, t->pp,
+           "bytes on rank 0: values and moments, activations\n");
+    printf("  %5d   %2d   %2d   %2d   %13d   %8.0f   %15.1f%%   %14.1f%%   %zu %zu\n\n", r->world_size, t->pp,
            t->dp, t->tp, t->micro_count, tokens_per_second(r, r->plan.config.steps),
            100 * t->stats.predicted_bubble_rate, 100 * t->stats.bubble_rate,
-           memory.now.shards + memory.now.optimizer);
+           memory.now.shards + memory.now.optimizer, t->stats.activation_bytes);
     return DDP_OK;
 }
 

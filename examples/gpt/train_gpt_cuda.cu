@@ -145,7 +145,7 @@ static const flag FLAGS[] = {
      "NAME of the pipeline: 1F1B (default), GPipe or naive"},
     {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS,
      "N ranks of tensor parallelism; default 1"},
-    RECOMPUTE_FLAG,
+    RECOMPUTE_FLAG("blocks"),
     {"--offload", FLAG_SWITCH, NOT_SAVED, AT(offload), 0, 1,
      "keep master weights and moments in host memory"},
     {"--memory-limit", FLAG_INT32, NOT_SAVED, AT(memory_limit), 1, 1e9,

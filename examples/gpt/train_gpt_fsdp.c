@@ -45,7 +45,7 @@ static const flag FLAGS[] = {
      "DIR write a checkpoint there after each validation; DIR.1 is the previous one"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
      "DIR continue from a checkpoint, with any --strategy and number of ranks" RESUMED_FLAGS},
-    RECOMPUTE_FLAG,
+    RECOMPUTE_FLAG("blocks"),
     {"--param-dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0,
      "NAME of unsharded parameters: f32 (default), or bf16 or f16, which halve the bytes of an unshard;\n"
      "                        master values, gradients and products stay f32"},

@@ -36,6 +36,7 @@ static const flag FLAGS[] = {
      "N stages over all ranks; default: one per rank, or two if the schedule needs two"},
     {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6,
      "N micro-batches per step; default --batch / --micro-batch"},
+    RECOMPUTE_FLAG("stages"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_pipeline",
@@ -495,6 +496,7 @@ static ddp_result build_parallel(trainer *t) {
         stages[s].weight_grad = stage_weight_grad;
         stages[s].user = t;
         stages[s].saved_bytes = place_units(t, s, NULL) * sizeof(float);
+        stages[s].recompute = r->options->recompute;
         stages[s].params = t->pointers + begin;
         stages[s].param_count = end - begin;
         tie.second_param = stages[s].param_count - 1; /* after the loop: head.weight, in the last stage */
@@ -600,10 +602,10 @@ static ddp_result report_pipeline(trainer *t) {
     DDP_TRY(broadcast_result(r->world, result));
     if (r->rank != 0) return DDP_OK;
     printf("\n  schedule             ranks   stages   micro-batches   tokens/s   predicted bubble   "
-           "measured bubble\n");
-    printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %15.1f%%   %14.1f%%\n", schedule_name(t), r->world_size,
-           t->stage_count, t->micro_count, tokens_per_second(r, r->plan.config.steps),
-           100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate);
+           "measured bubble   bytes of activations on rank 0\n");
+    printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %15.1f%%   %14.1f%%   %zu\n", schedule_name(t),
+           r->world_size, t->stage_count, t->micro_count, tokens_per_second(r, r->plan.config.steps),
+           100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate, stats.activation_bytes);
     printf("  %s: a timeline of the last step, as measured\n", SCHEDULE_PATH);
     printf("  %s: the same for ui.perfetto.dev or chrome://tracing\n\n", TRACE_PATH);
     return DDP_OK;

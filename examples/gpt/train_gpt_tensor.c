@@ -36,6 +36,7 @@ static const flag FLAGS[] = {
      "FILE write a checkpoint there after each validation, in the format of train_gpt"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
      "FILE continue from a checkpoint, also of train_gpt, with any --tp and number of ranks" RESUMED_FLAGS},
+    RECOMPUTE_FLAG("blocks"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_tensor",
@@ -55,11 +56,13 @@ typedef struct trainer {
     ddp_param *params;
     float **values, **grads; /* model.param_count each */
     float **streams;         /* (S, C) for each block: its input; the last one is the input of the head */
-    gpt_tensor_acts *acts;   /* layers */
+    gpt_tensor_acts *acts;   /* layers; with --recompute all have the same memory */
+    int held;                /* with --recompute: the layer of the activations in that memory */
     gpt_tensor_head_acts head;
     float *d_stream; /* (S, C): the gradient of a stream */
     float *memory;   /* of values and activations */
-    float *full;     /* a full parameter: space for the largest */
+    size_t memory_bytes;
+    float *full; /* a full parameter: space for the largest */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     ddp_optimizer *optimizer;
@@ -156,7 +159,9 @@ static size_t place(trainer *t, float *memory) {
     }
     for (int l = 0; l <= t->model.config.layers; l++) {
         t->streams[l] = gpt__take(memory, &used, stream);
-        if (l < t->model.config.layers)
+        if (l > 0 && t->run.options->recompute)
+            t->acts[l] = t->acts[0];
+        else if (l < t->model.config.layers)
             used += gpt_tensor_acts_place(&t->model, memory ? memory + used : NULL, &t->acts[l]);
     }
     used += gpt_tensor_head_acts_place(&t->model, memory ? memory + used : NULL, &t->head);
@@ -189,7 +194,8 @@ static ddp_result build_model(trainer *t) {
 
     for (int i = 0; i < t->model.param_count; i++)
         largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
-    t->memory = (float *)calloc(place(t, NULL) + 16, sizeof(float));
+    t->memory_bytes = (place(t, NULL) + 16) * sizeof(float);
+    t->memory = (float *)calloc(1, t->memory_bytes);
     t->full = (float *)calloc(largest, sizeof(float));
     if (!t->memory || !t->full) return run_out_of_memory();
     place(t, (float *)GPT_ROUND_UP((uintptr_t)t->memory, 64));
@@ -244,13 +250,18 @@ static ddp_result build_parallel(trainer *t) {
 
 //== forward and backward ====================================================================== >>passes
 
+static ddp_result block_forward(trainer *t, int layer) {
+    t->held = layer;
+    return gpt_tensor_block_forward(&t->model, layer, t->streams[layer], &t->acts[layer],
+                                    t->streams[layer + 1]);
+}
+
 /* *loss is the mean of the micro-batch. with_grads: replaces the logits by their gradient. Collective over
    the tensor group. */
 static ddp_result forward(trainer *t, double *loss, int with_grads) {
     int layers = t->model.config.layers;
     DDP_TRY(gpt_tensor_embed_forward(&t->model, t->run.tokens, t->streams[0]));
-    for (int l = 0; l < layers; l++)
-        DDP_TRY(gpt_tensor_block_forward(&t->model, l, t->streams[l], &t->acts[l], t->streams[l + 1]));
+    for (int l = 0; l < layers; l++) DDP_TRY(block_forward(t, l));
     return gpt_tensor_head_forward(&t->model, t->streams[layers], t->run.targets, &t->head, loss, with_grads);
 }
 
@@ -259,9 +270,11 @@ static ddp_result forward(trainer *t, double *loss, int with_grads) {
 static ddp_result backward(trainer *t) {
     int layers = t->model.config.layers;
     DDP_TRY(gpt_tensor_head_backward(&t->model, t->streams[layers], &t->head, t->d_stream));
-    for (int l = layers - 1; l >= 0; l--)
+    for (int l = layers - 1; l >= 0; l--) {
+        if (t->run.options->recompute && t->held != l) DDP_TRY(block_forward(t, l));
         DDP_TRY(
             gpt_tensor_block_backward(&t->model, l, t->streams[l], &t->acts[l], t->d_stream, t->d_stream));
+    }
     return gpt_tensor_embed_backward(&t->model, t->run.tokens, t->d_stream);
 }
 
@@ -411,11 +424,12 @@ static void print_table(const trainer *t, double waiting) {
                        : 1;
     printf("\n  ranks   tp   chunks   sequence parallel   tokens/s   elements sent per rank and step   "
            "waiting for the tensor group\n");
-    printf("  %5d   %2d   %6d   %17s   %8.0f   %32.0f   %.4f s per step, %.2f%% of the time\n\n",
-           r->world_size, t->model.ranks, r->options->chunks ? r->options->chunks : 1,
+    printf("  %5d   %2d   %6d   %17s   %8.0f   %32.0f   %.4f s per step, %.2f%% of the time\n", r->world_size,
+           t->model.ranks, r->options->chunks ? r->options->chunks : 1,
            r->options->sequence_parallel ? "yes" : "no", tokens_per_second(r, r->plan.config.steps),
            (double)t->elements_sent / steps, waiting / steps,
            r->train_seconds > 0 ? 100 * waiting / r->train_seconds : 0);
+    printf("  values and activations of rank 0: %zu bytes\n\n", t->memory_bytes);
 }
 
 /* Gathers the weights, prints a sample and a table, and finishes the run. Collective. */

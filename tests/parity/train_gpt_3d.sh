@@ -45,6 +45,8 @@ same_hash() { [ "$(hash_of "$1")" = "$(hash_of "$2")" ] || fail "$1 ends with $(
     same_hash "1 1 1 threads" deep
     mesh sequence 2 2 2 $run --steps $steps --threads-as-ranks --sequence-parallel
     close sequence
+    mesh recompute 2 2 2 $run --steps $steps --threads-as-ranks --recompute
+    same "2 2 2 threads" recompute
     odd="--heads 3 --channels 12 --context 15 --micro-batch 1 --batch 6 --lr 0.01 --layers 3 --steps 3"
     train_with odd "$whole" $odd --ranks 1
     mesh odd3 2 3 1 $odd --threads-as-ranks
@@ -52,6 +54,8 @@ same_hash() { [ "$(hash_of "$1")" = "$(hash_of "$2")" ] || fail "$1 ends with $(
     mesh odd33 1 3 3 $odd --threads-as-ranks --sequence-parallel
     close odd33 odd
 }
+bytes() { grep -A 1 '^  ranks   pp' "$1.all" | awk 'NR == 2 { print $NF }'; }
+[ "$(bytes recompute)" -lt "$(bytes "2 2 2 threads")" ] || fail "$(bytes recompute) bytes with --recompute, $(bytes "2 2 2 threads") without"
 if [ "$slowdown" -gt 1 ]; then
     :
 elif command -v mpirun > /dev/null; then

@@ -53,6 +53,18 @@ for tid in 0, 1:
     assert all(end <= begin + 0.002 for (_, end), (begin, _) in zip(row, row[1:])), "actions of a rank overlap"
 END
 
+# --recompute: the same bits with a split and an unsplit backward, and less memory.
+bytes() { grep -A 1 '^  schedule  ' "$1.all" | awk 'NR == 2 { print $NF }'; }
+# shellcheck disable=SC2086
+for kind in "GPipe 4" "ZB-H1 1"; do
+    schedule=${kind% *}
+    train_with plain "$program" $run --batch 16 --steps $steps --ranks 2 --schedule $schedule
+    train_with recompute "$program" $run --batch 16 --steps $steps --ranks 2 --schedule $schedule --recompute
+    same sixteen plain
+    same sixteen recompute
+    [ "$(bytes recompute)" -lt $(($(bytes plain) / ${kind#* })) ] || fail "$schedule: $(bytes recompute) bytes with --recompute, $(bytes plain) without"
+done
+
 # A custom list, as a spreadsheet writes it: rank 1 runs micro-batches in another order, I and W are separate.
 printf '\357\273\277"0F0","0F1","0F2","0F3","0B1","0B0","0B3","0B2"\r\n1F0,1F1,1I1,1I0,1W0,1W1,,1F3,1B3,1F2,1B2\r\n' > own.csv
 # shellcheck disable=SC2086

@@ -45,6 +45,14 @@ sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
     train_with odd3 "$program" $odd --ranks 6 --tp 3 --threads-as-ranks --sequence-parallel --chunks 2
     close odd3 odd
 }
+# --recompute: the same bits, and less memory.
+bytes() { sed -n 's/^  values and activations of rank 0: \([0-9]*\) bytes$/\1/p' "$1.all"; }
+# shellcheck disable=SC2086
+for sequence in '' --sequence-parallel; do
+    train_with recompute "$program" $run --layers 2 --steps $steps --ranks 2 --threads-as-ranks $sequence --recompute
+    same 2by2$sequence-threads recompute
+    [ "$(bytes recompute)" -lt "$(bytes 2by2$sequence-threads)" ] || fail "$(bytes recompute) bytes with --recompute, $(bytes 2by2$sequence-threads) without"
+done
 [ "$(sent 1by1-threads)" -eq 0 ] || fail "a group of one rank has sent $(sent 1by1-threads) elements"
 
 # A checkpoint is the global model, for any group that writes it and any that continues: the same weights, and
