@@ -897,6 +897,17 @@ DDPDEF void ddp_join_destroy(ddp_join *join);
    any W:
        N=10 W=2 global_batch 4      order [4 1 7 5] [3 9 0 8] [6 2 | 4 1]
                                     rank 0: 4 1  3 9  6 2        rank 1: 7 5  0 8  4 1
+   desc.weights gives ranks of unequal speed unequal blocks of the same global batches. The block of rank r is
+   the entries from U C[r] / C[W] to U C[r+1] / C[W], each rounded down. C[r] is the sum of weights[0] to
+   weights[r-1]. The length of a block differs from U weights[r] / C[W] by less than 1:
+       N=10 W=2 global_batch 4      order [4 1 7 5] [3 9 0 8] [6 2 | 4 1]
+       weights 3 1                  rank 0: 4 1 7  3 9 0  6 2 4     rank 1: 5  8  1
+   A step must then average over samples, not over ranks. Set ddp_reducer_desc.per_token, and call
+   ddp_reducer_wait_mean with the number of this rank's samples. For a library that averages over ranks, such
+   as ddp_fsdp, multiply the gradient of each sample by W micro_batch_count / U. The mean is over the same
+   samples as with equal blocks, and divided by the same count. For equal parameters the loss has the same
+   bits, if ddp_mean_add gets the loss of each sample. Gradients are added in another order: they have the
+   same bits if their sums are exact, as for integers, and otherwise differ by rounding.
 
    DDP_SHUFFLE_TORCH keeps no list of N entries. It computes a window of the order by one backward pass over
    the random draws. The first window is small, so that an epoch starts at once; later ones grow up to
@@ -942,6 +953,10 @@ typedef struct ddp_sampler_desc {
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;                                       /* passed to alloc_fn and free_fn */
+    /* NULL = blocks of equal length. Otherwise W numbers above 0, the same on every rank, such as the samples
+       per second of each rank. They require a global_batch, any number from W to 2^53. Only
+       ddp_sampler_init reads them */
+    const double *weights;
 } ddp_sampler_desc;
 
 /* A sampler. The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time
@@ -953,6 +968,8 @@ typedef struct ddp_sampler {
     ddp_sampler_desc desc;         /* defaults resolved */
     uint64_t epoch;                /* the current one */
     uint64_t round, block;         /* a round gives each rank a block: one sample, without global_batch */
+    uint64_t block_start;          /* entries of a round before this rank's block */
+    int has_unequal_blocks;        /* blocks of ranks differ in length */
     uint64_t origin;               /* entries of the order before this one were used before a load */
     uint64_t gap_count;            /* after a load inside a global batch: blocks of that batch */
     uint64_t gap_used;             /* entries of each such block that are used */
@@ -984,6 +1001,10 @@ DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc 
    start that epoch from its beginning. The next call is for the epoch after it. */
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch);
 
+/* Number of samples of this rank in a global batch: global_batch / num_replicas, or its share by weights. 1
+   without a global_batch. With no_pad, the last batch of an epoch may have fewer. */
+DDPDEF int64_t ddp_sampler_batch_size(const ddp_sampler *sampler);
+
 /* Number of samples of this rank in the epoch, padding included. Taking samples does not change it. After a
    load, until the next set_epoch: samples from the loaded position to the end. */
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler);
@@ -1002,17 +1023,19 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
 /* Stores the current position. Ranks that have taken the same number of samples store the same state; keep
    any one. At the end of an epoch with no_pad, ranks may have taken different numbers: their states are the
    same once ddp_sampler_next has returned -1 on all.
+   With blocks of unequal length, it works only after whole global batches: DDP_ERR_INVALID inside one.
    A sampler that was loaded inside a global batch, with another W or global_batch, takes the rest of that
    batch first. Errors: DDP_ERR_INVALID from its first sample on, until the round in which that rest ends is
-   complete (a round: W samples, or a global batch), or ddp_sampler_next has returned -1. The error states
+   complete (a round: W samples, or a global batch), or ddp_sampler_next has returned -1. Both errors state
    after how many more samples of this rank a save works. */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
-/* Continues at a saved position, in the saved epoch, with any num_replicas and rank. All ranks load the same
-   state. It is only read. The entries of the order that are still unused become a shorter order, which is
-   distributed to the ranks by the same rules. Padding still repeats the start of the epoch, and drop_last
-   leaves out the tail of the shorter order. No other sample is repeated or lost. With the num_replicas,
-   global_batch, drop_last and no_pad of the save, each rank gets exactly the samples that it would have had.
+/* Continues at a saved position, in the saved epoch, with any num_replicas, rank and weights. All ranks load
+   the same state. It is only read. The entries of the order that are still unused become a shorter order,
+   which is distributed to the ranks by the same rules. Padding still repeats the start of the epoch, and
+   drop_last leaves out the tail of the shorter order. No other sample is repeated or lost. With the
+   num_replicas, global_batch, weights, drop_last and no_pad of the save, each rank gets exactly the samples
+   that it would have had.
    Errors change nothing: DDP_ERR_INVALID names a dataset_size, seed, shuffle or no_shuffle that differs from
    the sampler's; the other fields may differ. DDP_ERR_CORRUPT when ddp_sampler_save cannot have stored the
    state. */
@@ -1057,8 +1080,8 @@ typedef struct ddp_loader ddp_loader; /* see ddp_loader_create */
 typedef struct ddp_loader_desc {
     ddp_sampler_desc sampler; /* required: which samples, in what order; the loader makes its own sampler. Its
                                  alloc_fn NULL = the loader's */
-    int64_t batch_size;       /* samples of this rank per batch; 0 = sampler.global_batch / num_replicas;
-                                 required without a global_batch */
+    int64_t batch_size;       /* samples of this rank per batch; 0 = ddp_sampler_batch_size: its block of a
+                                 global batch; required without a global_batch */
     const ddp_tensor *fields; /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
                                  - 1 dimensions; data is not read */
     int field_count;          /* required; 1 to DDP_LOADER_FIELDS */
@@ -12594,13 +12617,13 @@ static uint64_t ddp__count_in_rounds(uint64_t entries, uint64_t round, uint64_t 
 
 /* Returns how many of the first `entries` belong to this rank. */
 static int64_t ddp__sampler_own_count(const ddp_sampler *s, uint64_t entries) {
-    return (int64_t)ddp__count_in_rounds(entries, s->round, (uint64_t)s->desc.rank * s->block, s->block);
+    return (int64_t)ddp__count_in_rounds(entries, s->round, s->block_start, s->block);
 }
 
 static uint64_t ddp__sampler_entry(const ddp_sampler *s, int64_t index) {
-    uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank;
-    if (s->block == 1) return k * s->round + rank; /* saves the divisions by 1 */
-    return k / s->block * s->round + rank * s->block + k % s->block;
+    uint64_t k = (uint64_t)index;
+    if (s->block == 1) return k * s->round + s->block_start; /* saves the divisions by 1 */
+    return k / s->block * s->round + s->block_start + k % s->block;
 }
 
 /* Returns the position of an entry in the order. After a load inside a global batch, the rest of each of its
@@ -12802,7 +12825,7 @@ static int ddp__randperm_is_inside_out(const ddp_sampler *s) {
    it together: few passes, and a quick first sample. The inside-out rule needs all draws in any case. */
 static int64_t ddp__randperm_window_length(const ddp_sampler *s, int64_t first) {
     uint64_t entry = ddp__sampler_entry(s, first), end = s->remaining, n = (uint64_t)s->desc.dataset_size;
-    int64_t replicas = s->desc.num_replicas, length = s->desc.window;
+    int64_t replicas = (int64_t)(s->round / s->block), length = s->desc.window;
     if (!ddp__randperm_is_inside_out(s)) {
         int64_t before = (int64_t)(ddp__sampler_entry_position(s, entry) / (uint64_t)replicas);
         int64_t limit = DDP__SAMPLER_FIRST_WINDOW / replicas + before * 3;
@@ -12875,6 +12898,41 @@ static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
 
 #define DDP__SAMPLER_NEED(condition, ...) DDP_CHECK("ddp_sampler_init", NULL, condition, __VA_ARGS__)
 
+/* Sets the block of this rank by desc.weights. Rounding is monotonic, so the blocks of a batch are adjacent,
+   and the last one ends with the batch. */
+static ddp_result ddp__sampler_set_weighted_block(ddp_sampler *s) {
+    const double *weights = s->desc.weights;
+    int replicas = s->desc.num_replicas;
+    int64_t batch = s->desc.global_batch;
+    double total = 0, sum = 0;
+    DDP__SAMPLER_NEED(batch > 0 && batch <= INT64_C(1) << 53,
+                      "global_batch=%lld; weights need one of 1 to 2^53", (long long)batch);
+    for (int r = 0; r < replicas; r++) {
+        DDP__SAMPLER_NEED(weights[r] > 0 && weights[r] < HUGE_VAL,
+                          "weights[%d]=%g; use finite numbers above 0", r, weights[r]);
+        total += weights[r];
+    }
+    DDP__SAMPLER_NEED((double)batch * total < HUGE_VAL,
+                      "the sum of the weights is %g, which is too large; divide them by their maximum",
+                      total);
+    int64_t start = 0;
+    for (int r = 0; r < replicas; r++) {
+        sum += weights[r];
+        int64_t end = r + 1 < replicas ? (int64_t)((double)batch * sum / total) : batch;
+        DDP__SAMPLER_NEED(end > start,
+                          "weights[%d]=%g leaves rank %d no sample of global_batch=%lld; use a larger weight "
+                          "or a larger global_batch",
+                          r, weights[r], r, (long long)batch);
+        if (r == s->desc.rank) {
+            s->block_start = (uint64_t)start;
+            s->block = (uint64_t)(end - start);
+        }
+        if (batch % replicas || end - start != batch / replicas) s->has_unequal_blocks = 1;
+        start = end;
+    }
+    return DDP_OK;
+}
+
 /* Checks the desc, resolves its defaults, and allocates the window of the TORCH orders. */
 static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     ddp_sampler_desc *d = &s->desc;
@@ -12889,8 +12947,8 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     DDP__SAMPLER_NEED((unsigned)d->shuffle <= DDP_SHUFFLE_HASHED, "shuffle=%d is not a ddp_shuffle",
                       (int)d->shuffle);
     DDP__SAMPLER_NEED(batch >= 0, "global_batch=%lld is negative; use 0 or more", batch);
-    DDP__SAMPLER_NEED(batch % replicas == 0, "global_batch=%lld is not a multiple of num_replicas=%d", batch,
-                      replicas);
+    DDP__SAMPLER_NEED(d->weights || batch % replicas == 0,
+                      "global_batch=%lld is not a multiple of num_replicas=%d", batch, replicas);
     if (!batch) batch = replicas;
     DDP__SAMPLER_NEED(n <= INT64_MAX - (d->global_batch ? batch : batch - 1),
                       "dataset_size=%lld is too large to pad to a multiple of %lld", n, batch);
@@ -12902,6 +12960,9 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     }
     s->round = (uint64_t)batch;
     s->block = s->round / (uint64_t)replicas;
+    s->block_start = (uint64_t)d->rank * s->block;
+    if (d->weights) DDP_TRY(ddp__sampler_set_weighted_block(s));
+    d->weights = NULL; /* the caller's */
     ddp_sampler_set_epoch(s, 0);
     if (d->no_shuffle || d->shuffle == DDP_SHUFFLE_HASHED) return DDP_OK;
 
@@ -12937,6 +12998,10 @@ DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc 
 
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch) {
     if (sampler && sampler->desc.dataset_size > 0) ddp__sampler_start(sampler, epoch, 0, NULL);
+}
+
+DDPDEF int64_t ddp_sampler_batch_size(const ddp_sampler *sampler) {
+    return sampler ? (int64_t)sampler->block : 0;
 }
 
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) {
@@ -12979,23 +13044,25 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
               "sampler or state is NULL, or sampler is not initialized; call ddp_sampler_init first");
     uint64_t in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
     /* used: entries that all ranks together have drawn. */
-    uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;
+    uint64_t used = s->ended ? s->total : (uint64_t)s->cursor / s->block * s->round;
     uint64_t in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (used > s->remaining) used = s->remaining;
     if (in_gap > s->remaining) in_gap = s->remaining;
     /* The epoch has ended inside the rest of the batch: drop_last leaves out what no rank has drawn. */
     if (s->ended && s->cursor > 0 && used < in_gap) used = s->remaining;
+    const char *cause = NULL;
+    int64_t end = 0; /* the cursor of this rank after the round in which a save works */
     if (used < in_gap && s->cursor > 0) {
-        /* The cursor of this rank after the round in which the rest ends. */
-        int64_t end = (int64_t)((in_gap + s->round - 1) / s->round * s->block);
-        if (end > s->length)
-            return ddp__bad(__func__, NULL,
-                            "the sampler was loaded inside a global batch; save at the end of the epoch");
-        return ddp__bad(
-            __func__, NULL,
-            "the sampler was loaded inside a global batch; save after %lld more samples of this rank",
-            (long long)(end - s->cursor));
+        cause = "the sampler was loaded inside a global batch";
+        end = (int64_t)((in_gap + s->round - 1) / s->round * s->block);
+    } else if (in_block && s->has_unequal_blocks) {
+        cause = "ranks have unequal blocks of a global batch";
+        end = s->cursor - (int64_t)in_block + (int64_t)s->block;
     }
+    if (end > s->length) return ddp__bad(__func__, NULL, "%s; save at the end of the epoch", cause);
+    if (cause)
+        return ddp__bad(__func__, NULL, "%s; save after %lld more samples of this rank", cause,
+                        (long long)(end - s->cursor));
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
     state->dataset_size = s->desc.dataset_size;
@@ -13031,13 +13098,13 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
     DDP__SAMPLER_NEED_SAME("no_shuffle", state->no_shuffle != 0, (d->no_shuffle != 0), "%d", int);
     DDP__SAMPLER_NEED_SAME("seed", state->seed, d->seed, "%llu", unsigned long long);
 #undef DDP__SAMPLER_NEED_SAME
-    if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0
-        || (offset > 0 && (offset >= batch / replicas || position == n)))
+    if (position < 0 || position > n || replicas < 1 || batch < 0 || offset < 0
+        || (offset > 0 && (batch % replicas || offset >= batch / replicas || position == n)))
         return ddp_fail_in(DDP_ERR_CORRUPT, __func__, NULL,
                            "position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is invalid "
                            "in an epoch of %lld samples",
                            position, offset, replicas, batch, n);
-    int other_blocks = replicas != d->num_replicas || batch != d->global_batch;
+    int other_blocks = replicas != d->num_replicas || batch != d->global_batch || sampler->has_unequal_blocks;
     ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
     sampler->first_index = sampler->cursor = offset;
@@ -13436,11 +13503,10 @@ static ddp_result ddp__loader_resolve_desc(ddp_loader_desc *d) {
         {"extra_valid_batches", &d->extra_valid_batches, 0, DDP__LOADER_MAX_PREFETCH, 1},
         {"timeout_ms", &d->timeout_ms, 0, INT32_MAX, 600000},
     };
-    if (d->batch_size == 0)
-        d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
     DDP__LOADER_NEED(d->sampler.dataset_size >= 1, "sampler.dataset_size=%lld; use 1 or more",
                      (long long)d->sampler.dataset_size);
-    DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; use 1 or more samples of this rank per batch",
+    DDP__LOADER_NEED(d->batch_size >= (d->sampler.global_batch == 0),
+                     "batch_size=%lld; use 1 or more samples of this rank per batch",
                      (long long)d->batch_size);
     DDP__LOADER_NEED(d->fetch || d->fetch_epoch, "fetch is NULL; set it to a function that writes a sample");
     DDP__LOADER_NEED(!d->fetch || !d->fetch_epoch, "set fetch or fetch_epoch, not both");
@@ -13531,8 +13597,6 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     l->desc = d;
     l->slot = (ddp__loader_slot *)(void *)(l + 1);
     l->slot_count = (int64_t)slots;
-    l->chunk = d.worker_count > 1 ? (d.batch_size - 1) / d.worker_count + 1 : d.batch_size;
-    if (l->chunk > DDP__LOADER_CHUNK_MAX) l->chunk = DDP__LOADER_CHUNK_MAX;
     l->phase = DDP__LOADER_RESTARTING; /* workers wait for the first next, set_epoch, seek or load */
     l->pid = getpid();
     pthread_mutex_init(&l->lock, NULL);
@@ -13542,6 +13606,9 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     pthread_cond_init(&l->work, NULL);
     pthread_condattr_destroy(&clock);
     ddp_result result = ddp_sampler_init(&l->sampler, &d.sampler);
+    if (!d.batch_size) d.batch_size = l->desc.batch_size = ddp_sampler_batch_size(&l->sampler);
+    l->chunk = d.worker_count > 1 ? (d.batch_size - 1) / d.worker_count + 1 : d.batch_size;
+    if (l->chunk > DDP__LOADER_CHUNK_MAX) l->chunk = DDP__LOADER_CHUNK_MAX;
     if (result == DDP_OK) result = ddp__loader_alloc_slots(l);
     l->desc.fields = NULL; /* the caller's */
     l->position = l->sampler;

@@ -503,10 +503,19 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
 /* Cuts layers into contiguous stages, none empty, such that the largest sum of costs is minimal. Of several
    such cuts it returns the one with the most layers in the early stages. Ranks with the same costs therefore
    get the same cut. first_layer: stage_count entries; stage s begins with layer first_layer[s]. Costs are
-   added from left to right. Not collective, allocates nothing. Errors leave first_layer unchanged:
-   DDP_ERR_INVALID for fewer layers than stages, or a cost that is negative or not finite. */
+   added from left to right. Not collective. Takes O(stage_count * layer_count^2) time, and frees its memory
+   of 8 (stage_count + 1) (layer_count - stage_count + 1) bytes. Errors leave first_layer unchanged:
+   DDP_ERR_INVALID for fewer layers than stages, or a cost that is negative or not finite;
+   DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count,
                                          int *first_layer);
+
+/* Like ddp_pipeline_partition, for stages of unequal speed: the largest quotient of a stage's sum of costs
+   and its speed is minimal. speed: stage_count entries, above 0, in any unit. A stage has the speed of the
+   rank that runs it. With speeds of 1 the cut is that of ddp_pipeline_partition. Ranks need the same speeds:
+   gather what each has measured. Errors: also DDP_ERR_INVALID for a speed that is not finite and above 0. */
+DDPDEF ddp_result ddp_pipeline_partition_speed(const double *cost, int layer_count, const double *speed,
+                                               int stage_count, int *first_layer);
 
 /* Measures each layer by running it, and sets forward, input_grad and weight_grad of cost[0] to
    cost[layer_count - 1] to the medians, in seconds; other fields are unchanged. ddp_pipeline_partition takes
@@ -2994,48 +3003,80 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
 //== partitioning and profiling ================================================ >>impl-schedule-balance
 /* Divides layers into stages of equal cost, and measures the cost of layers. */
 
-/* Fills stages from the left with a cost of at most max_cost each, and leaves one layer for each later stage.
-   Filling each stage as far as possible is optimal: fewer layers in a stage never help a later one. */
-static int ddp__pipe_partition_fill(const double *cost, int layers, int stages, double max_cost, int *first) {
-    int next = 0;
-    for (int stage = 0; stage < stages; stage++) {
-        double sum = 0;
-        first[stage] = next;
-        while (next < layers - (stages - 1 - stage) && sum + cost[next] <= max_cost) sum += cost[next++];
-        if (next == first[stage]) return 0;
+/* Returns the time of the slowest stage from `stage` on in the best cut. next[k]: the same for the stages
+   after it, if they begin k layers later than they could. Time grows with each layer of the stage. */
+static double ddp__pipe_partition_least(const double *cost, double speed, const double *next, int count) {
+    double sum = 0;
+    double least = HUGE_VAL;
+    for (int k = 0; k < count; k++) {
+        sum += cost[k];
+        double slowest = sum / speed;
+        if (slowest >= least) break;
+        if (slowest < next[k]) slowest = next[k];
+        if (slowest < least) least = slowest;
     }
-    return next == layers;
+    return least;
 }
 
-/* Finds the smallest possible bound by bisection over the bit patterns of doubles, which are ordered for
-   values >= 0. */
-DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count,
-                                         int *first_layer) {
-    uint64_t low = 0, high;
-    double bound = HUGE_VAL;
-    if (!cost || !first_layer)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: cost or first_layer is NULL");
+/* Stage s begins with a layer s + i, 0 <= i < width, since every stage has a layer. Entry i of row s is the
+   time of the slowest stage from s on, in the best cut. The last row ends the last stage.
+
+       3 layers, 2 stages, costs 1 2 4, speeds 1 2
+                  i = 0   i = 1
+       row 0        3       2      layers 0 | 1 2 take 1 and 3; layers 0 1 | 2 take 3 and 2
+       row 1        3       2      layers 1 2 take 6 / 2; layer 2 takes 4 / 2
+       row 2       inf      0                                                                    */
+static ddp_result ddp__pipe_partition(const char *who, const double *cost, int layer_count,
+                                      const double *speed, int stage_count, int *first_layer) {
+    if (!cost || !first_layer) return ddp_fail(DDP_ERR_INVALID, "%s: cost or first_layer is NULL", who);
     if (stage_count < 1 || layer_count < stage_count)
-        return ddp_fail(DDP_ERR_INVALID,
-                        "ddp_pipeline_partition: %d layers for %d stages; use at least one layer per stage",
+        return ddp_fail(DDP_ERR_INVALID, "%s: %d layers for %d stages; use at least one layer per stage", who,
                         layer_count, stage_count);
     for (int i = 0; i < layer_count; i++)
         if (!(cost[i] >= 0 && cost[i] <= DBL_MAX))
-            return ddp_fail(DDP_ERR_INVALID,
-                            "ddp_pipeline_partition: cost[%d]=%g; use a finite number of 0 or more", i,
+            return ddp_fail(DDP_ERR_INVALID, "%s: cost[%d]=%g; use a finite number of 0 or more", who, i,
                             cost[i]);
-    memcpy(&high, &bound, sizeof high);
-    while (low < high) { /* invariant: `high` is a bound that works; it starts at infinity */
-        uint64_t middle = low + (high - low) / 2;
-        memcpy(&bound, &middle, sizeof bound);
-        if (ddp__pipe_partition_fill(cost, layer_count, stage_count, bound, first_layer))
-            high = middle;
-        else
-            low = middle + 1;
+    for (int stage = 0; speed && stage < stage_count; stage++)
+        if (!(speed[stage] > 0 && speed[stage] <= DBL_MAX))
+            return ddp_fail(DDP_ERR_INVALID, "%s: speed[%d]=%g; use a finite number above 0", who, stage,
+                            speed[stage]);
+    size_t width = (size_t)(layer_count - stage_count) + 1;
+    double *table = (double *)calloc((size_t)stage_count + 1, width * sizeof *table);
+    if (!table)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "%s: memory for %d layers and %d stages could not be allocated",
+                        who, layer_count, stage_count);
+    for (size_t i = 0; i + 1 < width; i++) table[(size_t)stage_count * width + i] = HUGE_VAL;
+    for (int stage = stage_count - 1; stage >= 0; stage--) {
+        double *row = table + (size_t)stage * width;
+        for (size_t i = 0; i < width; i++)
+            row[i] = ddp__pipe_partition_least(cost + stage + i, speed ? speed[stage] : 1, row + width + i,
+                                               (int)(width - i));
     }
-    memcpy(&bound, &high, sizeof bound);
-    ddp__pipe_partition_fill(cost, layer_count, stage_count, bound, first_layer);
+    size_t i = 0; /* of the stage that is filled */
+    for (int stage = 0; stage < stage_count; stage++) {
+        const double *next = table + ((size_t)stage + 1) * width;
+        double sum = 0;
+        first_layer[stage] = stage + (int)i;
+        for (size_t k = i; k < width; k++) {
+            sum += cost[(size_t)stage + k];
+            if (sum / (speed ? speed[stage] : 1) > table[0]) break;
+            if (next[k] <= table[0]) i = k;
+        }
+    }
+    free(table);
     return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count,
+                                         int *first_layer) {
+    return ddp__pipe_partition("ddp_pipeline_partition", cost, layer_count, NULL, stage_count, first_layer);
+}
+
+DDPDEF ddp_result ddp_pipeline_partition_speed(const double *cost, int layer_count, const double *speed,
+                                               int stage_count, int *first_layer) {
+    if (!speed) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_speed: speed is NULL");
+    return ddp__pipe_partition("ddp_pipeline_partition_speed", cost, layer_count, speed, stage_count,
+                               first_layer);
 }
 
 static int ddp__pipe_compare_doubles(const void *left, const void *right) {

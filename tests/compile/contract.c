@@ -89,6 +89,7 @@ FUNCTION(ddp_join_destroy, void, (ddp_join *));
 
 FUNCTION(ddp_sampler_init, ddp_result, (ddp_sampler *, const ddp_sampler_desc *));
 FUNCTION(ddp_sampler_set_epoch, void, (ddp_sampler *, uint64_t));
+FUNCTION(ddp_sampler_batch_size, int64_t, (const ddp_sampler *));
 FUNCTION(ddp_sampler_length, int64_t, (const ddp_sampler *));
 FUNCTION(ddp_sampler_next, int64_t, (ddp_sampler *, int *));
 FUNCTION(ddp_sampler_save, ddp_result, (const ddp_sampler *, ddp_sampler_state *));
@@ -142,6 +143,7 @@ FIELD(ddp_sampler_desc, drop_last, int)
 FIELD(ddp_sampler_desc, shuffle, ddp_shuffle)
 FIELD(ddp_sampler_desc, no_pad, int)
 FIELD(ddp_sampler_desc, global_batch, int64_t)
+FIELD(ddp_sampler_desc, weights, const double *)
 FIELD(ddp_sampler_state, seed, uint64_t)
 FIELD(ddp_sampler_state, epoch, uint64_t)
 FIELD(ddp_sampler_state, position, int64_t)
@@ -203,6 +205,7 @@ FUNCTION(ddp_schedule_check, ddp_result, (const ddp_schedule *));
 FUNCTION(ddp_schedule_simulate, ddp_result,
          (const ddp_schedule *, const ddp_stage_cost *, ddp_schedule_report *));
 FUNCTION(ddp_pipeline_partition, ddp_result, (const double *, int, int, int *));
+FUNCTION(ddp_pipeline_partition_speed, ddp_result, (const double *, int, const double *, int, int *));
 FUNCTION(ddp_pipeline_create, ddp_result, (ddp_pipeline **, ddp_group *, const ddp_pipeline_desc *));
 FUNCTION(ddp_pipeline_step, ddp_result, (ddp_pipeline *));
 FUNCTION(ddp_pipeline_destroy, void, (ddp_pipeline *));

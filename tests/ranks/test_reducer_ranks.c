@@ -1111,6 +1111,64 @@ static ddp_result means_are_over_tokens(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
+/* Unequal blocks of a global batch: the mean loss and the mean gradient have the bits of equal blocks, since
+   the sums of these gradients are exact. */
+static ddp_result means_by_weights(ddp_group *group, void *user) {
+    enum { BATCHES = 2, BATCH = 84 }; /* a multiple of 1, 2, 3, 4 and 7 ranks */
+    int w = ddp_world_size(group);
+    double weights[8];
+    (void)user;
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    ddp_sampler_desc samples = DDP_ZERO;
+    RANKS_CHECK(group, w <= 8, "%d ranks", w);
+    for (int r = 0; r < w; r++) weights[r] = 1 + 0.7 * r;
+    model_open(&m, group, 2);
+    desc = model_desc(&m);
+    desc.per_token = 1;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    samples.dataset_size = BATCHES * BATCH;
+    samples.num_replicas = w;
+    samples.rank = ddp_rank(group);
+    samples.shuffle = DDP_SHUFFLE_HASHED;
+    samples.global_batch = BATCH;
+    for (int batch = 0; batch < BATCHES; batch++) {
+        size_t bytes = param_elements(&m.params[0]) * sizeof(float);
+        float *gradient = (float *)m.params[0].grad.data, *kept = (float *)malloc(bytes);
+        ddp_mean mean[2];
+        for (int weighted = 0; weighted < 2; weighted++) {
+            ddp_sampler sampler;
+            memset(&mean[weighted], 0, sizeof mean[weighted]);
+            samples.weights = weighted ? weights : NULL;
+            RANKS_OK(group, ddp_sampler_init(&sampler, &samples));
+            int64_t block = ddp_sampler_batch_size(&sampler);
+            RANKS_OK(group, ddp_sampler_seek(&sampler, batch * block));
+            for (int i = 0; i < 2; i++)
+                memset(m.params[i].grad.data, 0, param_elements(&m.params[i]) * sizeof(float));
+            for (int64_t n = 0; n < block; n++) {
+                int64_t sample = ddp_sampler_next(&sampler, NULL);
+                for (size_t k = 0; k < bytes / sizeof(float); k++)
+                    gradient[k] += (float)((int)((size_t)sample * 7 + k) % 13 - 6);
+                ddp_mean_add(&mean[weighted], 0.1 * (double)sample, 1);
+            }
+            for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+            RANKS_OK(group, ddp_reducer_wait_mean(reducer, &mean[weighted]));
+            RANKS_CHECK(group, mean[weighted].count == BATCH, "%lld samples",
+                        (long long)mean[weighted].count);
+            if (!weighted) memcpy(kept, gradient, bytes);
+            ddp_sampler_free(&sampler);
+        }
+        RANKS_CHECK(group, ddp_mean_value(&mean[0]) == ddp_mean_value(&mean[1]), "losses %.17g and %.17g",
+                    ddp_mean_value(&mean[0]), ddp_mean_value(&mean[1]));
+        RANKS_CHECK(group, memcmp(kept, gradient, bytes) == 0, "batch %d: another gradient", batch);
+        free(kept);
+    }
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
 /* Ranks without batches have no tokens. A negative count on one rank is an error on all, and the next step
    works. */
 static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
@@ -1333,6 +1391,7 @@ int main(int argc, char **argv) {
         {"buffers_of_uneven_inputs", buffers_of_uneven_inputs, DDP_OK},
         {"a_rank_without_any_batch", a_rank_without_any_batch, DDP_OK},
         {"means_are_over_tokens", means_are_over_tokens, DDP_OK},
+        {"means_by_weights", means_by_weights, DDP_OK},
         {"tokens_of_uneven_inputs", tokens_of_uneven_inputs, DDP_OK},
         {"overlap_is_the_share_that_compute_hid", overlap_is_the_share_that_compute_hid, DDP_OK},
         {"steps_allocate_nothing", steps_allocate_nothing, DDP_OK},

@@ -387,13 +387,15 @@ static void put_shards(void) {
 enum { CONTEXT = 4, GLOBAL = 8, WINDOW = CONTEXT + 1 };
 
 /* The global batches [from, to) of an epoch from W loaders, appended to out; state: the start, then the
-   end. */
+   end. Three ranks have blocks of 3, 1 and 4 samples. */
 static int global_batches(const source *tokens, int world_size, int from, int to, ddp_sampler_state *state,
                           int32_t *out) {
+    const double weights[3] = {3, 1, 4};
     ddp_loader *l[4];
     int count = 0;
     for (int rank = 0; rank < world_size; rank++) {
         ddp_loader_desc desc = DDP_ZERO;
+        if (world_size == 3) desc.sampler.weights = weights;
         desc.sampler.dataset_size = tokens->count;
         desc.sampler.global_batch = GLOBAL;
         desc.sampler.num_replicas = world_size;
@@ -410,7 +412,7 @@ static int global_batches(const source *tokens, int world_size, int from, int to
         for (int rank = 0; rank < world_size; rank++) {
             ddp_batch b;
             OK(ddp_loader_next(l[rank], &b));
-            assert_int_equal(b.count, GLOBAL / world_size);
+            assert_int_equal(b.count, world_size == 3 ? (int)weights[rank] : GLOBAL / world_size);
             memcpy(out + count, b.fields[0].data, (size_t)b.count * WINDOW * sizeof *out);
             count += (int)b.count * WINDOW;
         }
@@ -436,13 +438,13 @@ static void test_tokens(void **state) {
     count = global_batches(&tokens, 1, 0, batches, &end, one);
     for (int i = 0; i < count; i += WINDOW) /* a window is inside one shard */
         for (int k = 1; k < WINDOW; k++) assert_int_equal(one[i + k], one[i] + k);
-    for (int w = 2; w <= 4; w *= 2) {
+    for (int w = 2; w <= 4; w++) {
         assert_int_equal(global_batches(&tokens, w, 0, batches, &place, many), count);
         assert_memory_equal(many, one, (size_t)count * sizeof *one);
         assert_int_equal(place.position, end.position);
     }
-    for (int w = 1; w <= 4; w *= 2)
-        for (int then = 1; then <= 4; then *= 2) {
+    for (int w = 1; w <= 4; w++)
+        for (int then = 1; then <= 4; then++) {
             int first = global_batches(&tokens, w, 0, 5, &place, many);
             assert_int_equal(first + global_batches(&tokens, then, 5, batches, &place, many + first), count);
             assert_memory_equal(many, one, (size_t)count * sizeof *one);
@@ -769,6 +771,9 @@ static void test_refused(void **state) {
     REFUSED(d.sampler.rank = 2, "rank=2");
     REFUSED(d.sampler.global_batch = 3; d.sampler.num_replicas = 2, "global_batch=3");
     REFUSED(d.batch_size = 0, "batch_size=0");
+    REFUSED(d.batch_size = 0; d.sampler.global_batch = -2, "global_batch=-2");
+    const double none[1] = {0};
+    REFUSED(d.batch_size = 0; d.sampler.global_batch = 2; d.sampler.weights = none, "weights[0]=0");
     REFUSED(d.batch_size = -1, "batch_size=-1");
     REFUSED(d.batch_size = INT64_MAX / 4, "not fit in memory");
     REFUSED(d.fields = NULL, "fields is NULL");

@@ -89,6 +89,16 @@ typedef struct expected {
     int64_t count;
 } expected;
 
+/* The end of a rank's block of a global batch, by weights that are integers. */
+static int64_t weighted_end(const ddp_sampler_desc *d, int rank) {
+    int64_t before = 0, all = 0;
+    for (int r = 0; r < d->num_replicas; r++) {
+        all += (int64_t)d->weights[r];
+        if (r <= rank) before += (int64_t)d->weights[r];
+    }
+    return d->global_batch * before / all;
+}
+
 /* The samples of one rank, from entry origin of the order on: pad or cut the list, then slice it. */
 static expected expect(const ddp_sampler_desc *d, const int64_t *order, int64_t origin) {
     expected e;
@@ -99,8 +109,10 @@ static expected expect(const ddp_sampler_desc *d, const int64_t *order, int64_t 
     e.padding = (int *)malloc((size_t)(total + 1) * sizeof *e.padding);
     e.count = 0;
     for (int64_t i = 0; i < total; i++) {
-        int64_t owner = d->global_batch ? i % unit / (unit / w) : i % w;
-        if (owner != d->rank) continue;
+        int64_t at = i % unit;
+        int is_mine = at / (unit / w) == d->rank; /* without a global batch unit / w is 1 */
+        if (d->weights) is_mine = at >= weighted_end(d, d->rank - 1) && at < weighted_end(d, d->rank);
+        if (!is_mine) continue;
         e.padding[e.count] = i >= left;
         e.sample[e.count++] = order[i >= left ? (i - left) % n : origin + i];
     }
@@ -177,6 +189,18 @@ static void test_known_vectors(void **state) {
             assert_int_equal(padding, i >= 4 && d.rank == 1);
         }
         assert_int_equal(ddp_sampler_next(&s, &padding), -1);
+        ddp_sampler_free(&s);
+    }
+    static const double weights[2] = {3, 1};
+    static const int64_t of_weights[2][9] = {{4, 1, 7, 3, 9, 0, 6, 2, 4}, {5, 8, 1}};
+    d.weights = weights;
+    for (d.rank = 0; d.rank < 2; d.rank++) {
+        start(&s, &d);
+        assert_int_equal(ddp_sampler_batch_size(&s), d.rank ? 1 : 3);
+        assert_int_equal(ddp_sampler_length(&s), d.rank ? 3 : 9);
+        for (int i = 0; i < (d.rank ? 3 : 9); i++)
+            assert_int_equal(ddp_sampler_next(&s, NULL), of_weights[d.rank][i]);
+        assert_int_equal(ddp_sampler_next(&s, NULL), -1);
         ddp_sampler_free(&s);
     }
 }
@@ -670,6 +694,173 @@ static void test_save_after_a_seek_from_the_end(void **state) {
     ddp_sampler_free(&s);
 }
 
+/* -- Weights -- */
+
+/* Weights of up to 7 ranks; the last = equal blocks. */
+static const double unequal[7] = {3, 1, 2, 2, 5, 1, 4}, same[7] = {1, 1, 1, 1, 1, 1, 1},
+                    close_by[7] = {1000000, 999999, 1000001, 999998, 1000002, 1000000, 1000003};
+static const double *const weight_lists[4] = {unequal, same, close_by, NULL};
+
+static void test_weights_match_reference(void **state) {
+    static const int64_t sizes[] = {1, 5, 48, 97, 1873};
+    (void)state;
+    for (int a = 0; a < COUNT(sizes); a++)
+        for (int order = 0; order < 3; order++) {
+            ddp_sampler_desc d = DDP_ZERO;
+            d.dataset_size = sizes[a];
+            d.seed = 21;
+            d.shuffle = order == 1 ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
+            d.no_shuffle = order == 2;
+            d.window = order == 0 ? 40 : 0;
+            int64_t *list = order_of(&d, 2);
+            for (d.num_replicas = 1; d.num_replicas <= 7; d.num_replicas++)
+                for (int rule = 0; rule < 9; rule++) {
+                    d.drop_last = rule % 3 == 1;
+                    d.no_pad = rule % 3 == 2;
+                    d.weights = weight_lists[rule / 3];
+                    d.global_batch = rule / 3 ? 25 : 48; /* 25: no multiple of the ranks */
+                    sweep_ranks(d, list, 2);
+                }
+            free(list);
+        }
+}
+
+/* Any weights: blocks are adjacent, cover the batch, and differ from the quotient by less than 1. Only
+   init reads the array. */
+static void test_blocks_of_any_weights(void **state) {
+    uint64_t random = 1;
+    (void)state;
+    for (int round = 0; round < 2000; round++) {
+        double weights[9], spoiled[9], all = 0;
+        int64_t next = 0;
+        ddp_sampler_desc d = DDP_ZERO;
+        d.num_replicas = 1 + round % 9;
+        d.global_batch = 100 + round % 900;
+        d.dataset_size = d.global_batch;
+        d.no_shuffle = 1;
+        for (int r = 0; r < d.num_replicas; r++) {
+            random = random * UINT64_C(6364136223846793005) + 1442695040888963407u;
+            weights[r] = 0.2 + (double)(random >> 11) * 0x1p-53;
+            all += weights[r];
+        }
+        for (d.rank = 0; d.rank < d.num_replicas; d.rank++) {
+            ddp_sampler s;
+            memcpy(spoiled, weights, sizeof weights);
+            d.weights = spoiled;
+            start(&s, &d);
+            for (int r = 0; r < d.num_replicas; r++) spoiled[r] = NAN;
+            double quota = (double)d.global_batch * weights[d.rank] / all;
+            int64_t size = ddp_sampler_batch_size(&s);
+            assert_true(fabs((double)size - quota) < 1 + 1e-9);
+            assert_int_equal(ddp_sampler_length(&s), size);
+            for (int64_t k = 0; k < size; k++) assert_int_equal(ddp_sampler_next(&s, NULL), next++);
+            ddp_sampler_free(&s);
+        }
+        assert_int_equal(next, d.global_batch);
+    }
+}
+
+/* Takes whole global batches on every rank; -1 = the rest. All ranks save the same state. */
+static void run_batches(ddp_sampler_desc d, const ddp_sampler_state *from, int batches, tally *seen,
+                        ddp_sampler_state *out) {
+    ddp_sampler_state begin, saved;
+    if (from) begin = *from;
+    for (d.rank = 0; d.rank < d.num_replicas; d.rank++) {
+        ddp_sampler s;
+        start(&s, &d);
+        if (from) assert_int_equal(ddp_sampler_load(&s, &begin), DDP_OK);
+        int64_t count = batches * ddp_sampler_batch_size(&s);
+        for (int64_t k = 0; batches < 0 || k < count; k++) {
+            int padding;
+            int64_t sample = ddp_sampler_next(&s, &padding);
+            if (sample < 0) break;
+            if (!padding) seen->times[sample]++;
+        }
+        if (ddp_sampler_save(&s, &saved) != DDP_OK) fail_msg("%s", ddp_last_error());
+        if (d.rank && memcmp(&saved, out, sizeof saved))
+            fail_msg("rank %d of %d saves another state", d.rank, d.num_replicas);
+        *out = saved;
+        ddp_sampler_free(&s);
+    }
+}
+
+/* Each world continues where the last one stopped, with other weights or none: every sample once. */
+static void test_weights_load_onto_another_world(void **state) {
+    static const int worlds[] = {2, 3, 7, 1};
+    (void)state;
+    for (int batches = 0; batches < 5; batches++)
+        for (int first = 0; first < 4; first++)
+            for (int then = 0; then < 16; then++) {
+                tally seen = {197, (int *)calloc(197, sizeof(int))};
+                ddp_sampler_state at;
+                ddp_sampler_desc d = DDP_ZERO;
+                d.dataset_size = 197;
+                d.no_pad = 1;
+                d.window = 30;
+                d.num_replicas = worlds[first];
+                d.global_batch = 42;
+                d.weights = weight_lists[(first + then) % 4];
+                run_batches(d, NULL, batches, &seen, &at);
+                assert_int_equal(at.position, batches * 42 < 197 ? batches * 42 : 197);
+                assert_int_equal(at.block_offset, 0);
+                d.num_replicas = worlds[then / 4];
+                d.weights = weight_lists[then % 4];
+                run_batches(d, &at, 1, &seen, &at); /* from the state that it writes */
+                d.num_replicas = 1;
+                d.weights = NULL;
+                run_batches(d, &at, -1, &seen, &at);
+                check_cover(&seen, 0, "weights");
+                assert_int_equal(at.position, 197);
+                free(seen.times);
+            }
+}
+
+/* Inside a global batch a save would need a number for each rank. */
+static void test_weights_save_inside_a_batch(void **state) {
+    static const double weights[2] = {3, 1}, equal[2] = {7, 7};
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    ddp_sampler_state at, again;
+    tally seen = {11, (int *)calloc(11, sizeof(int))};
+    (void)state;
+    d.dataset_size = 11;
+    d.num_replicas = 2;
+    d.global_batch = 8; /* blocks of 6 and 2 */
+    d.no_pad = 1;
+    d.weights = weights;
+    start(&s, &d);
+    for (int k = 0; k < 4; k++) ddp_sampler_next(&s, NULL);
+    assert_int_equal(ddp_sampler_save(&s, &at), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: ranks have unequal blocks of a global batch; "
+                                          "save after 2 more samples of this rank");
+    for (int k = 0; k < 4; k++) ddp_sampler_next(&s, NULL);
+    assert_int_equal(ddp_sampler_save(&s, &at), DDP_ERR_INVALID); /* rank 0 has 3 of the last batch, not 6 */
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: ranks have unequal blocks of a global batch; "
+                                          "save at the end of the epoch");
+    ddp_sampler_next(&s, NULL);
+    assert_int_equal(ddp_sampler_next(&s, NULL), -1);
+    assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
+    assert_int_equal(at.position, 11);
+    ddp_sampler_free(&s);
+
+    /* Weights that give equal blocks change nothing: a save works anywhere. */
+    d.weights = equal;
+    for (d.rank = 0; d.rank < 2; d.rank++) {
+        start(&s, &d);
+        for (int k = 0; k < 3; k++) seen.times[ddp_sampler_next(&s, NULL)]++;
+        assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
+        assert_int_equal(at.block_offset, 3);
+        ddp_sampler_free(&s);
+    }
+    /* Unequal blocks take the rest of that batch first. */
+    d.weights = weights;
+    run_batches(d, &at, 0, &seen, &again);
+    assert_memory_equal(&at, &again, sizeof at);
+    run_batches(d, &at, -1, &seen, &again);
+    check_cover(&seen, 0, "weights after equal blocks");
+    free(seen.times);
+}
+
 /* -- HASHED -- */
 
 static void test_hashed_is_a_bijection(void **state) {
@@ -905,6 +1096,31 @@ static void test_bad_desc(void **state) {
     d = good;
     d.global_batch = 10;
     refuse(d, "ddp_sampler_init: global_batch=10 is not a multiple of num_replicas=4");
+    double weights[4] = {1, 2, 3, 4};
+    d.weights = weights; /* 10 is no multiple of 4 */
+    d.no_shuffle = 1;
+    assert_int_equal(ddp_sampler_init(&s, &d), DDP_OK);
+    weights[1] = 1000;
+    refuse(d,
+           "ddp_sampler_init: weights[0]=1 leaves rank 0 no sample of global_batch=10; use a larger weight "
+           "or a larger global_batch");
+    const double bad[] = {0, -1, NAN, INFINITY};
+    const char *texts[] = {"0", "-1", "nan", "inf"};
+    for (int i = 0; i < 4; i++) {
+        char wanted[100];
+        snprintf(wanted, sizeof wanted, "ddp_sampler_init: weights[1]=%s; use finite numbers above 0",
+                 texts[i]);
+        weights[1] = bad[i];
+        refuse(d, wanted);
+    }
+    weights[1] = weights[2] = 1e308;
+    refuse(d, "ddp_sampler_init: the sum of the weights is inf, which is too large; divide them by their "
+              "maximum");
+    weights[1] = weights[2] = 1;
+    d.global_batch = 0;
+    refuse(d, "ddp_sampler_init: global_batch=0; weights need one of 1 to 2^53");
+    d.global_batch = (INT64_C(1) << 53) + 1;
+    refuse(d, "ddp_sampler_init: global_batch=9007199254740993; weights need one of 1 to 2^53");
     d = good;
     d.window = -1;
     refuse(d, "ddp_sampler_init: window=-1 is negative; use 0 or more");
@@ -939,6 +1155,9 @@ static void test_bad_calls(void **state) {
     ddp_sampler_set_epoch(NULL, 1);
     ddp_sampler_free(NULL);
     assert_int_equal(ddp_sampler_length(NULL), 0);
+    assert_int_equal(ddp_sampler_batch_size(NULL), 0);
+    assert_int_equal(ddp_sampler_batch_size(&empty), 0);
+    assert_int_equal(ddp_sampler_batch_size(&s), 1);
     assert_int_equal(ddp_sampler_next(NULL, NULL), -1);
     assert_int_equal(ddp_sampler_seek(NULL, 0), DDP_ERR_INVALID);
     assert_string_equal(ddp_last_error(),
@@ -1056,6 +1275,10 @@ int main(void) {
         cmocka_unit_test(test_advice_inside_a_batch_that_a_load_cut),
         cmocka_unit_test(test_resume_in_a_short_batch),
         cmocka_unit_test(test_save_after_a_seek_from_the_end),
+        cmocka_unit_test(test_weights_match_reference),
+        cmocka_unit_test(test_blocks_of_any_weights),
+        cmocka_unit_test(test_weights_load_onto_another_world),
+        cmocka_unit_test(test_weights_save_inside_a_batch),
         cmocka_unit_test(test_hashed_is_a_bijection),
         cmocka_unit_test(test_hashed_at_the_largest_size),
         cmocka_unit_test(test_hashed_mixes),

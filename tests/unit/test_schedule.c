@@ -1362,57 +1362,106 @@ static void out_of_memory(void **state) {
 
 /* --- balancing --- */
 
-/* The smallest maximum over all divisions, by trying them; -1: no division exists. */
-static double brute(const double *cost, int layers, int stages, int stage, int from) {
+/* The time of the slowest stage from `stage` on in the best division, by trying them; -1: none exists. */
+static double brute(const double *cost, int layers, const double *speed, int stages, int stage, int from) {
     double best = -1, sum = 0;
     if (stage == stages) return from == layers ? 0 : -1;
     for (int to = from; to < layers; to++) {
         double rest, all;
         sum += cost[to];
-        rest = brute(cost, layers, stages, stage + 1, to + 1);
-        all = rest > sum ? rest : sum;
+        rest = brute(cost, layers, speed, stages, stage + 1, to + 1);
+        all = rest > sum / speed[stage] ? rest : sum / speed[stage];
         if (rest >= 0 && (best < 0 || all < best)) best = all;
     }
     return best;
+}
+
+/* Returns the time of the slowest stage. No stage may be empty. */
+static double slowest(const double *cost, int layers, const double *speed, int stages, const int *first) {
+    double most = 0;
+    assert_int_equal(first[0], 0);
+    for (int stage = 0; stage < stages; stage++) {
+        int end = stage + 1 < stages ? first[stage + 1] : layers;
+        double sum = 0;
+        assert_true(first[stage] < end);
+        for (int i = first[stage]; i < end; i++) sum += cost[i];
+        if (sum / speed[stage] > most) most = sum / speed[stage];
+    }
+    return most;
 }
 
 static void partition(void **state) {
     (void)state;
     for (int round = 0; round < 3000; round++) {
         int layers = 1 + (int)(random_u64() % 9), stages = 1 + (int)(random_u64() % (unsigned)layers),
-            first[10];
-        double cost[9], most = 0;
+            first[9], by_speed[9];
+        double cost[9], speed[9];
         for (int i = 0; i < layers; i++)
             cost[i] = round % 3 ? (double)(random_u64() >> 11) * 0x1p-53 : (double)(random_u64() % 4);
+        for (int i = 0; i < stages; i++) speed[i] = 1;
         ok(ddp_pipeline_partition(cost, layers, stages, first));
-        first[stages] = layers;
-        assert_int_equal(first[0], 0);
-        for (int stage = 0; stage < stages; stage++) {
-            double sum = 0;
-            assert_true(first[stage] < first[stage + 1]);
-            for (int i = first[stage]; i < first[stage + 1]; i++) sum += cost[i];
-            if (sum > most) most = sum;
+        double least = brute(cost, layers, speed, stages, 0, 0);
+        assert_true(slowest(cost, layers, speed, stages, first) == least);
+        ok(ddp_pipeline_partition_speed(cost, layers, speed, stages, by_speed));
+        assert_memory_equal(first, by_speed, sizeof(int) * (size_t)stages);
+        /* The early stages have as many layers as possible: one more makes the cut slower. */
+        for (int i = 1; i < stages; i++) {
+            int next = i + 1 < stages ? first[i + 1] : layers;
+            first[i]++;
+            assert_true(first[i] == next || slowest(cost, layers, speed, stages, first) > least);
+            first[i]--;
         }
-        assert_true(most == brute(cost, layers, stages, 0, 0));
+        for (int i = 0; i < stages; i++)
+            speed[i] = round % 2 ? exp2((double)(random_u64() % 5)) : 0.1 * (i + 1);
+        ok(ddp_pipeline_partition_speed(cost, layers, speed, stages, by_speed));
+        assert_true(slowest(cost, layers, speed, stages, by_speed)
+                    == brute(cost, layers, speed, stages, 0, 0));
     }
 }
 
-static void partition_refuses(void **state) {
-    double cost[3] = {1, NAN, 2};
+/* The first stage must leave the large layer to the last stage: as many layers as possible would be wrong. */
+static void partition_leaves_a_layer_to_a_fast_stage(void **state) {
+    const double cost[4] = {1, 1, 10, 1}, speed[3] = {2, 1, 10};
     int first[3];
     (void)state;
-    refused(ddp_pipeline_partition(cost, 3, 2, first), "cost[1]=nan");
+    ok(ddp_pipeline_partition_speed(cost, 4, speed, 3, first));
+    assert_int_equal(first[1], 1);
+    assert_int_equal(first[2], 2);
+}
+
+static void partition_refuses(void **state) {
+    double cost[3] = {1, NAN, 2}, speed[3] = {1, 1, 1};
+    int first[3] = {7, 7, 7};
+    (void)state;
+    refused(ddp_pipeline_partition(cost, 3, 2, first), "ddp_pipeline_partition: cost[1]=nan");
     cost[1] = -1;
     refused(ddp_pipeline_partition(cost, 3, 2, first), "cost[1]=-1");
+    refused(ddp_pipeline_partition_speed(cost, 3, speed, 2, first),
+            "ddp_pipeline_partition_speed: cost[1]=-1; use a finite number of 0 or more");
     cost[1] = 1;
     refused(ddp_pipeline_partition(cost, 3, 4, first), "3 layers for 4 stages");
     refused(ddp_pipeline_partition(cost, 3, 0, first), "3 layers for 0 stages");
     refused(ddp_pipeline_partition(NULL, 3, 1, first), "cost or first_layer is NULL");
     refused(ddp_pipeline_partition(cost, 3, 1, NULL), "cost or first_layer is NULL");
     refused(ddp_pipeline_partition(cost, -3, 1, first), "-3 layers for 1 stages");
+    refused(ddp_pipeline_partition_speed(cost, 3, speed, 4, first), "3 layers for 4 stages");
+    refused(ddp_pipeline_partition_speed(cost, 3, NULL, 2, first), "speed is NULL");
+    const double bad[] = {0, -2, NAN, INFINITY};
+    const char *texts[] = {"0", "-2", "nan", "inf"};
+    for (int i = 0; i < 4; i++) {
+        char wanted[120];
+        snprintf(wanted, sizeof wanted,
+                 "ddp_pipeline_partition_speed: speed[1]=%s; use a finite number above 0", texts[i]);
+        speed[1] = bad[i];
+        refused(ddp_pipeline_partition_speed(cost, 3, speed, 2, first), wanted);
+    }
+    for (int i = 0; i < 3; i++) assert_int_equal(first[i], 7);
     cost[0] = cost[1] = cost[2] = 1e308; /* costs with infinite sums are still divided */
     ok(ddp_pipeline_partition(cost, 3, 1, first));
     assert_int_equal(first[0], 0);
+    speed[1] = 1e-308;
+    ok(ddp_pipeline_partition_speed(cost, 3, speed, 2, first));
+    assert_int_equal(first[1], 2);
 }
 
 typedef struct runs {
@@ -1494,6 +1543,7 @@ int main(void) {
                                        cmocka_unit_test(names),
                                        cmocka_unit_test(out_of_memory),
                                        cmocka_unit_test(partition),
+                                       cmocka_unit_test(partition_leaves_a_layer_to_a_fast_stage),
                                        cmocka_unit_test(partition_refuses),
                                        cmocka_unit_test(profile)};
     watchdog_start(120);
