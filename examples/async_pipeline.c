@@ -18,6 +18,7 @@
 #include "../ddp.h"
 #include "../ddp_fsdp.h" /* ddp_optimizer */
 #include "../ddp_pipeline.h"
+#include "extras/mnist.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,19 +31,7 @@ enum { SAMPLES = 4096, BOUNDARY_BYTES = MICRO * HIDDEN * sizeof(float) };
 static const int width[LAYERS + 1] = {PIXELS, HIDDEN, HIDDEN, HIDDEN, HIDDEN, HIDDEN, CLASSES};
 typedef float matrix[MICRO * PIXELS]; /* (MICRO, width) */
 
-//== data =======================================================================================
-static uint8_t images[SAMPLES * PIXELS], labels[SAMPLES]; /* (SAMPLES, PIXELS), (SAMPLES) */
-
-/* Noise, and a bright stripe at the height of the label. */
-static ddp_result make_data(void) {
-    uint32_t random = 1;
-    for (int i = 0; i < SAMPLES * PIXELS; i++) {
-        random = random * 1664525 + 1013904223;
-        images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
-    }
-    for (int i = 0; i < SAMPLES; i++) labels[i] = (uint8_t)(i % CLASSES);
-    return DDP_OK;
-}
+static mnist data; /* synthetic; made before the ranks start */
 
 //== model ======================================================================================
 typedef struct trainer {
@@ -155,11 +144,11 @@ static ddp_result forward(const ddp_pipeline_call *call, void *user) {
     matrix *out = (matrix *)call->saved; /* out[0] goes into layer t->first */
     int at = t->start + call->microbatch, row = at * MICRO % SAMPLES, layers = t->end - t->first;
     for (int i = 0; t->first == 0 && i < MICRO * PIXELS; i++)
-        out[0][i] = (float)images[row * PIXELS + i] / 128 - 0.5f;
+        out[0][i] = (float)data.images[row * PIXELS + i] / 128 - 0.5f;
     if (t->first > 0) memcpy(out[0], call->inputs[0].data, BOUNDARY_BYTES);
     for (int i = 0; i < layers; i++) forward_layer(t, t->first + i, out[i], out[i + 1]);
     if (t->end < LAYERS) memcpy(call->outputs[0].data, out[layers], BOUNDARY_BYTES);
-    if (t->end == LAYERS) *call->loss = cross_entropy(t, out[layers], labels + row);
+    if (t->end == LAYERS) *call->loss = cross_entropy(t, out[layers], data.labels + row);
     if (t->first == 0 && isatty(STDOUT_FILENO)) /* the next line overwrites this one */
         dprintf(STDOUT_FILENO, "%s: batch %d/%d \r", t->name, at / BATCH, t->batches);
     return DDP_OK;
@@ -172,7 +161,7 @@ static ddp_result backward(const ddp_pipeline_call *call, void *user) {
     int layers = t->end - t->first;
     int row = (t->start + call->microbatch) * MICRO % SAMPLES;
     if (t->end < LAYERS) memcpy(t->d_out[t->end], call->output_grads[0].data, BOUNDARY_BYTES);
-    if (t->end == LAYERS) cross_entropy(t, out[layers], labels + row);
+    if (t->end == LAYERS) cross_entropy(t, out[layers], data.labels + row);
     for (int i = layers - 1; i >= 0; i--) backward_layer(t, t->first + i, out[i], out[i + 1]);
     if (t->first > 0) memcpy(call->input_grads[0].data, t->d_out[t->first], BOUNDARY_BYTES);
     return DDP_OK;
@@ -289,7 +278,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 int main(int argc, char **argv) {
     ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
     int batches = argc > 2 ? atoi(argv[2]) : 32;
-    ddp_result result = make_data();
+    ddp_result result = mnist_synthetic(SAMPLES, 0, &data, NULL);
     if (argc > 3 || desc.world_size < 1 || batches < 3 || batches > MAX_BATCHES)
         result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [batches]], 3 to 1000 batches", argv[0]);
     if (result == DDP_OK) result = ddp_launch(&desc, rank_main, &batches);

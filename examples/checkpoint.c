@@ -25,19 +25,17 @@
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "../ddp_fsdp.h"
-#include <fcntl.h>
+#include "extras/mnist.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 enum { INPUTS = 784, HIDDEN = 32, CLASSES = 10, LAYERS = 2, PARAMS = 2 * LAYERS };
 enum { SAMPLES = 1024, MICRO = 16, BATCH = 4 * MICRO, STEPS = 40, SAVE_STEP = 20 }; /* 16 steps per epoch */
 static const int width[LAYERS + 1] = {INPUTS, HIDDEN, CLASSES};
-static const uint8_t *images, *labels; /* (60000, INPUTS), (60000); NULL = synthetic samples */
+static mnist data; /* images NULL = synthetic samples */
 
 /* One run of the training, in memory that the ranks share with main(). */
 typedef struct run {
@@ -61,27 +59,14 @@ typedef struct trainer {
     int label[MICRO];
 } trainer;
 
-/* Maps a file of MNIST: a header of `header` bytes, then size bytes of pixels or labels. NULL on failure. */
-static const uint8_t *map_idx(const char *folder, const char *name, int64_t header, int64_t size) {
-    char path[1024];
-    struct stat info;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    int fd = open(path, O_RDONLY);
-    int fits = fd >= 0 && fstat(fd, &info) == 0 && info.st_size == header + size;
-    void *file = fits ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-    if (fd >= 0) close(fd);
-    if (file == MAP_FAILED) ddp_fail(DDP_ERR_INVALID, "%s is missing, or not a file of MNIST", path);
-    return file == MAP_FAILED ? NULL : (const uint8_t *)file + header;
-}
-
 /* Row b of the micro-batch: an image, or noise with a bright stripe at the place of the label. */
 static void make_sample(trainer *t, int b, int64_t index) {
     uint32_t random = (uint32_t)index + 1;
-    t->label[b] = images ? labels[index] : (int)(index % CLASSES);
+    t->label[b] = data.images ? data.labels[index] : (int)(index % CLASSES);
     for (int i = 0; i < INPUTS; i++) {
         random = random * 1664525 + 1013904223;
         float noise = (float)(random >> 8) / 8388608.0f - (i / 64 == t->label[b] ? 0 : 1);
-        t->out[0][b * INPUTS + i] = images ? (float)images[index * INPUTS + i] / 128 - 0.5f : noise;
+        t->out[0][b * INPUTS + i] = data.images ? (float)data.images[index * INPUTS + i] / 128 - 0.5f : noise;
     }
 }
 
@@ -284,13 +269,7 @@ int main(int argc, char **argv) {
     if (r == MAP_FAILED) result = ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the results");
     if (before < 1 || after < 1 || argc > 5)
         result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks_before [ranks_after [folder [data]]]]", argv[0]);
-    if (result == DDP_OK && argc > 4) {
-        images = map_idx(argv[4], "train-images-idx3-ubyte", 16, 60000 * INPUTS);
-        labels = map_idx(argv[4], "train-labels-idx1-ubyte", 8, 60000);
-        if (!images || !labels) result = DDP_ERR_INVALID;
-        for (int i = 0; labels && i < SAMPLES; i++)
-            if (labels[i] >= CLASSES) result = ddp_fail(DDP_ERR_INVALID, "a label is not below 10");
-    }
+    if (result == DDP_OK && argc > 4) result = mnist_open(argv[4], &data, NULL);
     for (int i = 0; i < 3 && result == DDP_OK; i++) r[i].folder = folder;
     if (result == DDP_OK) result = compare(r, before, after);
     if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());

@@ -14,14 +14,11 @@
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "../ddp_fsdp.h" /* ddp_optimizer, ddp_lr_at */
-#include <fcntl.h>
+#include "extras/mnist.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 /* An input is the mean of 4 x 4 pixels. */
 enum { PIXELS = 784, INPUTS = PIXELS / 16, HIDDEN = 32, CLASSES = 10, LAYERS = 3, PARAMS = 2 * LAYERS };
@@ -47,7 +44,7 @@ static const recipe recipes[RECIPES] = {
     {"LARS, warm-up", LARGE_BATCH, BASE_BATCH, 0.02, 1, DDP_OPTIMIZER_LARS},
 };
 
-static const uint8_t *images, *labels; /* (60000, PIXELS), (60000); NULL = synthetic samples */
+static mnist data; /* images NULL = synthetic samples */
 
 typedef struct trainer {
     ddp_group *world;
@@ -70,37 +67,15 @@ static float uniform(uint32_t *random) { /* -1 to 1 */
     return (float)(*random >> 8) / 8388608.0f - 1;
 }
 
-/* Maps a file of MNIST: a header of `header` bytes, then size bytes of pixels or labels. NULL on failure. */
-static const uint8_t *map_idx(const char *folder, const char *name, int64_t header, int64_t size) {
-    char path[1024];
-    struct stat info;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    int fd = open(path, O_RDONLY);
-    int fits = fd >= 0 && fstat(fd, &info) == 0 && info.st_size == header + size;
-    void *file = fits ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-    if (fd >= 0) close(fd);
-    if (file == MAP_FAILED) ddp_fail(DDP_ERR_INVALID, "%s is missing, or not a file of MNIST", path);
-    return file == MAP_FAILED ? NULL : (const uint8_t *)file + header;
-}
-
-static ddp_result open_data(const char *folder) {
-    images = map_idx(folder, "train-images-idx3-ubyte", 16, 60000 * PIXELS);
-    labels = map_idx(folder, "train-labels-idx1-ubyte", 8, 60000);
-    if (!images || !labels) return DDP_ERR_INVALID;
-    for (int i = 0; i < TRAIN + TEST; i++)
-        if (labels[i] >= CLASSES) return ddp_fail(DDP_ERR_INVALID, "a label is not below 10");
-    return DDP_OK;
-}
-
 /* Row b of the micro-batch. The label of noise is the answer of a fixed network with random weights. */
 static void make_sample(trainer *t, int b, int64_t index) {
     uint32_t random = (uint32_t)index * 2654435761u, weights = 1;
     float *in = t->out[0] + b * INPUTS, answer[CLASSES] = {0};
-    if (images) {
+    if (data.images) {
         for (int i = 0; i < INPUTS; i++) in[i] = -0.5f;
         for (int i = 0; i < PIXELS; i++)
-            in[i / 112 * 7 + i % 28 / 4] += (float)images[index * PIXELS + i] / (16 * 128);
-        t->label[b] = labels[index];
+            in[i / 112 * 7 + i % 28 / 4] += (float)data.images[index * PIXELS + i] / (16 * 128);
+        t->label[b] = data.labels[index];
         return;
     }
     for (int i = 0; i < INPUTS; i++) in[i] = uniform(&random);
@@ -291,7 +266,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 int main(int argc, char **argv) {
     ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
     ddp_result result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [folder]]", argv[0]);
-    if (desc.world_size >= 1 && argc <= 3) result = argc > 2 ? open_data(argv[2]) : DDP_OK;
+    if (desc.world_size >= 1 && argc <= 3) result = argc > 2 ? mnist_open(argv[2], &data, NULL) : DDP_OK;
     if (result == DDP_OK) result = ddp_launch(&desc, rank_main, NULL);
     if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
     return result != DDP_OK;

@@ -15,72 +15,18 @@
 #include "../ddp.h"
 #include "../ddp_fsdp.h" /* ddp_optimizer */
 #include "extras/batch_norm.h"
-#include <fcntl.h>
+#include "extras/mnist.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 enum { PIXELS = 784, CLASSES = 10, BATCH = 256, BLOCK = 64, EPOCHS = 4, CONVS = 2, PARAMS = 8 };
 enum { MAPS0 = 1, MAPS1 = 8, MAPS2 = 16, FLAT = MAPS2 * 7 * 7 };
 static const int maps[CONVS + 1] = {MAPS0, MAPS1, MAPS2};
-static const int side[CONVS + 1] = {28, 14,
-                                    7}; /* of the input of each convolution, and of the linear layer */
-
-//== data =======================================================================================
-typedef struct dataset {
-    int64_t count;
-    const uint8_t *images, *labels; /* (count, PIXELS), (count) */
-} dataset;
-
-/* Maps a file of MNIST: a header of `header` bytes, then size bytes of pixels or labels. NULL on failure. */
-static const uint8_t *map_idx(const char *folder, const char *name, int64_t header, int64_t size) {
-    char path[1024];
-    struct stat info;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    int fd = open(path, O_RDONLY);
-    int fits = fd >= 0 && fstat(fd, &info) == 0 && info.st_size == header + size;
-    void *file = fits ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-    if (fd >= 0) close(fd);
-    if (file == MAP_FAILED) ddp_fail(DDP_ERR_INVALID, "%s is missing, or not a file of MNIST", path);
-    return file == MAP_FAILED ? NULL : (const uint8_t *)file + header;
-}
-
-static ddp_result open_data(const char *folder, dataset *train, dataset *test) {
-    *train = (dataset){60000, map_idx(folder, "train-images-idx3-ubyte", 16, 60000 * PIXELS),
-                       map_idx(folder, "train-labels-idx1-ubyte", 8, 60000)};
-    *test = (dataset){10000, map_idx(folder, "t10k-images-idx3-ubyte", 16, 10000 * PIXELS),
-                      map_idx(folder, "t10k-labels-idx1-ubyte", 8, 10000)};
-    return train->images && train->labels && test->images && test->labels ? DDP_OK : DDP_ERR_INVALID;
-}
-
-/* Without files: noise, and a bright stripe at the height of the label. */
-static ddp_result make_data(dataset *train, dataset *test) {
-    enum { TRAIN = 1024, TEST = 512, COUNT = TRAIN + TEST };
-    void *memory = mmap(NULL, COUNT * (PIXELS + 1), PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    uint8_t *images = (uint8_t *)memory, *labels = images + COUNT * PIXELS;
-    uint32_t random = 1;
-    if (memory == MAP_FAILED) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the data set");
-    for (int i = 0; i < COUNT * PIXELS; i++) {
-        random = random * 1664525 + 1013904223;
-        images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
-    }
-    for (int i = 0; i < COUNT; i++) labels[i] = (uint8_t)(i % CLASSES);
-    *train = (dataset){TRAIN, images, labels};
-    *test = (dataset){TEST, images + TRAIN * PIXELS, labels + TRAIN};
-    return DDP_OK;
-}
-
-/* Called by the loader's threads: copies one image and its label. */
-static ddp_result fetch(void *user, int64_t index, void *const *fields) {
-    const dataset *data = (const dataset *)user;
-    memcpy(fields[0], data->images + index * PIXELS, PIXELS);
-    memcpy(fields[1], data->labels + index, 1);
-    return data->labels[index] < CLASSES ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "a label is not below 10");
-}
+/* Height and width of the input of each convolution, and of the linear layer. */
+static const int side[CONVS + 1] = {28, 14, 7};
+static int local; /* 1 = each rank normalizes by its own samples */
 
 //== model ======================================================================================
 /* Activations of convolution l, for the samples of this rank. Gradients of d_norm replace its values. */
@@ -260,20 +206,19 @@ static ddp_result create_model(trainer *t, ddp_tensor *buffers) {
 }
 
 /* Rank r takes block r of each global batch. */
-static ddp_result create_loader(ddp_loader **out, trainer *t, dataset *data, int64_t count,
-                                int global_batch) {
+static ddp_result create_loader(ddp_loader **out, trainer *t, mnist *data, int64_t count, int global_batch) {
     const ddp_tensor fields[2] = {{NULL, DDP_U8, 1, {PIXELS}}, {NULL, DDP_U8, 0, {0}}};
     int ranks = ddp_world_size(t->world);
     ddp_sampler_desc sampler = {.dataset_size = count,
                                 .num_replicas = ranks,
                                 .rank = ddp_rank(t->world),
                                 .global_batch = global_batch};
-    ddp_loader_desc desc = {sampler,          BATCH / ranks,  fields,
-                            .field_count = 2, .fetch = fetch, .fetch_user = data};
+    ddp_loader_desc desc = {sampler,          BATCH / ranks,        fields,
+                            .field_count = 2, .fetch = mnist_fetch, .fetch_user = data};
     return ddp_loader_create(out, &desc);
 }
 
-static ddp_result train(trainer *t, dataset *data) {
+static ddp_result train(trainer *t, mnist *data) {
     int64_t steps = data[0].count / BATCH; /* per epoch */
     ddp_tensor buffers[3 * CONVS];
     ddp_batch batch;
@@ -317,20 +262,15 @@ static ddp_result train(trainer *t, dataset *data) {
     return right > 80 ? DDP_OK : ddp_fail(DDP_ERR_CORRUPT, "test accuracy %.2f%% is below 80%%", right);
 }
 
-typedef struct run {
-    dataset data[2]; /* training set, test set */
-    int local;
-} run;
-
 static ddp_result rank_main(ddp_group *world, void *user) {
-    run *r = (run *)user;
     trainer *t = (trainer *)calloc(1, sizeof *t);
     ddp_result result = t ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the model");
     if (BATCH / BLOCK % ddp_world_size(world))
         result = ddp_fail(DDP_ERR_INVALID, "%d ranks: use 1, 2 or 4", ddp_world_size(world));
     if (t) t->world = world;
-    if (result == DDP_OK && !r->local) result = ddp_group_split(world, 0, 0, &t->norms);
-    if (result == DDP_OK) result = train(t, r->data);
+    if (result == DDP_OK && !local) result = ddp_group_split(world, 0, 0, &t->norms);
+    if (result == DDP_OK) result = train(t, (mnist *)user);
+    if (result != DDP_OK) ddp_group_abort(world); /* other ranks do not wait for this one */
     if (!t) return result;
     ddp_loader_destroy(t->train);
     ddp_loader_destroy(t->test);
@@ -343,14 +283,15 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 }
 
 int main(int argc, char **argv) {
-    int local = argc > 2 && strcmp(argv[argc - 1], "local") == 0, rest = argc - local;
-    run r = {.local = local};
+    mnist data[2]; /* training set, test set */
+    local = argc > 2 && strcmp(argv[argc - 1], "local") == 0;
+    int rest = argc - local;
     ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
-    ddp_result result = rest > 2 ? open_data(argv[2], &r.data[0], &r.data[1])
-                                 : make_data(&r.data[0], &r.data[1]);
+    ddp_result result = rest > 2 ? mnist_open(argv[2], &data[0], &data[1])
+                                 : mnist_synthetic(1024, 512, &data[0], &data[1]);
     if (desc.world_size < 1 || rest > 3)
         result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [folder] [local]]", argv[0]);
-    if (result == DDP_OK) result = ddp_launch(&desc, rank_main, &r);
+    if (result == DDP_OK) result = ddp_launch(&desc, rank_main, data);
     if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
     return result != DDP_OK;
 }

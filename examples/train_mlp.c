@@ -5,6 +5,7 @@
         ./train_mlp 2 data      2 ranks, and a folder with the files of MNIST or Fashion-MNIST:
                                 apt-get install dataset-fashion-mnist
                                 cp -r /usr/share/datasets/fashion-mnist data && gunzip -r data
+        ./train_mlp 2 data best.npy    stops early, and keeps the best weights in a file; "-" = no folder
 
     Every rank holds the whole model and trains on its part of each batch. The reducer averages the gradients
     over the ranks while backward still computes the layers below. 1, 2 and 4 ranks end with the same bits:
@@ -13,70 +14,19 @@
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "../ddp_fsdp.h" /* ddp_optimizer, ddp_lr_at */
-#include <fcntl.h>
+#include "extras/mnist.h"
+#include "extras/npy.h"
+#include "extras/training.h" /* early_stop */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 enum { PIXELS = 784, HIDDEN = 128, CLASSES = 10, LAYERS = 4, PARAMS = 2 * LAYERS };
-enum { MICRO = 64, BATCH = 4 * MICRO, EPOCHS = 4 };
+enum { MICRO = 64, BATCH = 4 * MICRO, EPOCHS = 4, MAX_EPOCHS = 20 }; /* MAX_EPOCHS with early stopping */
 static const int width[LAYERS + 1] = {PIXELS, HIDDEN, HIDDEN, HIDDEN, CLASSES};
-
-//== data =======================================================================================
-typedef struct dataset {
-    int64_t count;
-    const uint8_t *images, *labels; /* (count, PIXELS), (count) */
-} dataset;
-
-/* Maps a file of MNIST: a header of `header` bytes, then size bytes of pixels or labels. NULL on failure. */
-static const uint8_t *map_idx(const char *folder, const char *name, int64_t header, int64_t size) {
-    char path[1024];
-    struct stat info;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    int fd = open(path, O_RDONLY);
-    int fits = fd >= 0 && fstat(fd, &info) == 0 && info.st_size == header + size;
-    void *file = fits ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-    if (fd >= 0) close(fd);
-    if (file == MAP_FAILED) ddp_fail(DDP_ERR_INVALID, "%s is missing, or not a file of MNIST", path);
-    return file == MAP_FAILED ? NULL : (const uint8_t *)file + header;
-}
-
-static ddp_result open_data(const char *folder, dataset *train, dataset *test) {
-    *train = (dataset){60000, map_idx(folder, "train-images-idx3-ubyte", 16, 60000 * PIXELS),
-                       map_idx(folder, "train-labels-idx1-ubyte", 8, 60000)};
-    *test = (dataset){10000, map_idx(folder, "t10k-images-idx3-ubyte", 16, 10000 * PIXELS),
-                      map_idx(folder, "t10k-labels-idx1-ubyte", 8, 10000)};
-    return train->images && train->labels && test->images && test->labels ? DDP_OK : DDP_ERR_INVALID;
-}
-
-/* Without files: noise, and a bright stripe at the height of the label. */
-static ddp_result make_data(dataset *train, dataset *test) {
-    enum { TRAIN = 4096, TEST = 1024, COUNT = TRAIN + TEST };
-    void *memory = mmap(NULL, COUNT * (PIXELS + 1), PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    uint8_t *images = (uint8_t *)memory, *labels = images + COUNT * PIXELS;
-    uint32_t random = 1;
-    if (memory == MAP_FAILED) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the data set");
-    for (int i = 0; i < COUNT * PIXELS; i++) {
-        random = random * 1664525 + 1013904223;
-        images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
-    }
-    for (int i = 0; i < COUNT; i++) labels[i] = (uint8_t)(i % CLASSES);
-    *train = (dataset){TRAIN, images, labels};
-    *test = (dataset){TEST, images + TRAIN * PIXELS, labels + TRAIN};
-    return DDP_OK;
-}
-
-/* Called by the loader's threads: copies one image and its label. */
-static ddp_result fetch(void *user, int64_t index, void *const *fields) {
-    const dataset *data = (const dataset *)user;
-    memcpy(fields[0], data->images + index * PIXELS, PIXELS);
-    memcpy(fields[1], data->labels + index, 1);
-    return data->labels[index] < CLASSES ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "a label is not below 10");
-}
+static const char *best_file; /* NULL = no early stopping */
 
 //== model ======================================================================================
 typedef struct metrics {
@@ -93,6 +43,7 @@ typedef struct trainer {
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     ddp_optimizer *optimizer;
+    early_stop stop;
 } trainer;
 
 /* out[l + 1] = relu(out[l] weight + bias) for n rows; the last layer has no relu. */
@@ -178,14 +129,14 @@ static ddp_result create_strategy(trainer *t) {
 }
 
 /* With global_batch, the batches of an epoch are the same on any number of ranks; rank r takes block r. */
-static ddp_result create_loader(ddp_loader **out, trainer *t, dataset *data, int64_t count,
-                                int global_batch) {
+static ddp_result create_loader(ddp_loader **out, trainer *t, mnist *data, int64_t count, int global_batch) {
     const ddp_tensor fields[2] = {{NULL, DDP_U8, 1, {PIXELS}}, {NULL, DDP_U8, 0, {0}}};
     ddp_sampler_desc sampler = {.dataset_size = count,
                                 .num_replicas = ddp_world_size(t->world),
                                 .rank = ddp_rank(t->world),
                                 .global_batch = global_batch};
-    ddp_loader_desc desc = {sampler, MICRO, fields, .field_count = 2, .fetch = fetch, .fetch_user = data};
+    ddp_loader_desc desc = {sampler,           MICRO, fields, .field_count = 2, .fetch = mnist_fetch,
+                            .fetch_user = data};
     return ddp_loader_create(out, &desc);
 }
 
@@ -217,6 +168,18 @@ static ddp_result hash_weights(trainer *t, uint64_t *hash) {
     return DDP_OK;
 }
 
+/* tested: loss and accuracy on the test set, over all ranks. */
+static ddp_result run_test(trainer *t, metrics *tested) {
+    ddp_batch batch;
+    DDP_TRY(ddp_loader_set_epoch(t->test, 0));
+    for (int64_t left = ddp_loader_length(t->test); left > 0; left--) {
+        DDP_TRY(ddp_loader_next(t->test, &batch));
+        DDP_TRY(forward(t, &batch, tested));
+    }
+    DDP_TRY(ddp_mean_reduce(t->world, &tested->loss));
+    return ddp_mean_reduce(t->world, &tested->accuracy);
+}
+
 /* Trains for one epoch, then tests. *step counts the steps of all epochs. */
 static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_t *step, metrics *trained,
                             metrics *tested) {
@@ -236,32 +199,55 @@ static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_
             fflush(stdout);
         }
     }
-    DDP_TRY(ddp_loader_set_epoch(t->test, 0));
-    for (int64_t left = ddp_loader_length(t->test); left > 0; left--) {
-        DDP_TRY(ddp_loader_next(t->test, &batch));
-        DDP_TRY(forward(t, &batch, tested));
-    }
     DDP_TRY(ddp_mean_reduce(t->world, &trained->loss));
-    return ddp_mean_reduce(t->world, &tested->accuracy);
+    return run_test(t, tested);
 }
 
-static ddp_result train(trainer *t, dataset *data) {
+/* After an epoch: rank 0 saves the weights if the test loss is the lowest so far. *is_over 1: two epochs in a
+   row have not improved it. All ranks get the same answer, so they end together. */
+static ddp_result keep_best(trainer *t, double loss, int *is_over) {
+    ddp_tensor weights = {t->value, DDP_F32, 2, {PARAMS, PIXELS * HIDDEN}};
+    int is_best = 0;
+    DDP_TRY(early_stop_check(t->world, &t->stop, loss, &is_best, is_over));
+    return is_best && ddp_rank(t->world) == 0 ? npy_save(NULL, &weights, best_file) : DDP_OK;
+}
+
+/* Rank 0 reads the best weights and sends them. Their test loss must be the best one again. */
+static ddp_result load_best(trainer *t) {
+    ddp_tensor weights = {t->value, DDP_F32, 2, {PARAMS, PIXELS * HIDDEN}};
+    metrics tested = {0};
+    if (ddp_rank(t->world) == 0) DDP_TRY(npy_load(NULL, best_file, &weights));
+    DDP_TRY(ddp_broadcast(t->world, t->value, PARAMS * PIXELS * HIDDEN, DDP_F32, 0, NULL));
+    DDP_TRY(run_test(t, &tested));
+    double loss = ddp_mean_value(&tested.loss);
+    if (ddp_rank(t->world) == 0)
+        printf("best weights in %s   test loss %.4f   test accuracy %.2f%%\n", best_file, loss,
+               100 * ddp_mean_value(&tested.accuracy));
+    if (loss == t->stop.best) return DDP_OK;
+    return ddp_fail(DDP_ERR_CORRUPT, "%s has a test loss of %g, not %g", best_file, loss, t->stop.best);
+}
+
+static ddp_result train(trainer *t, mnist *data) {
     int64_t step = 0, steps = data[0].count / BATCH; /* per epoch */
-    ddp_lr_desc lr = {.kind = DDP_LR_COSINE, .max_lr = 2e-3, .total_steps = EPOCHS * steps};
+    int epochs = best_file ? MAX_EPOCHS : EPOCHS, is_over = 0;
+    ddp_lr_desc lr = {.kind = DDP_LR_COSINE, .max_lr = 2e-3, .total_steps = epochs * steps};
     uint64_t hash;
     double start = ddp_now(), right = 0;
     create_model(t);
     DDP_TRY(create_strategy(t));
     DDP_TRY(create_loader(&t->train, t, &data[0], steps * BATCH, BATCH));
     DDP_TRY(create_loader(&t->test, t, &data[1], data[1].count, 0));
-    for (int epoch = 0; epoch < EPOCHS; epoch++) {
+    t->stop = (early_stop){.patience = 2, .min_delta = 1e-3};
+    for (int epoch = 0; epoch < epochs && !is_over; epoch++) {
         metrics trained = {0}, tested = {0};
         DDP_TRY(run_epoch(t, epoch, &lr, &step, &trained, &tested));
         right = 100 * ddp_mean_value(&tested.accuracy);
         if (ddp_rank(t->world) == 0)
-            printf("epoch %d/%d   loss %.4f   test accuracy %.2f%%   %.1f s\n", epoch + 1, EPOCHS,
+            printf("epoch %d/%d   loss %.4f   test accuracy %.2f%%   %.1f s\n", epoch + 1, epochs,
                    ddp_mean_value(&trained.loss), right, ddp_now() - start);
+        if (best_file) DDP_TRY(keep_best(t, ddp_mean_value(&tested.loss), &is_over));
     }
+    if (best_file) DDP_TRY(load_best(t));
     DDP_TRY(hash_weights(t, &hash));
     if (ddp_rank(t->world) == 0) printf("weights %016llx\n", (unsigned long long)hash);
     return right > 80 ? DDP_OK : ddp_fail(DDP_ERR_CORRUPT, "test accuracy %.2f%% is below 80%%", right);
@@ -273,7 +259,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     trainer *t = (trainer *)calloc(1, sizeof *t);
     if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the model");
     t->world = world;
-    ddp_result result = train(t, (dataset *)user);
+    ddp_result result = train(t, (mnist *)user);
+    if (result != DDP_OK) ddp_group_abort(world); /* other ranks do not wait for this one */
     ddp_loader_destroy(t->train);
     ddp_loader_destroy(t->test);
     ddp_optimizer_destroy(t->optimizer);
@@ -284,10 +271,14 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 }
 
 int main(int argc, char **argv) {
-    dataset data[2]; /* training set, test set; opened before the ranks start, which share the memory */
+    mnist data[2]; /* training set, test set; opened before the ranks start, which share the memory */
     ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
-    ddp_result result = argc > 2 ? open_data(argv[2], &data[0], &data[1]) : make_data(&data[0], &data[1]);
-    if (desc.world_size < 1) result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [folder]]", argv[0]);
+    int has_folder = argc > 2 && strcmp(argv[2], "-") != 0;
+    ddp_result result = has_folder ? mnist_open(argv[2], &data[0], &data[1])
+                                   : mnist_synthetic(4096, 1024, &data[0], &data[1]);
+    if (argc > 3) best_file = argv[3];
+    if (desc.world_size < 1 || argc > 4)
+        result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [folder [best.npy]]]", argv[0]);
     if (result == DDP_OK) result = ddp_launch(&desc, rank_main, data);
     if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());
     return result != DDP_OK;

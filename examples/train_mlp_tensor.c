@@ -12,70 +12,16 @@
 #include "../ddp.h"
 #include "../ddp_fsdp.h" /* ddp_optimizer, ddp_lr_at */
 #include "../ddp_tensor.h"
-#include <fcntl.h>
+#include "extras/mnist.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 enum { PIXELS = 784, HIDDEN = 128, CLASSES = 10, LAYERS = 4, PARAMS = 2 * LAYERS };
 enum { BATCH = 256, EPOCHS = 4 };
 static const int width[LAYERS + 1] = {PIXELS, HIDDEN, HIDDEN, HIDDEN, CLASSES};
-
-//== data =======================================================================================
-typedef struct dataset {
-    int64_t count;
-    const uint8_t *images, *labels; /* (count, PIXELS), (count) */
-} dataset;
-
-/* Maps a file of MNIST: a header of `header` bytes, then size bytes of pixels or labels. NULL on failure. */
-static const uint8_t *map_idx(const char *folder, const char *name, int64_t header, int64_t size) {
-    char path[1024];
-    struct stat info;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    int fd = open(path, O_RDONLY);
-    int fits = fd >= 0 && fstat(fd, &info) == 0 && info.st_size == header + size;
-    void *file = fits ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-    if (fd >= 0) close(fd);
-    if (file == MAP_FAILED) ddp_fail(DDP_ERR_INVALID, "%s is missing, or not a file of MNIST", path);
-    return file == MAP_FAILED ? NULL : (const uint8_t *)file + header;
-}
-
-static ddp_result open_data(const char *folder, dataset *train, dataset *test) {
-    *train = (dataset){60000, map_idx(folder, "train-images-idx3-ubyte", 16, 60000 * PIXELS),
-                       map_idx(folder, "train-labels-idx1-ubyte", 8, 60000)};
-    *test = (dataset){10000, map_idx(folder, "t10k-images-idx3-ubyte", 16, 10000 * PIXELS),
-                      map_idx(folder, "t10k-labels-idx1-ubyte", 8, 10000)};
-    return train->images && train->labels && test->images && test->labels ? DDP_OK : DDP_ERR_INVALID;
-}
-
-/* Without files: noise, and a bright stripe at the height of the label. */
-static ddp_result make_data(dataset *train, dataset *test) {
-    enum { TRAIN = 4096, TEST = 1024, COUNT = TRAIN + TEST };
-    void *memory = mmap(NULL, COUNT * (PIXELS + 1), PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    uint8_t *images = (uint8_t *)memory, *labels = images + COUNT * PIXELS;
-    uint32_t random = 1;
-    if (memory == MAP_FAILED) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the data set");
-    for (int i = 0; i < COUNT * PIXELS; i++) {
-        random = random * 1664525 + 1013904223;
-        images[i] = (uint8_t)((random >> 25) + (i % PIXELS / 56 == i / PIXELS % CLASSES + 2 ? 60 : 0));
-    }
-    for (int i = 0; i < COUNT; i++) labels[i] = (uint8_t)(i % CLASSES);
-    *train = (dataset){TRAIN, images, labels};
-    *test = (dataset){TEST, images + TRAIN * PIXELS, labels + TRAIN};
-    return DDP_OK;
-}
-
-/* Called by the loader's threads: copies one image and its label. */
-static ddp_result fetch(void *user, int64_t index, void *const *fields) {
-    const dataset *data = (const dataset *)user;
-    memcpy(fields[0], data->images + index * PIXELS, PIXELS);
-    memcpy(fields[1], data->labels + index, 1);
-    return data->labels[index] < CLASSES ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "a label is not below 10");
-}
 
 //== model ======================================================================================
 typedef struct metrics {
@@ -171,10 +117,11 @@ static ddp_result create_strategy(trainer *t) {
 }
 
 /* Every rank loads the whole batch. */
-static ddp_result create_loader(ddp_loader **out, dataset *data, int64_t count) {
+static ddp_result create_loader(ddp_loader **out, mnist *data, int64_t count) {
     const ddp_tensor fields[2] = {{NULL, DDP_U8, 1, {PIXELS}}, {NULL, DDP_U8, 0, {0}}};
     ddp_sampler_desc sampler = {.dataset_size = count};
-    ddp_loader_desc desc = {sampler, BATCH, fields, .field_count = 2, .fetch = fetch, .fetch_user = data};
+    ddp_loader_desc desc = {sampler,           BATCH, fields, .field_count = 2, .fetch = mnist_fetch,
+                            .fetch_user = data};
     return ddp_loader_create(out, &desc);
 }
 
@@ -214,7 +161,7 @@ static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_
     return DDP_OK; /* every rank has the whole loss */
 }
 
-static ddp_result train(trainer *t, dataset *data) {
+static ddp_result train(trainer *t, mnist *data) {
     int64_t step = 0, steps = data[0].count / BATCH; /* per epoch */
     ddp_lr_desc lr = {.kind = DDP_LR_COSINE, .max_lr = 2e-3, .total_steps = EPOCHS * steps};
     double start = ddp_now(), right = 0;
@@ -239,7 +186,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     trainer *t = (trainer *)calloc(1, sizeof *t);
     if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for the model");
     t->world = world;
-    ddp_result result = train(t, (dataset *)user);
+    ddp_result result = train(t, (mnist *)user);
+    if (result != DDP_OK) ddp_group_abort(world); /* other ranks do not wait for this one */
     ddp_loader_destroy(t->train);
     ddp_loader_destroy(t->test);
     ddp_optimizer_destroy(t->optimizer);
@@ -250,9 +198,10 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 }
 
 int main(int argc, char **argv) {
-    dataset data[2]; /* training set, test set; opened before the ranks start, which share the memory */
+    mnist data[2]; /* training set, test set; opened before the ranks start, which share the memory */
     ddp_launch_desc desc = {.world_size = argc > 1 ? atoi(argv[1]) : 2};
-    ddp_result result = argc > 2 ? open_data(argv[2], &data[0], &data[1]) : make_data(&data[0], &data[1]);
+    ddp_result result = argc > 2 ? mnist_open(argv[2], &data[0], &data[1])
+                                 : mnist_synthetic(4096, 1024, &data[0], &data[1]);
     if (desc.world_size < 1) result = ddp_fail(DDP_ERR_INVALID, "usage: %s [ranks [folder]]", argv[0]);
     if (result == DDP_OK) result = ddp_launch(&desc, rank_main, data);
     if (result != DDP_OK) fprintf(stderr, "%s: %s\n", argv[0], ddp_last_error());

@@ -64,7 +64,7 @@ def sentence(expected, *arguments):
 def check_fashion():
     """The same on Fashion-MNIST, where it is installed; wrong files are one sentence."""
     os.mkdir("data")
-    sentence("train-labels-idx1-ubyte is missing, or not a file of MNIST", "1", "1", "saved", "data")
+    sentence("train-images-idx3-ubyte is missing, or not a file of MNIST", "1", "1", "saved", "data")
     for name in "train-images-idx3-ubyte", "train-labels-idx1-ubyte":
         with gzip.open(FASHION + name + ".gz") as packed, open("data/" + name, "wb") as file:
             shutil.copyfileobj(packed, file)

@@ -1,6 +1,7 @@
 #!/bin/sh
 # The examples train_mlp*.c on their synthetic data: 1, 2 and 4 ranks end with one hash of the weights, which
-# is also the same for data parallelism, sharded parameters and the pipeline. Bad arguments are one sentence.
+# is also the same for data parallelism, sharded parameters and the pipeline. train_mlp also stops early and
+# keeps its best weights. Bad arguments are one sentence.
 # With "fashion": at least 87% on Fashion-MNIST; skipped where it is not installed.
 # usage: train_mlp.sh path/of/program NAME [HASH_OF_PROGRAM | fashion]
 . "$(dirname "$0")/../support/train_gpt.sh"
@@ -30,6 +31,18 @@ done
 if [ $# -gt 2 ] && [ "$slowdown" -eq 1 ]; then # the program of train_mlp.c, built with the same flags
     timeout "$limit" "$3" 1 | tail -n 1 > plain
     cmp -s plain hash1 || fail "train_mlp has other bits: $(cat plain hash1)"
+fi
+
+if [ "$name" = train_mlp ]; then # early stopping ends with the best weights, the same on 1 and 2 ranks
+    for ranks in 1 2; do
+        timeout "$limit" "$program" $ranks - best$ranks.npy > stopped$ranks 2> err || fail "best.npy: status $?: $(cat err)"
+        grep -q '^best weights in ' stopped$ranks || fail "no best weights: $(cat stopped$ranks)"
+        ! grep -q '^epoch 20/20' stopped$ranks || fail "no early stopping: $(cat stopped$ranks)"
+    done
+    cmp -s best1.npy best2.npy || fail "2 ranks have saved other weights than 1"
+    before=$(state)
+    wrong "npy_save: creating missing/best.npy" 2 - missing/best.npy
+    wrong "usage: " 2 - best.npy more
 fi
 
 before=$(state)
