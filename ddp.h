@@ -444,8 +444,8 @@ typedef struct ddp_join_desc {
 /* The name of a result, such as "DDP_ERR_TIMEOUT"; "unknown ddp_result" for any other value. Static text. */
 DDPDEF const char *ddp_result_name(ddp_result result);
 /* The last failure of this thread as one line, or "" if it had none. ddp_wait also sets it for a call that
-   failed on the communication thread. A call without a ddp_result sets it only if its comment states that.
-   Read it, or copy it, before the next call. */
+   failed on the communication thread. A call without a ddp_result sets it only if its comment states that; a
+   destroy never does, so it can be read after the objects are freed. Other calls may replace it. */
 DDPDEF const char *ddp_last_error(void);
 
 /* Bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values. */
@@ -463,7 +463,8 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
 /* Starts desc->world_size ranks on this machine and runs fn(world, user) on each. Blocks until all have
-   ended. Returns DDP_OK, or the failure that occurred first, with its ddp_last_error. desc may be NULL.
+   ended. Returns DDP_OK, or the failure that occurred first, with its ddp_last_error. A DDP_ERR_POISONED, as
+   on the peers of a rank that has called ddp_group_abort, comes after all others. desc may be NULL.
    Call it before starting threads, CUDA or MPI.
    Joining: inside torchrun, mpirun, srun or another ddp_launch, it starts no rank. It creates a group of
    all ranks there, as ddp_group_create does, and runs fn on the calling thread. It returns when this fn has
@@ -1690,6 +1691,13 @@ typedef struct ddp_saved_error {
 DDPDEF void ddp_error_save(ddp_saved_error *saved, ddp_result result);
 /* Sets this thread's error line, and returns the result. */
 DDPDEF ddp_result ddp_error_restore(const ddp_saved_error *saved);
+/* Begins a block that frees something. At its end this thread's error line is as before, so that a caller can
+   free its objects and then read why a call has failed. */
+#define DDP_KEEP_ERROR             \
+    ddp_saved_error ddp__error_now \
+        __attribute__((unused, cleanup(ddp_error_keep_end))) = ddp_error_keep_begin()
+DDPDEF ddp_saved_error ddp_error_keep_begin(void);           /* the present error line */
+DDPDEF void ddp_error_keep_end(const ddp_saved_error *kept); /* sets that line again */
 
 /* --- helpers ---
    For backends, devices and sibling headers. */
@@ -2178,6 +2186,16 @@ DDPDEF void ddp_error_save(ddp_saved_error *saved, ddp_result result) {
 
 DDPDEF ddp_result ddp_error_restore(const ddp_saved_error *saved) {
     return saved->result == DDP_OK ? DDP_OK : ddp_fail((ddp_result)saved->result, "%s", saved->text);
+}
+
+DDPDEF ddp_saved_error ddp_error_keep_begin(void) {
+    ddp_saved_error kept = {DDP_OK, ""};
+    memcpy(kept.text, ddp__error_text, sizeof kept.text);
+    return kept;
+}
+
+DDPDEF void ddp_error_keep_end(const ddp_saved_error *kept) {
+    memcpy(ddp__error_text, kept->text, sizeof kept->text);
 }
 
 DDPDEF const char *ddp_result_name(ddp_result result) {
@@ -9577,13 +9595,11 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     if (result == DDP_OK) {
         *out = child;
     } else if (child) {
-        ddp_saved_error saved = {DDP_OK, ""};
-        ddp_error_save(&saved, result);
+        DDP_KEEP_ERROR;
         if (child->state)
             ddp_group_destroy(child);
         else
             ddp__group_delete(child);
-        ddp_error_restore(&saved);
     }
     return result;
 }
@@ -9613,6 +9629,7 @@ DDPDEF int ddp_group_is_forked(const ddp_group *group) { return !*group->in_rank
 
 DDPDEF void ddp_group_destroy(ddp_group *group) {
     DDP_PUBLIC_CALL(ddp_group_destroy);
+    DDP_KEEP_ERROR;
     if (!group || ddp_group_is_forked(group)) return; /* a forked process must not touch the group */
     if (group->thread_started || group->no_thread) {
         char text[96];
@@ -11060,7 +11077,16 @@ static void ddp__launch_threads(ddp__launch *launch) {
     ddp__unset_thread_variables(variables);
 }
 
-/* Runs one attempt, with its own heap. Returns the first failure of a rank. */
+/* All ranks have ended: returns the failure to report, see ddp_launch. */
+static ddp_result ddp__launch_result(const ddp__job *job, int world_size) {
+    int failed = (int)ddp__load(&job->failed_rank_plus_1) - 1;
+    if (failed < 0) return DDP_OK;
+    for (int r = 0; r < world_size && job->rank[failed].result == DDP_ERR_POISONED; r++)
+        if (job->rank[r].result != DDP_OK && job->rank[r].result != DDP_ERR_POISONED) failed = r;
+    return ddp_fail((ddp_result)job->rank[failed].result, "%s", job->rank[failed].text);
+}
+
+/* Runs one attempt, with its own heap. */
 static ddp_result ddp__launch_attempt(ddp__launch *launch) {
     int threads = launch->desc.mode == DDP_LAUNCH_THREADS, world_size = launch->desc.world_size;
     DDP_TRY(ddp__heap_create(&launch->heap, world_size, threads, 1));
@@ -11075,9 +11101,7 @@ static ddp_result ddp__launch_attempt(ddp__launch *launch) {
     else
         ddp__launch_processes(launch);
     ddp__restore_pools(&launch->plan);
-    uint32_t failed = ddp__load(&job->failed_rank_plus_1);
-    ddp_result result = DDP_OK;
-    if (failed) result = ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text);
+    ddp_result result = ddp__launch_result(job, world_size);
     ddp__heap_release(launch->heap);
     return result;
 }
@@ -12169,6 +12193,7 @@ static void ddp__reducer_detach_accumulators(ddp_reducer *reducer);
 
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     DDP_PUBLIC_CALL(ddp_reducer_destroy);
+    DDP_KEEP_ERROR;
     if (!reducer || ddp_group_is_forked(reducer->group)) return;
     ddp__reducer_drain(reducer, 0);
     ddp__reducer_detach_accumulators(reducer);
@@ -12387,6 +12412,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     DDP_PUBLIC_CALL(ddp_accumulator_destroy);
+    DDP_KEEP_ERROR;
     if (!accumulator) return;
     for (int i = 0; i < accumulator->desc.param_count && accumulator->levels; i++)
         ddp_grad_sum_release(&accumulator->desc.params[i].sum, ddp__accumulator_sum(accumulator, i));
@@ -13471,6 +13497,7 @@ DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stat
 }
 
 DDPDEF void ddp_loader_destroy(ddp_loader *l) {
+    DDP_KEEP_ERROR;
     if (!l || ddp__loader_is_forked(l)) return; /* a forked process must not touch the loader */
     pthread_mutex_lock(&l->lock);
     int timeout_ms = l->timed_out && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms;

@@ -1292,6 +1292,7 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group,
 }
 
 DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
+    DDP_KEEP_ERROR;
     ddp_optimizer *o = optimizer;
     if (!o) return;
     if (o->squares) o->device->free(o->group, o->squares);
@@ -6365,6 +6366,7 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
 
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_destroy);
+    DDP_KEEP_ERROR;
     if (fsdp && !ddp_group_is_forked(fsdp->group)) ddp__fsdp_delete(fsdp, 1);
 }
 

@@ -5045,6 +5045,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
 
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
     DDP_PUBLIC_CALL(ddp_pipeline_destroy);
+    DDP_KEEP_ERROR;
     if (!pipeline || ddp_group_is_forked(pipeline->group)) return;
     ddp__pipe_wait_all(&pipeline->messages, 1);
     ddp__pipe_free(pipeline);

@@ -2921,6 +2921,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
 
 DDPDEF void ddp_tp_destroy(ddp_tp *tp) {
     DDP_PUBLIC_CALL(ddp_tp_destroy);
+    DDP_KEEP_ERROR;
     if (!tp) return;
     /* after a failure it is the group's to free */
     if (tp->workspace) (void)ddp_group_free(tp->group, tp->workspace);
