@@ -18,8 +18,9 @@ static void from_hex(unsigned char *out, const char *hex) {
 
 static void expect_hash(const void *message, size_t size, const char *hex) {
     unsigned char out[32], want[32];
+    size_t step = size > 1000 ? 43 : 1;
     from_hex(want, hex);
-    for (size_t first = 0; first <= size && first < 130; first++) { /* in two pieces, cut anywhere */
+    for (size_t first = 0; first <= size && first < 130; first += step) { /* in two pieces, cut anywhere */
         ddp__sha256(message, first, (const char *)message + first, size - first, out);
         assert_memory_equal(out, want, 32);
     }
