@@ -858,6 +858,13 @@ static void test_weights_save_inside_a_batch(void **state) {
     assert_memory_equal(&at, &again, sizeof at);
     run_batches(d, &at, -1, &seen, &again);
     check_cover(&seen, 0, "weights after equal blocks");
+    /* A state of a batch that is no multiple of the ranks. */
+    memset(seen.times, 0, 11 * sizeof(int));
+    d.global_batch = 9;
+    run_batches(d, NULL, 1, &seen, &at);
+    assert_int_equal(at.position, 9);
+    run_batches(d, &at, -1, &seen, &at);
+    check_cover(&seen, 0, "a batch of 9");
     free(seen.times);
 }
 
