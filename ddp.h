@@ -1412,6 +1412,17 @@ DDPDEF void ddp_copy_list_add(ddp_copy_list *list, void *dst, ddp_dtype dst_dtyp
                               ddp_dtype src_dtype, size_t count);
 DDPDEF void ddp_copy_list_end(ddp_copy_list *list); /* copies the rest, and empties the list */
 
+/* Buffers are tensors that are not trained, such as running statistics: ddp_reducer_desc.buffers and
+   ddp_fsdp_desc.buffers. Returns DDP_ERR_INVALID for a wrong count, or a tensor that is not filled in. */
+DDPDEF ddp_result ddp_buffers_check(const char *call_name, ddp_group *group, const ddp_tensor *buffers,
+                                    int buffer_count);
+/* Bytes of the message of ddp_buffers_broadcast. 0 with fewer than two buffers that are not empty. */
+DDPDEF size_t ddp_buffers_message_bytes(const ddp_tensor *buffers, int buffer_count);
+/* Broadcasts the buffers from root, packed into one message. message: memory of the group's device. A single
+   buffer is sent as it is, without message. Collective, blocks. */
+DDPDEF ddp_result ddp_buffers_broadcast(ddp_group *group, const ddp_tensor *buffers, int buffer_count,
+                                        void *message, int root);
+
 /* The group's device: ddp_group_desc.device, or the CPU. */
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 
@@ -1588,7 +1599,7 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
     X(ddp_fsdp_create) X(ddp_fsdp_unshard) X(ddp_fsdp_reshard) X(ddp_fsdp_reduce_grads)            \
     X(ddp_fsdp_zero_grad) X(ddp_fsdp_mean) X(ddp_fsdp_clip_grad_norm) X(ddp_fsdp_step)             \
     X(ddp_fsdp_save) X(ddp_fsdp_save_wait) X(ddp_fsdp_load) X(ddp_fsdp_get_shard)                  \
-    X(ddp_fsdp_destroy)                                                                            \
+    X(ddp_fsdp_sync_buffers) X(ddp_fsdp_get_full) X(ddp_fsdp_export) X(ddp_fsdp_destroy)           \
     X(ddp_pipeline_create) X(ddp_pipeline_step) X(ddp_pipeline_evaluate)                           \
     X(ddp_pipeline_get_times) X(ddp_pipeline_clip_grad_norm) X(ddp_pipeline_destroy)               \
     X(ddp_tensor_redistribute) X(ddp_tensor_distribute) X(ddp_tensor_gather)                       \
@@ -11693,14 +11704,7 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
                      desc->micro_batch_count);
     DDP__CREATE_NEED(desc->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(desc->comm_dtype),
                      "comm_dtype=%s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(desc->comm_dtype));
-    DDP__CREATE_NEED(desc->buffer_count == 0 || (desc->buffer_count > 0 && desc->buffers),
-                     "buffer_count=%d or buffers is NULL; set both, or neither", desc->buffer_count);
-    for (int i = 0; i < desc->buffer_count; i++) {
-        int64_t count = ddp_tensor_count(&desc->buffers[i]);
-        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype)
-                             && (count == 0 || desc->buffers[i].data),
-                         "buffer %d: data, dtype or shape is invalid; fill in its ddp_tensor", i);
-    }
+    DDP_TRY(ddp_buffers_check("ddp_reducer_create", NULL, desc->buffers, desc->buffer_count));
     size_t n = (size_t)desc->param_count, buffer_count = (size_t)desc->buffer_count;
     size_t bytes_per_param = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
     reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group,
@@ -11770,45 +11774,73 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     return DDP_OK;
 }
 
-/* Copies the buffers to the packed message, or back. */
-static void ddp__buffers_copy(const ddp_reducer *reducer, int to_message) {
-    unsigned char *place = (unsigned char *)reducer->packed_buffers;
+DDPDEF ddp_result ddp_buffers_check(const char *call_name, ddp_group *group, const ddp_tensor *buffers,
+                                    int buffer_count) {
+    DDP_CHECK(call_name, group, buffer_count == 0 || (buffer_count > 0 && buffers),
+              "buffer_count=%d or buffers is NULL; set both, or neither", buffer_count);
+    for (int i = 0; i < buffer_count; i++) {
+        int64_t count = ddp_tensor_count(&buffers[i]);
+        DDP_CHECK(call_name, group,
+                  count >= 0 && ddp_dtype_size(buffers[i].dtype) && (count == 0 || buffers[i].data),
+                  "buffer %d: data, dtype or shape is invalid; fill in its ddp_tensor", i);
+    }
+    return DDP_OK;
+}
+
+DDPDEF size_t ddp_buffers_message_bytes(const ddp_tensor *buffers, int buffer_count) {
+    size_t message_bytes = 0;
+    int sent_count = 0;
+    for (int i = 0; i < buffer_count; i++) {
+        size_t size_bytes = ddp_tensor_bytes(&buffers[i]);
+        message_bytes += ddp_round_up(size_bytes, DDP__ALIGN);
+        sent_count += size_bytes > 0;
+    }
+    return sent_count > 1 ? message_bytes : 0;
+}
+
+/* Copies the buffers to the message, or back. */
+static void ddp__buffers_copy(const ddp_device *device, const ddp_tensor *buffers, int buffer_count,
+                              void *message, int to_message) {
+    unsigned char *place = (unsigned char *)message;
     ddp_copy_list list = DDP_ZERO;
-    list.device = reducer->device;
-    for (int i = 0; i < reducer->desc.buffer_count; i++) {
-        void *data = reducer->desc.buffers[i].data;
-        size_t size_bytes = ddp_tensor_bytes(&reducer->desc.buffers[i]);
+    list.device = device;
+    for (int i = 0; i < buffer_count; i++) {
+        size_t size_bytes = ddp_tensor_bytes(&buffers[i]);
         if (to_message)
-            ddp_copy_list_add(&list, place, DDP_U8, data, DDP_U8, size_bytes);
+            ddp_copy_list_add(&list, place, DDP_U8, buffers[i].data, DDP_U8, size_bytes);
         else
-            ddp_copy_list_add(&list, data, DDP_U8, place, DDP_U8, size_bytes);
+            ddp_copy_list_add(&list, buffers[i].data, DDP_U8, place, DDP_U8, size_bytes);
         place += ddp_round_up(size_bytes, DDP__ALIGN);
     }
     ddp_copy_list_end(&list);
 }
 
-/* Broadcasts the buffers from root. Several buffers are packed into one message. */
-static ddp_result ddp__reducer_broadcast_buffers(ddp_reducer *reducer, int root) {
-    ddp_group *group = reducer->group;
-    const ddp_tensor *last = NULL; /* the last buffer that is not empty */
-    size_t message_bytes = 0;
-    int count = 0;
-    for (int i = 0; i < reducer->desc.buffer_count; i++) {
-        size_t size_bytes = ddp_tensor_bytes(&reducer->desc.buffers[i]);
-        if (!size_bytes) continue;
-        message_bytes += ddp_round_up(size_bytes, DDP__ALIGN);
-        last = &reducer->desc.buffers[i];
-        count++;
+DDPDEF ddp_result ddp_buffers_broadcast(ddp_group *group, const ddp_tensor *buffers, int buffer_count,
+                                        void *message, int root) {
+    size_t message_bytes = ddp_buffers_message_bytes(buffers, buffer_count);
+    if (group->world_size == 1) return DDP_OK;
+    if (!message_bytes) {
+        for (int i = 0; i < buffer_count; i++) {
+            size_t size_bytes = ddp_tensor_bytes(&buffers[i]);
+            if (size_bytes) return ddp_broadcast(group, buffers[i].data, size_bytes, DDP_U8, root, NULL);
+        }
+        return DDP_OK;
     }
-    if (count == 0 || group->world_size == 1) return DDP_OK;
-    if (count == 1) return ddp_broadcast(group, last->data, ddp_tensor_bytes(last), DDP_U8, root, NULL);
-    if (!reducer->packed_buffers) DDP_TRY(ddp_group_alloc(group, message_bytes, &reducer->packed_buffers));
     DDP_TRY(ddp__use_compute_stream(group));
-    if (group->rank == root) ddp__buffers_copy(reducer, 1);
-    DDP_TRY(ddp_broadcast(group, reducer->packed_buffers, message_bytes, DDP_U8, root, NULL));
+    if (group->rank == root) ddp__buffers_copy(group->device, buffers, buffer_count, message, 1);
+    DDP_TRY(ddp_broadcast(group, message, message_bytes, DDP_U8, root, NULL));
     DDP_TRY(ddp__use_compute_stream(group));
-    if (group->rank != root) ddp__buffers_copy(reducer, 0);
+    if (group->rank != root) ddp__buffers_copy(group->device, buffers, buffer_count, message, 0);
     return ddp__device_check(group);
+}
+
+/* Broadcasts the buffers from root. The first call allocates the message. */
+static ddp_result ddp__reducer_broadcast_buffers(ddp_reducer *reducer, int root) {
+    const ddp_reducer_desc *d = &reducer->desc;
+    size_t message_bytes = ddp_buffers_message_bytes(d->buffers, d->buffer_count);
+    if (reducer->group->world_size > 1 && message_bytes && !reducer->packed_buffers)
+        DDP_TRY(ddp_group_alloc(reducer->group, message_bytes, &reducer->packed_buffers));
+    return ddp_buffers_broadcast(reducer->group, d->buffers, d->buffer_count, reducer->packed_buffers, root);
 }
 
 /* Waits for the buckets in flight. reduce_rest: 1 = also reduces the buckets that are not issued yet.

@@ -43,7 +43,7 @@ CONTENTS      (search for the tags)
     >>impl-boxes  >>impl-save-layout  >>impl-save  >>impl-load-state  >>impl-load-files  >>impl-load
     >>impl-sharding  >>impl-memory  >>impl-layout  >>impl-unshard  >>impl-shard-reduce
     >>impl-reduce-order  >>impl-step  >>impl-saver  >>impl-create-check  >>impl-create-memory
-    >>impl-create  >>impl-wrap  >>impl-public
+    >>impl-create  >>impl-wrap  >>impl-export  >>impl-public
 
 CONCEPTS
     Shard      A parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows. Rank
@@ -352,7 +352,7 @@ typedef struct ddp_scaler {
 } ddp_scaler;
 
 /* Numbers that a checkpoint stores in addition to tensors. The caller owns it. ddp_fsdp_save stores those of
-   rank 0. ddp_fsdp_load sets them on every rank. Without padding bytes. */
+   rank 0. ddp_fsdp_load sets them on every rank, except per_rank. Without padding bytes. */
 typedef struct ddp_fsdp_state {
     int64_t step;              /* optimizer steps taken; set by ddp_fsdp_step, ddp_fsdp_set_step and load */
     ddp_sampler_state sampler; /* of ddp_sampler_save or ddp_loader_save; set by the caller */
@@ -360,6 +360,11 @@ typedef struct ddp_fsdp_state {
                                   of this field, and ddp_fsdp_load also restores the scaler */
     uint64_t rng[4];           /* for the caller */
     double user[8];            /* for the caller */
+    /* Set by the caller, the same on every rank. 1 = rng and user differ between ranks, such as the state of
+       a random-number generator: a save stores those of each rank, and a load gives each rank its own. That
+       load is DDP_ERR_MISMATCH if the checkpoint was saved with 0, or on another number of ranks times
+       replicas. Set 0 for it: every rank receives those of rank 0, and seeds its generator again */
+    int64_t per_rank;
 } ddp_fsdp_state;
 
 /* For ddp_fsdp_create. Zero means default, except for units and unit_count. */
@@ -415,11 +420,20 @@ typedef struct ddp_fsdp_desc {
     void *init_user;            /* passed to init_fn */
     int skip_initial_broadcast; /* 1 = values in param.value.data are already equal on all ranks. Otherwise
                                    create broadcasts those of the rank that is rank 0 of group and of
-                                   replicas. Values of init_fn are never broadcast */
-    ddp_fsdp_state *state;      /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
+                                   replicas. Values of init_fn are never broadcast. The same for buffers */
+    /* Tensors of any dtype that are not trained, such as running statistics, in memory of the group's device.
+       create broadcasts them, and ddp_fsdp_sync_buffers before each step. A checkpoint stores those of rank 0
+       of checkpoint_group, with the parameters. A load sets them on every rank. The list is copied; the
+       memory and the names stay the caller's and must outlive the ddp_fsdp */
+    const ddp_tensor *buffers;
+    const char *const
+        *buffer_names;     /* required with buffers: names in checkpoints, such as "norm.running_var".
+                                        Each differs from the others and from the parameters' */
+    int buffer_count;      /* entries of buffers and of buffer_names */
+    ddp_fsdp_state *state; /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
                                    that ddp_fsdp_load has read is saved again */
-    size_t max_file_bytes;      /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
-    int keep_checkpoints;       /* checkpoints that remain after a save, dir included; 0 = 1. Older ones are
+    size_t max_file_bytes; /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
+    int keep_checkpoints;  /* checkpoints that remain after a save, dir included; 0 = 1. Older ones are
                                    dir.1, dir.2, ...; a save deletes the rest, up to the first number that is
                                    missing. Folders with a number above a gap stay as they are */
     /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them,
@@ -635,10 +649,45 @@ DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int wh
    DDP_ERR_INVALID when negative. */
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
 
+/* Broadcasts desc.buffers from the rank that is rank `root` of group and rank 0 of replicas, in one packed
+   message per group. Call it before the first forward of a step, as PyTorch DDP does with broadcast_buffers:
+   a rank changes running statistics by its own data. Without buffers it does nothing.
+   Collective, with the same root; blocks. Errors, only on this rank: DDP_ERR_INVALID for an invalid root, and
+   between the first ddp_fsdp_reduce_grads of a step and its ddp_fsdp_step. */
+DDPDEF ddp_result ddp_fsdp_sync_buffers(ddp_fsdp *fsdp, int root);
+
+/* Copies a complete parameter in master precision to host memory of one rank: rank `root` of group which is
+   rank 0 of replicas. The ranks send their rows in pieces of at most 2 MiB, so other ranks need no memory for
+   the parameter. With slices (global_shape), the slice of this group is complete.
+   out: read on the receiving rank; may be NULL on others. dtype is f32, or f64 for an f64 parameter. ndim and
+   shape are those of param.value. data is the caller's host memory for ddp_tensor_count elements.
+   Collective, with the same arguments except out; blocks the hosts. Call it between steps: the values are
+   those after the last ddp_fsdp_step. Units stay as they are. Each call allocates
+   the pieces and frees them.
+   Errors, on every rank: DDP_ERR_INVALID (unit, param or root is out of range; out differs from the
+   parameter); DDP_ERR_MISMATCH when ranks pass different arguments; DDP_ERR_NO_MEMORY. The groups stay
+   usable. DDP_ERR_INVALID only on this rank between the first ddp_fsdp_reduce_grads of a step and its
+   ddp_fsdp_step. */
+DDPDEF ddp_result ddp_fsdp_get_full(ddp_fsdp *fsdp, int unit, int param, int root, ddp_tensor *out);
+
+/* Writes the whole model to one safetensors file: parameters in master precision and buffers, under their
+   names, a tied parameter under that of its first use. Only the rank that is rank 0 of group and of replicas
+   writes, so no shared file system is needed. It needs host memory for the largest parameter. ddp_fsdp_load
+   reads a folder with this file as model.safetensors.
+   path: read on the writing rank. The file is written as path.tmp and synced; it then takes the name path. A
+   file of that name is replaced.
+   Collective; blocks the hosts. Call it between steps. Begins with ddp_fsdp_save_wait.
+   Errors, on every rank; path is unchanged, and the groups stay usable: DDP_ERR_INVALID (path is NULL, empty,
+   too long or ends with a slash); DDP_ERR_UNSUPPORTED with slices of larger tensors: ddp_fsdp_save writes
+   complete tensors; DDP_ERR_SYSTEM of the file system; DDP_ERR_NO_MEMORY. Exception: if only the last sync
+   fails, the error states that the new file is in place. DDP_ERR_INVALID only on this rank between the first
+   ddp_fsdp_reduce_grads of a step and its ddp_fsdp_step. */
+DDPDEF ddp_result ddp_fsdp_export(ddp_fsdp *fsdp, const char *path);
+
 /* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with complete tensors in master
-   precision under their names, model.safetensors.index.json, optimizer-*.safetensors with the moments,
-   state.json. Gradients are not saved. All ranks reach dir under this path, on a shared file system. Its
-   parent folder exists. If dir is a link, the folder it refers to is replaced.
+   precision and desc.buffers under their names, model.safetensors.index.json, optimizer-*.safetensors with
+   the moments, state.json. Gradients are not saved. All ranks reach dir under this path, on a shared file
+   system. Its parent folder exists. If dir is a link, the folder it refers to is replaced.
    The files are written to the folder dir.tmp and synced to disk; it then takes the name dir. At any time dir
    is a complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is.
    ddp_fsdp_load finds it there.
@@ -648,8 +697,9 @@ DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
    training continues. Failures of writing are then returned by the next ddp_fsdp_save_wait.
    Errors, on every rank. dir is unchanged, and the groups stay usable.
      DDP_ERR_INVALID     dir is NULL, empty, too long or a link to a missing folder; dir, dir.tmp, dir.old or
-                         an older checkpoint has a file that is not part of a checkpoint
-     DDP_ERR_MISMATCH    ranks pass different dirs; slices do not cover a tensor
+                         an older checkpoint has a file that is not part of a checkpoint; state->per_rank is
+                         not 0 or 1
+     DDP_ERR_MISMATCH    ranks pass different dirs or state->per_rank; slices do not cover a tensor
      DDP_ERR_SYSTEM      of the file system. Exception: if only the last sync fails, the error states that the
                          new checkpoint is in place
      DDP_ERR_NO_MEMORY */
@@ -668,16 +718,19 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
    model.safetensors.index.json. Values of any float dtype are converted; moments become zero; steps start
    again from 0, and the rest of desc.state is unchanged. A folder with only the model files of a checkpoint
    is such a model: use it to change the optimizer.
-   The files contain exactly the parameters of the units. A tied parameter may have the name of any of its
-   uses; several names must have equal bytes. Files must be regular files: symbolic links are not followed.
+   The files contain exactly the parameters of the units and desc.buffers. A tied parameter may have the name
+   of any of its uses; several names must have equal bytes. Files must be regular files: symbolic links are
+   not followed.
    Collective, also over checkpoint_group; between steps: gradients of an unfinished step are dropped. Blocks
    the host. Then reshards all units, as ddp_fsdp_step does: unshard a unit again before its values are used.
    Errors, on every rank. The model is unchanged, and the groups stay usable.
-     DDP_ERR_INVALID    dir is NULL, empty, too long or a link to a missing folder
+     DDP_ERR_INVALID    dir is NULL, empty, too long or a link to a missing folder; state->per_rank is not 0
+                        or 1
      DDP_ERR_CORRUPT    truncated, overlapping, checksum: names file, tensor and byte range
      DDP_ERR_MISMATCH   a tensor is missing, extra or of another shape; in a checkpoint also of another dtype,
                         and moments of another kind. AdamW and LAMB accept each other's moments, as do SGD and
-                        LARS. Ranks find different checkpoints, or have made different calls
+                        LARS. Ranks find different checkpoints, or have made different calls.
+                        state->per_rank, without the state of this number of ranks
      DDP_ERR_SYSTEM     of the file system; a missing folder or a link. Exception: if the disk fails while
                         checked data is copied, some values have changed; load again
      DDP_ERR_NO_MEMORY */
@@ -832,6 +885,18 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 
 /* DDP_CHECK for use inside a public function: the error names that function. */
 #define DDP__FSDP_CHECK(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
+
+/* Checks the unit, and the parameter, of a call for an fsdp. */
+#define DDP__UNIT_CHECK(fsdp, unit)                                                           \
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");                                                    \
+    DDP__FSDP_CHECK((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d; use 0 to %d", unit, \
+                    (fsdp)->unit_count - 1)
+
+#define DDP__PARAM_CHECK(fsdp, unit, param)                                                         \
+    DDP__UNIT_CHECK(fsdp, unit);                                                                    \
+    DDP__FSDP_CHECK((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, \
+                    "param=%d in unit %s; use 0 to %d", param, (fsdp)->units[unit].name,            \
+                    (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
 
 /* result together with the current error line. */
 static ddp_saved_error ddp__saved_error_of(ddp_result result) {
@@ -2882,6 +2947,17 @@ static ddp_result ddp__boxes_check_tiling(ddp__checkpoint_common *c) {
                        c->slices[wrong].name);
 }
 
+/* The numbers of ddp_fsdp_state.per_rank: those of one rank, and of all ranks that load and save together. */
+typedef struct ddp__rank_numbers {
+    uint64_t rng[4];
+    double user[8];
+} ddp__rank_numbers;
+typedef struct ddp__rank_list {
+    ddp__rank_numbers *numbers; /* by rank */
+    int count, own;             /* ranks; this rank */
+} ddp__rank_list;
+#define DDP__RANK_STATE_KINDS "uuuuuuuuuuuu" /* as in ddp__state_fields */
+
 /* The fields of ddp_fsdp_state in state.json. Each is a number or a list of numbers, adjacent in memory: i64,
    u64, i32 (4). Doubles are stored as their bits in a u64: exact for any value and in any locale. */
 static const struct ddp__state_field {
@@ -3022,19 +3098,32 @@ static const char *ddp__text_append_number(ddp__text *text, char kind, const cha
     return at + sizeof bits;
 }
 
-static void ddp__save_format_state(ddp__save_state *s, const ddp_fsdp_state *state) {
+/* Appends adjacent numbers, separated by commas. */
+static void ddp__text_append_numbers(ddp__text *text, const char *kinds, const void *at) {
+    const char *next = (const char *)at;
+    for (int i = 0; kinds[i]; i++) {
+        if (i) ddp__text_append(text, ", ");
+        next = ddp__text_append_number(text, kinds[i], next);
+    }
+}
+
+/* ranks: NULL, or the numbers of each rank. */
+static void ddp__save_format_state(ddp__save_state *s, const ddp_fsdp_state *state,
+                                   const ddp__rank_list *ranks) {
     ddp__text *d = &s->text;
     d->length = 0;
     ddp__text_append(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d",
                      ddp_world_size(s->common.group));
     for (int f = 0; f < DDP__STATE_FIELDS; f++) {
-        const char *at = (const char *)state + ddp__state_fields[f].at, *kinds = ddp__state_fields[f].kinds;
+        const char *kinds = ddp__state_fields[f].kinds;
         ddp__text_append(d, ",\n \"%s\": %s", ddp__state_fields[f].name, kinds[1] ? "[" : "");
-        for (int i = 0; kinds[i]; i++) {
-            if (i) ddp__text_append(d, ", ");
-            at = ddp__text_append_number(d, kinds[i], at);
-        }
+        ddp__text_append_numbers(d, kinds, (const char *)state + ddp__state_fields[f].at);
         ddp__text_append(d, "%s", kinds[1] ? "]" : "");
+    }
+    for (int r = 0; ranks && r < ranks->count; r++) {
+        ddp__text_append(d, r ? ",\n  [" : ",\n \"ranks\": [\n  [");
+        ddp__text_append_numbers(d, DDP__RANK_STATE_KINDS, &ranks->numbers[r]);
+        ddp__text_append(d, r + 1 < ranks->count ? "]" : "]]");
     }
     ddp__text_append(d, ",\n \"files\": {");
     for (int f = 0; f < s->file_count; f++)
@@ -3220,7 +3309,8 @@ static ddp_result ddp__save_commit(ddp__save_state *s) {
 
 /* Rank 0, once the data of all ranks is on disk, writes headers, indexes, and last the state, which has their
    checksums. Then dir becomes the new checkpoint. */
-static ddp_result ddp__save_end(ddp__save_state *s, const ddp_fsdp_state *state) {
+static ddp_result ddp__save_end(ddp__save_state *s, const ddp_fsdp_state *state,
+                                const ddp__rank_list *ranks) {
     uint32_t crc;
     for (int i = 0; i < s->common.count; i++)
         s->common.crc[i] = ddp__crc_finish(s->common.crc[i], ddp__slice_tensor_bytes(&s->common.slices[i]));
@@ -3235,16 +3325,17 @@ static ddp_result ddp__save_end(ddp__save_state *s, const ddp_fsdp_state *state)
         snprintf(index->name, sizeof index->name, "%s.safetensors.index.json", ddp__file_kind_names[kind]);
         DDP_TRY(ddp__save_text(s, index->name, &index->crc));
     }
-    ddp__save_format_state(s, state);
+    ddp__save_format_state(s, state, ranks);
     DDP_TRY(ddp__save_text(s, DDP__STATE_FILE, &crc));
     DDP_TRY(ddp__folder_sync(s->tmp));
     return ddp__save_commit(s);
 }
 
-/* Collective; see ddp_fsdp_save. max_file_bytes and keep_checkpoints may be 0. */
+/* Collective; see ddp_fsdp_save. ranks: NULL without per_rank. max_file_bytes and keep_checkpoints may be
+   0. */
 static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__checkpoint_slice *slices,
-                                       int count, const ddp_fsdp_state *state, size_t max_file_bytes,
-                                       int keep_checkpoints) {
+                                       int count, const ddp_fsdp_state *state, const ddp__rank_list *ranks,
+                                       size_t max_file_bytes, int keep_checkpoints) {
     ddp__save_state saving = DDP_ZERO, *s = &saving;
     ddp__checkpoint_common *c = &s->common;
     char options[96];
@@ -3268,7 +3359,8 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     if (result == DDP_OK) result = ddp_agree(group, c->call, ddp__save_slices(s), 0, "");
     if (result == DDP_OK) result = ddp__crc_combine(group, c->crc, count);
     if (result == DDP_OK)
-        result = ddp_agree(group, c->call, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
+        result = ddp_agree(group, c->call, ddp_rank(group) == 0 ? ddp__save_end(s, state, ranks) : DDP_OK, 0,
+                           "");
     if (result != DDP_OK && ddp_rank(group) == 0 && s->tmp[0]) {
         ddp_saved_error error = ddp__saved_error_of(result);
         (void)ddp__folder_delete(s->tmp);
@@ -3301,9 +3393,11 @@ typedef struct ddp__load_state {
     uint32_t text_crc; /* of the state, and of the headers of all files */
     char found[300];   /* describes text_crc, for an error if ranks find different checkpoints */
     ddp_fsdp_state state;
-    int copying;                  /* 1 = the pass copies, 0 = it computes checksums */
-    int next_copy;                /* the next tensor to copy */
-    ddp_saved_error thread_error; /* the result of the second thread */
+    int rank_count, own;           /* ranks in the file; this rank, or -1 without per_rank */
+    ddp__rank_numbers own_numbers; /* its numbers */
+    int copying;                   /* 1 = the pass copies, 0 = it computes checksums */
+    int next_copy;                 /* the next tensor to copy */
+    ddp_saved_error thread_error;  /* the result of the second thread */
 } ddp__load_state;
 
 /* Reads a small file as a whole. If it is missing, *text is NULL and the result is DDP_OK. */
@@ -3370,6 +3464,17 @@ static int ddp__load_read_file_names(ddp__load_state *l, ddp__json *j, int with_
     return j->error == NULL;
 }
 
+/* Reads the numbers of each rank, and keeps this rank's. */
+static int ddp__state_read_ranks(ddp__load_state *l, ddp__json *j) {
+    if (l->rank_count) return ddp__json_fail(j, "duplicate ranks");
+    while (ddp__json_next_item(j, "[]", &l->rank_count)) {
+        ddp__rank_numbers state;
+        if (!ddp__state_read_numbers(j, DDP__RANK_STATE_KINDS, (char *)&state)) return 0;
+        if (l->rank_count - 1 == l->own) l->own_numbers = state;
+    }
+    return j->error == NULL;
+}
+
 static int ddp__state_read(ddp__load_state *l, ddp__json *j) {
     int count = 0, seen = 0;
     uint64_t version = 0;
@@ -3383,12 +3488,31 @@ static int ddp__state_read(ddp__load_state *l, ddp__json *j) {
             seen += ddp__json_number(j, 'u', &version);
         else if (ddp__string_equals(key, "files"))
             seen += ddp__load_read_file_names(l, j, 1);
+        else if (ddp__string_equals(key, "ranks"))
+            (void)ddp__state_read_ranks(l, j);
         else
             (void)ddp__json_skip(j);
         if (seen && version != 1) return ddp__json_fail(j, "unsupported version; use a newer ddp_fsdp.h");
     }
     return ddp__json_end(j)
            && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "missing or duplicate field"));
+}
+
+/* With per_rank: sets this rank's numbers in the state. count: ranks that load together. */
+static ddp_result ddp__state_take_own(ddp__load_state *l, int count) {
+    if (!l->rank_count)
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "%s/" DDP__STATE_FILE " has no state of each rank: it was saved with "
+                        "state.per_rank=0; set it to 0 for this load",
+                        l->common.dir);
+    if (l->rank_count != count)
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "%s/" DDP__STATE_FILE " has the state of %d ranks, but %d ranks load it with "
+                        "state.per_rank=1; set it to 0 for this load, and seed each rank again",
+                        l->common.dir, l->rank_count, count);
+    memcpy(l->state.rng, l->own_numbers.rng, sizeof l->state.rng);
+    memcpy(l->state.user, l->own_numbers.user, sizeof l->state.user);
+    return DDP_OK;
 }
 
 /* state.json ends with the checksum of all bytes before the digits of that checksum. */
@@ -3724,7 +3848,8 @@ static ddp_result ddp__load_pass(ddp__load_state *l, int copying) {
 }
 
 /* The first pass, after opening the files: finds every error before the caller's memory is written. */
-static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp_scaler *scaler) {
+static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp_scaler *scaler,
+                                  const ddp__rank_list *ranks) {
     ddp__checkpoint_common *c = &l->common;
     struct stat info;
     DDP_TRY(ddp__checkpoint_begin(c, dir, "", sizeof *l->sources, DDP_OK));
@@ -3734,7 +3859,9 @@ static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp
         memcpy(c->dir + length, ".old", 5);
         if (stat(c->dir, &info) != 0) c->dir[length] = '\0';
     }
+    l->own = ranks ? ranks->own : -1;
     ddp_result result = ddp__load_open_files(l);
+    if (result == DDP_OK && ranks && !l->foreign) result = ddp__state_take_own(l, ranks->count);
     if (result == DDP_OK && scaler && l->state.scaler.scale != 0) { /* 0: saved without a scaler */
         ddp_scaler probe = *scaler; /* finds out whether the scaler would accept the checkpoint's numbers */
         result = ddp_scaler_load(&probe, &l->state.scaler);
@@ -3752,14 +3879,16 @@ static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp
    program. The boxes may leave parts of the tensors out. A foreign model sets optimizer tensors to zero and,
    of *state, only the step. On failure the caller's memory is unchanged, unless the disk failed between the
    two passes. replicas: groups that load the same, or NULL; all fail or none. scaler: NULL, or the scaler
-   that takes its state from *state later. */
+   that takes its state from *state later. ranks: NULL, or with per_rank this rank's place; numbers is not
+   read. */
 static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir,
                                        const ddp__checkpoint_slice *slices, int count,
-                                       const ddp_scaler *scaler, ddp_fsdp_state *state) {
+                                       const ddp_scaler *scaler, const ddp__rank_list *ranks,
+                                       ddp_fsdp_state *state) {
     ddp_group *const groups[2] = {group, replicas};
     ddp__load_state loading = DDP_ZERO, *l = &loading;
     l->common = ddp__checkpoint_common_of(group, "ddp_fsdp_load", slices, count);
-    ddp_result result = ddp__load_check(l, dir, scaler);
+    ddp_result result = ddp__load_check(l, dir, scaler, ranks);
     if (replicas) result = ddp_agree(replicas, l->common.call, result, l->text_crc, l->found);
     /* the first write to the caller's memory */
     if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->common.call, ddp__load_pass(l, 1), 0, "");
@@ -3982,6 +4111,7 @@ typedef struct ddp__fsdp_saver {
     unsigned char *staged; /* the copy */
     size_t staged_bytes;
     ddp_fsdp_state state;    /* without desc.state: kept from a load to the next save */
+    ddp__rank_list ranks;    /* of desc.state, with per_rank */
     char dir[DDP__PATH_MAX]; /* cut off if it is too long for a checkpoint */
     pthread_t thread;
     int pending, has_thread;
@@ -4020,6 +4150,8 @@ struct ddp_fsdp {
     ddp__fsdp_clip_state clip;
     ddp__fsdp_offload_state offload;
     ddp__fsdp_saver saver;
+    void *buffer_message; /* desc.buffers, packed for a broadcast */
+    size_t buffer_message_bytes;
 };
 
 //== FSDP: memory and failures ================================================================ >>impl-memory
@@ -5604,9 +5736,17 @@ enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING };
 /* Allocates the tables. Collective with save_in_background. */
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
     ddp__fsdp_saver *saver = &f->saver;
-    int capacity = f->shard_count * (1 + DDP__STATES_MAX);
+    ddp__rank_list *ranks = &saver->ranks;
+    int capacity = f->shard_count * (1 + DDP__STATES_MAX) + f->desc.buffer_count;
     saver->groups[0] = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
     saver->groups[1] = f->desc.checkpoint_group ? NULL : f->desc.replicas;
+    ranks->count = ddp_world_size(saver->groups[0]);
+    ranks->own = ddp_rank(saver->groups[0]);
+    if (saver->groups[1]) {
+        ranks->own += ddp_rank(saver->groups[1]) * ranks->count;
+        ranks->count *= ddp_world_size(saver->groups[1]);
+    }
+    if (f->desc.state) (void)ddp__fsdp_table_alloc(f, ranks->count, sizeof *ranks->numbers, &ranks->numbers);
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
         ddp__size_at_least(&saver->name_size, strlen(s->name) + DDP__STATE_NAME_MAX);
     (void)ddp__fsdp_table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
@@ -5645,6 +5785,19 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__fsdp_shard *s, const char *st
         slice->data = (unsigned char *)tensor->data + ddp__shard_rows_bytes(s, skip, tensor->dtype);
 }
 
+/* Adds a buffer. Rank 0 of the group that writes the files has all of it. */
+static void ddp__saver_add_buffer(ddp_fsdp *f, int index, int list) {
+    const ddp_tensor *buffer = &f->desc.buffers[index];
+    ddp__checkpoint_slice *slice = &f->saver.slices[f->saver.count++];
+    memset(slice, 0, sizeof *slice);
+    slice->name = f->desc.buffer_names[index];
+    slice->dtype = buffer->dtype;
+    slice->ndim = buffer->ndim;
+    memcpy(slice->shape, buffer->shape, sizeof slice->shape);
+    memcpy(slice->extent, buffer->shape, sizeof slice->extent);
+    if (list == DDP__LIST_ALL || ddp_rank(f->saver.groups[0]) == 0) slice->data = buffer->data;
+}
+
 /* Lists every tensor of the checkpoint, the same on every rank. A tied parameter is saved under the name of
    its first use; a load accepts the names of later uses too. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
@@ -5662,6 +5815,7 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
             ddp__saver_add(f, s, name, &tensor, list);
         }
     }
+    for (int i = 0; i < f->desc.buffer_count; i++) ddp__saver_add_buffer(f, i, list);
 }
 
 /* Copies the data of the slices to host memory, which the slices then point to. back: from there to the
@@ -5693,7 +5847,8 @@ static void *ddp__saver_main(void *argument) {
     ddp__fsdp_saver *saver = &((ddp_fsdp *)argument)->saver;
     saver->result = ddp__saved_error_of(ddp__checkpoint_save(
         saver->thread_group ? saver->thread_group : saver->groups[0], saver->dir, saver->slices, saver->count,
-        &saver->state, f->desc.max_file_bytes, f->desc.keep_checkpoints));
+        &saver->state, saver->state.per_rank ? &saver->ranks : NULL, f->desc.max_file_bytes,
+        f->desc.keep_checkpoints));
     return NULL;
 }
 
@@ -5702,12 +5857,33 @@ static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *call, const char *
     ddp_result result = dir && dir[0] ? ddp__fsdp_device_begin(f->group)
                                       : ddp__fsdp_invalid(call, f->group,
                                                           "dir is NULL or empty; use the path of a folder");
+    char description[64];
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     if (f->desc.state) f->saver.state = *f->desc.state;
+    int64_t per_rank = f->saver.state.per_rank;
+    if (result == DDP_OK && per_rank != 0 && per_rank != 1)
+        result = ddp__fsdp_invalid(call, f->group, "state.per_rank=%lld; use 0 or 1", (long long)per_rank);
+    snprintf(description, sizeof description, "state.per_rank=%lld", (long long)per_rank);
     /* a load of a checkpoint without a scaler keeps this state */
     if (f->desc.scaler) ddp_scaler_save(f->desc.scaler, &f->saver.state.scaler);
-    return ddp_agree_groups(f->saver.groups, 2, call, result, 0, "");
+    return ddp_agree_groups(f->saver.groups, 2, call, result, (uint64_t)per_rank, description);
+}
+
+/* Gathers the numbers of each rank: over the ranks that write together, then over the replicas. */
+static ddp_result ddp__saver_gather_states(ddp_fsdp *f) {
+    ddp__fsdp_saver *saver = &f->saver;
+    ddp__rank_numbers *own = &saver->ranks.numbers[saver->ranks.own];
+    ddp__rank_numbers *first = own - ddp_rank(saver->groups[0]);
+    size_t words = sizeof *own / sizeof(uint64_t);
+    memcpy(own->rng, saver->state.rng, sizeof own->rng);
+    memcpy(own->user, saver->state.user, sizeof own->user);
+    for (int i = 0; i < 2 && saver->groups[i]; i++) {
+        DDP_TRY(ddp_host_collective(saver->groups[i], DDP_CALL_ALL_GATHER, i ? first : own,
+                                    i ? saver->ranks.numbers : first, words, DDP_U64, DDP_OP_SUM, -1));
+        words *= (size_t)ddp_world_size(saver->groups[i]);
+    }
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
@@ -5731,6 +5907,10 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     int copies = writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu());
     snprintf(saver->dir, sizeof saver->dir, "%s", dir ? dir : "");
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
+    if (saver->state.per_rank) {
+        ddp_result gathered = ddp__saver_gather_states(fsdp);
+        if (gathered != DDP_OK) return ddp__fsdp_failed(fsdp, gathered);
+    }
     saver->state.step = fsdp->step;
     saver->result.result = DDP_OK;
     saver->pending = 1;
@@ -5751,12 +5931,16 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     int copies = fsdp->device != ddp_device_cpu();
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, DDP__LIST_ALL, copies));
     DDP_TRY(ddp__checkpoint_load(saver->groups[0], saver->groups[1], dir, saver->slices, saver->count,
-                                 fsdp->desc.scaler, &saver->state));
+                                 fsdp->desc.scaler, saver->state.per_rank ? &saver->ranks : NULL,
+                                 &saver->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* the slices point to the device's memory again */
     if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
     if (fsdp->desc.scaler && saver->state.scaler.scale != 0)
         DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &saver->state.scaler));
-    if (fsdp->desc.state) *fsdp->desc.state = saver->state;
+    if (fsdp->desc.state) {
+        saver->state.per_rank = fsdp->desc.state->per_rank;
+        *fsdp->desc.state = saver->state;
+    }
     fsdp->step = saver->state.step;
     ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
     DDP_TRY(ddp__fsdp_publish(fsdp, 0));
@@ -5775,6 +5959,33 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
    agreement 1: defaults, checks, and the descriptions that ranks compare. */
 
 #define DDP__CREATE_INVALID(group, ...) ddp__fsdp_invalid("ddp_fsdp_create", group, __VA_ARGS__)
+
+static ddp_result ddp__fsdp_buffers_check(ddp_group *group, const ddp_fsdp_desc *d) {
+    DDP_TRY(ddp_buffers_check("ddp_fsdp_create", group, d->buffers, d->buffer_count));
+    if (d->buffer_count && !d->buffer_names)
+        return DDP__CREATE_INVALID(group, "buffer_names is NULL; set a name for each of the %d buffers",
+                                   d->buffer_count);
+    for (int i = 0; i < d->buffer_count; i++) {
+        const char *name = d->buffer_names[i];
+        if (!name || !ddp__is_tensor_name(name, 9900))
+            return DDP__CREATE_INVALID(group,
+                                       "buffer %d: the name is missing or invalid; use UTF-8 of at most 9900 "
+                                       "bytes other than __metadata__",
+                                       i);
+        for (int k = 0; k < i; k++)
+            if (!strcmp(d->buffer_names[k], name))
+                return DDP__CREATE_INVALID(
+                    group, "buffers %d and %d have the name %.200s; give each its own name", k, i, name);
+        for (int u = 0; u < d->unit_count; u++)
+            for (int k = 0; k < d->units[u].param_count; k++) {
+                const char *param = d->units[u].params[k].param.name;
+                if (param && !strcmp(param, name))
+                    return DDP__CREATE_INVALID(
+                        group, "buffer %d has the name of parameter %.200s; give each its own name", i, name);
+            }
+    }
+    return DDP_OK;
+}
 
 /* The checks of a desc that need neither its parameters nor other ranks. */
 static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d, int *param_count) {
@@ -5810,7 +6021,7 @@ static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d,
                                        unit->name ? unit->name : "no name");
         *param_count += unit->param_count;
     }
-    return DDP_OK;
+    return ddp__fsdp_buffers_check(group, d);
 }
 
 /* Checks and copies the desc, and derives what depends only on it and the groups. */
@@ -5862,11 +6073,27 @@ static int ddp__fsdp_partial_sums(const ddp_fsdp *f) {
     return f->reduces_per_micro_batch ? count + 1 : count;
 }
 
+/* Copies the lists of buffers and of their names. */
+static ddp_result ddp__fsdp_buffers_copy(ddp_fsdp *f) {
+    ddp_fsdp_desc *d = &f->desc;
+    size_t count = (size_t)d->buffer_count;
+    ddp_tensor *buffers;
+    const char **names;
+    if (!count) return DDP_OK;
+    DDP_TRY(ddp__fsdp_table_alloc(f, d->buffer_count, sizeof *buffers + sizeof *names, &buffers));
+    names = (const char **)(void *)(buffers + count);
+    memcpy(buffers, d->buffers, count * sizeof *buffers);
+    memcpy((void *)names, (const void *)d->buffer_names, count * sizeof *names);
+    d->buffers = buffers;
+    d->buffer_names = names;
+    return DDP_OK;
+}
+
 /* Allocates the object, followed by the list of its allocations. Describes units and shards, and finds every
    error that one rank can find without the others. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     ddp_optimizer_desc optimizer = resolved->desc.optimizer;
-    size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_partial_sums(resolved) + 9) + 32;
+    size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_partial_sums(resolved) + 9) + 40;
     size_t own = ddp_round_up(sizeof *resolved, 64), size = own + allocations * sizeof(ddp__fsdp_allocation);
     ddp_fsdp *f = (ddp_fsdp *)ddp__fsdp_host_alloc(resolved, size);
     if (!f) return DDP_ERR_NO_MEMORY;
@@ -5876,6 +6103,7 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, size + DDP_MALLOC_EXTRA, 1);
     DDP_TRY(ddp__fsdp_table_alloc(f, f->unit_count, sizeof *f->units, &f->units));
     DDP_TRY(ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->shards, &f->shards));
+    DDP_TRY(ddp__fsdp_buffers_copy(f));
     f->units_end = f->units + f->unit_count;
     f->shards_end = f->shards;
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
@@ -5899,9 +6127,20 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     return ddp__optimizer_resolve(f->group, &optimizer); /* only checks its numbers, before any rank waits */
 }
 
-enum { DDP__FSDP_OPTIONS = 31 };
+/* Describes a buffer for a comparison between ranks, and returns its hash. */
+static uint64_t ddp__buffer_describe(const ddp_fsdp_desc *d, int index, char *text) {
+    const ddp_tensor *buffer = &d->buffers[index];
+    const char *name = d->buffer_names[index];
+    snprintf(text, DDP_AGREE_TEXT, "buffer %d '%.100s' %.60s", index, name,
+             ddp_describe_shape(ddp_dtype_name(buffer->dtype), buffer->ndim, buffer->shape).text);
+    uint64_t hash = ddp_hash(DDP_HASH_SEED, name, strlen(name) + 1);
+    hash = ddp_hash(hash, &buffer->dtype, sizeof buffer->dtype);
+    return ddp_hash(hash, buffer->shape, (size_t)buffer->ndim * sizeof buffer->shape[0]);
+}
 
-/* Describes entry i of the list that must be equal on all ranks: options, then parameters. Returns its
+enum { DDP__FSDP_OPTIONS = 32 };
+
+/* Describes entry i of the list that must be equal on all ranks: options, parameters, buffers. Returns its
    hash. */
 static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
     const ddp_fsdp *f = (const ddp_fsdp *)list;
@@ -5915,6 +6154,7 @@ static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
                                     {"replicas", (double)(d->replicas ? ddp_world_size(d->replicas) : 0)},
                                     DDP__OPTION(unit_count),
                                     {"param_count", (double)f->shard_count},
+                                    DDP__OPTION(buffer_count),
                                     {"scaler", d->scaler ? 1.0 : 0.0},
                                     DDP__OPTION(strategy),
                                     DDP__OPTION(param_dtype),
@@ -5947,7 +6187,9 @@ static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
         snprintf(text, DDP_AGREE_TEXT, "%s=%.9g", options[i].name, options[i].value);
         return ddp_hash(DDP_HASH_SEED, &options[i].value, sizeof options[i].value);
     }
-    const ddp__fsdp_shard *s = &f->shards[i - DDP__FSDP_OPTIONS];
+    i -= DDP__FSDP_OPTIONS;
+    if (i >= f->shard_count) return ddp__buffer_describe(d, i - f->shard_count, text);
+    const ddp__fsdp_shard *s = &f->shards[i];
     const ddp_tensor *value = &s->user_param->param.value;
     const char *grad = ddp_dtype_name(s->range[DDP__FULL_GRADS].dtype);
     const int64_t numbers[] = {
@@ -5973,8 +6215,9 @@ static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
 /* All ranks of a group create the same object, or all fail. result: of this rank until now. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result result) {
     int differs = 2;
-    result = ddp_agree_list(group, "ddp_fsdp_create", result, f, DDP__FSDP_OPTIONS + f->shard_count,
-                            ddp__fsdp_agree_entry, &differs);
+    result = ddp_agree_list(group, "ddp_fsdp_create", result, f,
+                            DDP__FSDP_OPTIONS + f->shard_count + f->desc.buffer_count, ddp__fsdp_agree_entry,
+                            &differs);
     /* entries 0 and 1 are the groups: a rank lacks one of them, and no rank must wait for it there */
     for (int g = 1; g < 3 && differs < 2 && group == f->group; g++)
         if (f->groups[g]) ddp_group_poison(f->groups[g], result, ddp_last_error());
@@ -6085,6 +6328,10 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send);
     if (f->recv_bytes)
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
+    f->buffer_message_bytes = ddp_buffers_message_bytes(f->desc.buffers, f->desc.buffer_count);
+    if (f->buffer_message_bytes)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->buffer_message_bytes,
+                              &f->buffer_message);
     if (!u->gather_bytes) return;
     int count = ddp__prefetch_window(f);
     (void)ddp__fsdp_table_alloc(f, count, sizeof *u->gather_buffers, &u->gather_buffers);
@@ -6279,6 +6526,14 @@ static void ddp__fsdp_fill_shards(ddp_fsdp *f) {
     }
 }
 
+/* Broadcasts the buffers: over the replicas from their rank 0, then over the group from root. */
+static ddp_result ddp__fsdp_broadcast_buffers(ddp_fsdp *f, int root) {
+    const ddp_fsdp_desc *d = &f->desc;
+    if (d->replicas)
+        DDP_TRY(ddp_buffers_broadcast(d->replicas, d->buffers, d->buffer_count, f->buffer_message, 0));
+    return ddp_buffers_broadcast(f->group, d->buffers, d->buffer_count, f->buffer_message, root);
+}
+
 /* Agreements 2 and 3. */
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     ddp_saved_error *error = &f->allocator.error;
@@ -6286,6 +6541,7 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     ddp__fsdp_alloc_all(f);
     DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
     ddp__fsdp_fill_shards(f);
+    if (!f->desc.skip_initial_broadcast) ddp_error_save(error, ddp__fsdp_broadcast_buffers(f, 0));
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_create_optimizer(f));
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_publish(f, 0));
     DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
@@ -6410,6 +6666,7 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     bytes[DDP__FOR_GRADIENTS] += (double)f->offload.host_grads_bytes;
     bytes[DDP__FOR_COMMUNICATION] += (double)(f->reduce.cast_grads_bytes + f->reduce.tile_bytes
                                               + f->offload.value_pieces_bytes + f->send_bytes + f->recv_bytes
+                                              + f->buffer_message_bytes
                                               + (size_t)f->unshard.gather_buffer_count
                                                     * f->unshard.gather_bytes);
     for (int i = 0; i < DDP__PURPOSE_COUNT; i++)
@@ -6513,13 +6770,256 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
     return units;
 }
 
+//== FSDP: full tensors on one rank ============================================================ >>impl-export
+/* ddp_fsdp_get_full gathers the rows of a parameter on one rank, in pieces. ddp_fsdp_export gathers one
+   parameter after the other on rank 0, which writes them to a safetensors file. */
+
+enum { DDP__FULL_PIECE = 1 << 18 }; /* elements that each rank sends in one message */
+
+static size_t ddp__full_piece_count(const ddp__fsdp_shard *s) {
+    size_t count = s->rows_per_rank * s->row_elements;
+    return count < DDP__FULL_PIECE ? count : (size_t)DDP__FULL_PIECE;
+}
+
+/* Whether this rank is among those of the first replica, which send their rows. */
+static int ddp__is_first_replica(const ddp_fsdp *f) {
+    return !f->desc.replicas || ddp_rank(f->desc.replicas) == 0;
+}
+static int ddp__full_receives(const ddp_fsdp *f, int root) {
+    return ddp__is_first_replica(f) && ddp_rank(f->group) == root;
+}
+
+/* Allocates memory for the messages: a piece of this rank and, on the receiving one, a piece of each. */
+static ddp_result ddp__full_pieces_alloc(ddp_fsdp *f, size_t piece_bytes, int root, unsigned char **pieces) {
+    size_t count = ddp__full_receives(f, root) ? 1 + (size_t)f->world_size : 1;
+    if (f->world_size == 1 || !piece_bytes || !ddp__is_first_replica(f)) return DDP_OK;
+    return ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_DEVICE,
+                           count * ddp_round_up(piece_bytes, 64), pieces);
+}
+
+/* Gathers a parameter in `out` on rank root. Collective over the first replica. With one shard, root has all
+   rows. */
+static ddp_result ddp__full_gather(ddp_fsdp *f, const ddp__fsdp_shard *s, int root, unsigned char *pieces,
+                                   unsigned char *out) {
+    size_t size = ddp_dtype_size(s->master_dtype), count = s->rows_per_rank * s->row_elements;
+    size_t max = ddp__full_piece_count(s);
+    unsigned char *received = ddp_rank(f->group) == root ? pieces + ddp_round_up(max * size, 64) : NULL;
+    DDP_TRY(ddp__fsdp_device_begin(f->group));
+    if (f->world_size == 1) {
+        if (ddp_rank(f->group) == root && count) f->device->copy(out, s->source->master_rows, count * size);
+        return ddp_device_check(f->group);
+    }
+    for (size_t at = 0, n; at < count; at += n) {
+        n = count - at < max ? count - at : max;
+        size_t part = (size_t)ddp__clamp_to_part(s->own_count, at, n);
+        if (part) f->device->copy(pieces, s->source->master_rows + at * size, part * size);
+        DDP_TRY(ddp_device_check(f->group));
+        DDP_TRY(ddp_gather(f->group, pieces, received, n, s->master_dtype, root, NULL));
+        DDP_TRY(ddp__fsdp_device_begin(f->group));
+        for (int r = 0; r < f->world_size && received; r++) {
+            size_t first = ddp__shard_first_row(s, r) * s->row_elements;
+            size_t end = ddp__shard_first_row(s, r + 1) * s->row_elements;
+            part = (size_t)ddp__clamp_to_part(end - first, at, n);
+            if (part)
+                f->device->copy(out + (first + at) * size, received + (size_t)r * n * size, part * size);
+        }
+    }
+    return ddp_device_check(f->group);
+}
+
+/* Fails between the first reduction of a step and its end. Then only the reductions may use the replicas. */
+static ddp_result ddp__fsdp_check_between_steps(const ddp_fsdp *f, const char *call) {
+    for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++)
+        if (unit->reduced_count)
+            return ddp__fsdp_invalid(
+                call, f->group,
+                "unit %s has already been reduced in this step; call %s before the first "
+                "ddp_fsdp_reduce_grads of a step, or after ddp_fsdp_step",
+                unit->name, call);
+    return DDP_OK;
+}
+
+/* Checks the arguments of ddp_fsdp_get_full, and returns the shard in *shard. */
+static ddp_result ddp__full_check(const ddp_fsdp *fsdp, int unit, int param, int root, const ddp_tensor *out,
+                                  const ddp__fsdp_shard **shard) {
+    DDP__PARAM_CHECK(fsdp, unit, param);
+    DDP__FSDP_CHECK(root >= 0 && root < ddp_world_size(fsdp->group),
+                    "root=%d is not a rank of the group; use 0 to %d", root, ddp_world_size(fsdp->group) - 1);
+    const ddp__fsdp_shard *s = *shard = &fsdp->units[unit].shards[param];
+    const ddp_tensor *value = &s->user_param->param.value;
+    if (!ddp__full_receives(fsdp, root)) return DDP_OK;
+    size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
+    DDP__FSDP_CHECK(out, "out is NULL on rank %d, which is root; pass a ddp_tensor", root);
+    DDP__FSDP_CHECK(out->dtype == s->master_dtype && out->ndim == value->ndim
+                        && memcmp(out->shape, value->shape, shape_bytes) == 0,
+                    "unit %s, parameter %.200s: out is %.60s; use %s and the shape of param.value",
+                    s->unit->name, s->name,
+                    ddp_describe_shape(ddp_dtype_name(out->dtype), out->ndim, out->shape).text,
+                    ddp_dtype_name(s->master_dtype));
+    DDP__FSDP_CHECK(out->data || !s->rows_per_rank || !s->row_elements,
+                    "unit %s, parameter %.200s: out->data is NULL; set it to host memory of %zu bytes",
+                    s->unit->name, s->name, ddp_tensor_bytes(out));
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_get_full(ddp_fsdp *fsdp, int unit, int param, int root, ddp_tensor *out) {
+    DDP_PUBLIC_CALL(ddp_fsdp_get_full);
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
+    DDP_TRY(ddp__fsdp_check_between_steps(fsdp, __func__));
+    ddp_group *const groups[2] = {fsdp->group, fsdp->desc.replicas};
+    const int arguments[3] = {unit, param, root};
+    const ddp__fsdp_shard *s = NULL;
+    unsigned char *pieces = NULL;
+    char description[80];
+    snprintf(description, sizeof description, "unit=%d param=%d root=%d", unit, param, root);
+    ddp_result result = ddp__full_check(fsdp, unit, param, root, out, &s);
+    if (result == DDP_OK)
+        result = ddp__full_pieces_alloc(fsdp, ddp__full_piece_count(s) * ddp_dtype_size(s->master_dtype),
+                                        root, &pieces);
+    result = ddp_agree_groups(groups, 2, __func__, result,
+                              ddp_hash(DDP_HASH_SEED, arguments, sizeof arguments), description);
+    if (result == DDP_OK && ddp__is_first_replica(fsdp)) {
+        result = ddp__full_gather(fsdp, s, root, pieces,
+                                  ddp__full_receives(fsdp, root) ? (unsigned char *)out->data : NULL);
+        if (result != DDP_OK) result = ddp__fsdp_poison(fsdp, result);
+    }
+    ddp__fsdp_free(fsdp, pieces);
+    return result;
+}
+
+/* An export. All fields except pieces are the writing rank's. */
+typedef struct ddp__export_state {
+    ddp__save_state save; /* plans one file of all tensors of the model */
+    ddp__save_file files[2];
+    ddp__file file; /* path.tmp; its fd is negative while it is closed */
+    void *tables;
+    unsigned char *tensor; /* the tensor that is written next */
+    unsigned char *pieces; /* see ddp__full_pieces_alloc */
+} ddp__export_state;
+
+/* Allocates the pieces and, on the writing rank, plans and creates the file. */
+static ddp_result ddp__export_begin(ddp_fsdp *f, ddp__export_state *e, const char *path) {
+    ddp__save_state *s = &e->save;
+    size_t piece_bytes = 0, tensor_bytes = 0, count = (size_t)f->saver.count;
+    char parent[DDP__PATH_MAX], name[300];
+    for (const ddp__fsdp_shard *shard = f->shards; shard < f->shards_end; shard++) {
+        size_t size = ddp_dtype_size(shard->master_dtype);
+        ddp__size_at_least(&piece_bytes, ddp__full_piece_count(shard) * size);
+        ddp__size_at_least(&tensor_bytes, shard->rows * shard->row_elements * size);
+    }
+    for (int i = 0; i < f->desc.buffer_count; i++)
+        ddp__size_at_least(&tensor_bytes, ddp_tensor_bytes(&f->desc.buffers[i]));
+    DDP_TRY(ddp__full_pieces_alloc(f, piece_bytes, 0, &e->pieces));
+    if (!ddp__full_receives(f, 0)) return DDP_OK;
+    const char *slash = path ? strrchr(path, '/') : NULL;
+    const char *base = slash ? slash + 1 : path;
+    if (!path || !*base || strlen(path) > DDP__DIR_MAX || strlen(base) > 250)
+        return ddp_fail(DDP_ERR_INVALID,
+                        "path is NULL or empty, ends with a slash, or is longer than %d bytes (the name: "
+                        "250); use the path of a file",
+                        DDP__DIR_MAX);
+    s->common = ddp__checkpoint_common_of(f->group, "ddp_fsdp_export", f->saver.slices, f->saver.count);
+    s->text.group = f->group;
+    s->max_file_bytes = SIZE_MAX;
+    s->files = e->files;
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_HOST,
+                            count * (sizeof *s->data_offset + sizeof *s->common.crc), &e->tables));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_HOST, tensor_bytes, &e->tensor));
+    s->data_offset = (uint64_t *)e->tables;
+    s->common.crc = (uint32_t *)(void *)(s->data_offset + count);
+    DDP_TRY(ddp__save_plan(s));
+    ddp__parent_path(path, parent);
+    snprintf(name, sizeof name, "%s.tmp", base);
+    snprintf(s->tmp, sizeof s->tmp, "%.*s.tmp", DDP__DIR_MAX, path);
+    if (unlink(s->tmp) != 0 && errno != ENOENT) return ddp__file_fail("cannot delete", s->tmp);
+    DDP_TRY(ddp__file_create(parent, name, NULL, e->files[0].header_bytes + e->files[0].data_bytes));
+    return ddp__file_open(parent, name, O_WRONLY, &e->file);
+}
+
+/* Writes e->tensor as tensor `index` of the list. */
+static ddp_result ddp__export_write(ddp__export_state *e, int index) {
+    ddp__save_state *s = &e->save;
+    ddp__checkpoint_slice slice = s->common.slices[index];
+    uint64_t bytes = ddp__slice_tensor_bytes(&slice);
+    memset(slice.offset, 0, sizeof slice.offset);
+    memcpy(slice.extent, slice.shape, sizeof slice.extent);
+    slice.data = e->tensor;
+    DDP_TRY(ddp__save_slice(&slice, &e->file, e->files[0].header_bytes + s->data_offset[index],
+                            &s->common.crc[index]));
+    s->common.crc[index] = ddp__crc_finish(s->common.crc[index], bytes);
+    return DDP_OK;
+}
+
+/* On the writing rank: writes the buffers and the header, and gives the file its name. */
+static ddp_result ddp__export_end(ddp_fsdp *f, ddp__export_state *e, const char *path) {
+    char parent[DDP__PATH_MAX];
+    int first = f->saver.count - f->desc.buffer_count;
+    for (int i = 0; i < f->desc.buffer_count; i++) {
+        size_t size_bytes = ddp_tensor_bytes(&f->desc.buffers[i]);
+        if (size_bytes) f->device->copy(e->tensor, f->desc.buffers[i].data, size_bytes);
+        DDP_TRY(ddp_device_check(f->group));
+        DDP_TRY(ddp__export_write(e, first + i));
+    }
+    ddp__save_format_header(&e->save, &e->files[0]);
+    if (e->save.text.failed) return DDP_ERR_NO_MEMORY;
+    ddp_result result = ddp__file_transfer(&e->file, DDP__FILE_WRITE, e->save.text.data, e->save.text.length,
+                                           0);
+    int fd = e->file.fd;
+    e->file.fd = -1;
+    DDP_TRY(ddp__file_sync_close(fd, e->file.path, result));
+    if (rename(e->save.tmp, path) != 0) return ddp__file_fail("cannot replace", path);
+    e->save.tmp[0] = '\0';
+    ddp__parent_path(path, parent);
+    if (ddp__folder_sync(parent) != DDP_OK)
+        return ddp_fail(DDP_ERR_SYSTEM,
+                        "the file is written, but a crash of the machine can still replace it with the "
+                        "previous one: %.400s",
+                        ddp_last_error());
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_export(ddp_fsdp *fsdp, const char *path) {
+    DDP_PUBLIC_CALL(ddp_fsdp_export);
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
+    DDP_TRY(ddp__fsdp_check_between_steps(fsdp, __func__));
+    for (const ddp__fsdp_shard *s = fsdp->shards; s < fsdp->shards_end; s++)
+        if (s->is_slice)
+            return ddp_fail_in(DDP_ERR_UNSUPPORTED, __func__, fsdp->group,
+                               "unit %s, parameter %.200s is a slice of a larger tensor; use ddp_fsdp_save, "
+                               "which writes complete tensors",
+                               s->unit->name, s->name);
+    DDP_TRY(ddp_fsdp_save_wait(fsdp)); /* a background save uses the list of tensors */
+    ddp_group *const groups[2] = {fsdp->group, fsdp->desc.replicas};
+    ddp__export_state e = DDP_ZERO;
+    int writes = ddp__full_receives(fsdp, 0);
+    e.file.fd = -1;
+    ddp__saver_list(fsdp, DDP__LIST_NOTHING);
+    ddp_result result = ddp_agree_groups(groups, 2, __func__, ddp__export_begin(fsdp, &e, path), 0, "");
+    for (const ddp__fsdp_shard *s = fsdp->shards; s < fsdp->shards_end && result == DDP_OK; s++) {
+        if (s->source != s) continue;
+        if (ddp__is_first_replica(fsdp)) result = ddp__full_gather(fsdp, s, 0, e.pieces, e.tensor);
+        if (result != DDP_OK) {
+            result = ddp__fsdp_poison(fsdp, result);
+            break;
+        }
+        if (writes) result = ddp__export_write(&e, s->slice_index);
+        result = ddp_agree_groups(groups, 2, __func__, result, 0, "");
+    }
+    if (result == DDP_OK)
+        result = ddp_agree_groups(groups, 2, __func__, writes ? ddp__export_end(fsdp, &e, path) : DDP_OK, 0,
+                                  "");
+    const ddp_saved_error error = ddp__saved_error_of(result);
+    ddp__file_close(&e.file);
+    if (e.save.tmp[0]) (void)unlink(e.save.tmp);
+    ddp_host_free(fsdp->group, e.save.text.data);
+    ddp__fsdp_free(fsdp, e.tables);
+    ddp__fsdp_free(fsdp, e.tensor);
+    ddp__fsdp_free(fsdp, e.pieces);
+    return ddp_error_restore(&error);
+}
+
 //== FSDP: public calls ======================================================================== >>impl-public
 /* The public calls of a training step, and the access to shards. */
-
-#define DDP__UNIT_CHECK(fsdp, unit)                                                           \
-    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");                                                    \
-    DDP__FSDP_CHECK((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d; use 0 to %d", unit, \
-                    (fsdp)->unit_count - 1)
 
 /* Adds a call to the hash of this step's calls. kind: 0 = the unit's unshard, 1 = its reduction. */
 static void ddp__fsdp_hash_call(ddp_fsdp *f, int kind, int unit) {
@@ -6629,12 +7129,6 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     return DDP_OK;
 }
 
-#define DDP__PARAM_CHECK(fsdp, unit, param)                                                         \
-    DDP__UNIT_CHECK(fsdp, unit);                                                                    \
-    DDP__FSDP_CHECK((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, \
-                    "param=%d in unit %s; use 0 to %d", param, (fsdp)->units[unit].name,            \
-                    (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
-
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row) {
     DDP_PUBLIC_CALL(ddp_fsdp_get_shard);
@@ -6668,6 +7162,16 @@ DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int wh
                     "which=%d, but each parameter has %d states; count from 0", which,
                     fsdp->optimizer->state_count);
     return ddp_optimizer_get_state(fsdp->optimizer, s->source->optimizer_index, which, name, state);
+}
+
+DDPDEF ddp_result ddp_fsdp_sync_buffers(ddp_fsdp *fsdp, int root) {
+    DDP_PUBLIC_CALL(ddp_fsdp_sync_buffers);
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
+    DDP__FSDP_CHECK(root >= 0 && root < ddp_world_size(fsdp->group),
+                    "root=%d is not a rank of the group; use 0 to %d", root, ddp_world_size(fsdp->group) - 1);
+    DDP_TRY(ddp__fsdp_check_between_steps(fsdp, __func__));
+    DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
+    return ddp__fsdp_failed(fsdp, ddp__fsdp_broadcast_buffers(fsdp, root));
 }
 
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {

@@ -168,6 +168,9 @@ FUNCTION(ddp_fsdp_clip_grad_norm, ddp_result, (ddp_fsdp *, float, float *));
 FUNCTION(ddp_fsdp_step, ddp_result, (ddp_fsdp *, float));
 FUNCTION(ddp_fsdp_save, ddp_result, (ddp_fsdp *, const char *));
 FUNCTION(ddp_fsdp_load, ddp_result, (ddp_fsdp *, const char *));
+FUNCTION(ddp_fsdp_sync_buffers, ddp_result, (ddp_fsdp *, int));
+FUNCTION(ddp_fsdp_get_full, ddp_result, (ddp_fsdp *, int, int, int, ddp_tensor *));
+FUNCTION(ddp_fsdp_export, ddp_result, (ddp_fsdp *, const char *));
 FUNCTION(ddp_fsdp_get_memory, ddp_result, (const ddp_fsdp *, ddp_fsdp_memory *));
 FUNCTION(ddp_fsdp_destroy, void, (ddp_fsdp *));
 FUNCTION(ddp_fsdp_wrap, int, (const ddp_param *, int, const ddp_fsdp_wrap_desc *, ddp_fsdp_unit_desc *, int));
@@ -188,6 +191,10 @@ FIELD(ddp_fsdp_desc, prefetch, int)
 FIELD(ddp_fsdp_desc, no_reshard_after_forward, int)
 FIELD(ddp_fsdp_desc, offload, ddp_fsdp_offload)
 FIELD(ddp_fsdp_desc, optimizer, ddp_optimizer_desc)
+FIELD(ddp_fsdp_desc, buffers, const ddp_tensor *)
+FIELD(ddp_fsdp_desc, buffer_names, const char *const *)
+FIELD(ddp_fsdp_desc, buffer_count, int)
+FIELD(ddp_fsdp_state, per_rank, int64_t)
 FIELD(ddp_fsdp_unit_desc, params, ddp_fsdp_param *)
 FIELD(ddp_fsdp_param, param, ddp_param)
 void check_slices(ddp_fsdp_param *param, int64_t (**shape)[DDP_MAX_NDIM], int64_t (**offset)[DDP_MAX_NDIM]) {

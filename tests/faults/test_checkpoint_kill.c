@@ -96,7 +96,7 @@ static ddp_result save_version(ddp_group *group, int version) {
     ddp_result result;
     ckpt_open(&k, ddp_rank(group), ddp_world_size(group), 0, 0);
     ckpt_fill(&k, version);
-    result = ddp__checkpoint_save(group, dir, k.slices, k.count, &k.state, 5000, shared->keep);
+    result = ddp__checkpoint_save(group, dir, k.slices, k.count, &k.state, NULL, 5000, shared->keep);
     ckpt_close(&k);
     return result;
 }
@@ -124,7 +124,7 @@ static int load_version(ddp_group *group, const char *path) {
     ddp_result result;
     int version = 0;
     ckpt_open(&k, 0, 1, 0, 0xab);
-    result = ddp__checkpoint_load(group, NULL, path, k.slices, k.count, NULL, &k.state);
+    result = ddp__checkpoint_load(group, NULL, path, k.slices, k.count, NULL, NULL, &k.state);
     EXPECT(result == DDP_OK, "%s: %s", path, ddp_last_error());
     if (result == DDP_OK) version = (int)k.state.step;
     EXPECT(result != DDP_OK || ckpt_has(&k, version), "%s is a mixture around version %d", path, version);

@@ -22,9 +22,9 @@ static ddp_result work(ddp_group *group, void *user) {
     if (foreign) k.count = 12; /* only the model */
     if (strcmp(arguments[1], "save") == 0) {
         ckpt_fill(&k, version);
-        result = ddp__checkpoint_save(group, arguments[2], k.slices, k.count, &k.state, 3000, 1);
+        result = ddp__checkpoint_save(group, arguments[2], k.slices, k.count, &k.state, NULL, 3000, 1);
     } else {
-        result = ddp__checkpoint_load(group, NULL, arguments[2], k.slices, k.count, NULL, &k.state);
+        result = ddp__checkpoint_load(group, NULL, arguments[2], k.slices, k.count, NULL, NULL, &k.state);
         if (result == DDP_OK && !(foreign ? ckpt_each(&k, version, 1) : ckpt_has(&k, version)))
             result = ddp_fail(DDP_ERR_CORRUPT, "the values are wrong");
     }

@@ -173,10 +173,11 @@ static ddp_result job_rank(ddp_group *group, void *user) {
         setrlimit(RLIMIT_FSIZE, &limit);
         limit.rlim_cur = limit.rlim_max;
     }
-    j->result[rank] = j->load ? ddp__checkpoint_load(group, NULL, dir, k.slices, k.count, NULL, &k.state)
-                              : ddp__checkpoint_save(group, dir, k.slices, k.count, &k.state,
-                                                     j->max_file_bytes + odd * j->odd_bytes,
-                                                     j->keep + odd * j->odd_keep);
+    j->result[rank] = j->load
+                          ? ddp__checkpoint_load(group, NULL, dir, k.slices, k.count, NULL, NULL, &k.state)
+                          : ddp__checkpoint_save(group, dir, k.slices, k.count, &k.state, NULL,
+                                                 j->max_file_bytes + odd * j->odd_bytes,
+                                                 j->keep + odd * j->odd_keep);
     failing_write = failing_sync = 0;
     other_folder[0] = NULL;
     if (j->largest_file) setrlimit(RLIMIT_FSIZE, &limit);
@@ -446,6 +447,59 @@ static void test_sync_fails(void) {
         EXPECT(!ckpt_exists(in("syncs.old")) && !ckpt_exists(in("syncs.tmp")), "something is left");
     }
     no_exchange = 0;
+}
+
+/* Rank 0 exports with a failing write, and every rank gets that error; then without. */
+static ddp_result export_rank(ddp_group *group, void *user) {
+    float first[6] = {1, 2, 3, 4, 5, 6}, steps = 9;
+    static const char *const names[1] = {"steps"};
+    ddp_tensor value = {first, DDP_F32, 2, {3, 2}}, buffer = {&steps, DDP_F32, 0, {0}};
+    ddp_fsdp_param param = DDP_ZERO;
+    ddp_fsdp_unit_desc unit = {NULL, &param, 1};
+    ddp_fsdp_desc desc = DDP_ZERO;
+    ddp_fsdp *fsdp;
+    int at = 0;
+    param.param.name = "w";
+    param.param.value = value;
+    desc.units = &unit;
+    desc.unit_count = desc.buffer_count = 1;
+    desc.buffers = &buffer;
+    desc.buffer_names = names;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &desc));
+    for (ddp_result result = DDP_ERR_SYSTEM; result != DDP_OK;) {
+        failing_write = ddp_rank(group) == 0 ? ++at : 0;
+        result = ddp_fsdp_export(fsdp, (const char *)user);
+        failing_write = 0;
+        RANKS_CHECK(group,
+                    result == DDP_OK
+                        || (result == DDP_ERR_SYSTEM && strstr(ddp_last_error(), "ddp_fsdp_export")
+                            && strstr(ddp_last_error(), "model.tmp: No space left")),
+                    "write %d: %s", at, ddp_last_error());
+        if (result == DDP_OK || ddp_rank(group) > 0) continue;
+        RANKS_CHECK(group,
+                    ckpt_shell("test $(cat %s) = old && test ! -e %s.tmp", in("model"), in("model")) == 0,
+                    "write %d: the old file is lost, or something is left", at);
+    }
+    RANKS_CHECK(group, ddp_rank(group) > 0 || at == 4, "%d writes: w, steps, the header", at - 1);
+    failing_sync = ddp_rank(group) == 0;
+    RANKS_CHECK(group,
+                ddp_fsdp_export(fsdp, (const char *)user) == DDP_ERR_SYSTEM
+                    && strstr(ddp_last_error(), "the file is written")
+                    && strstr(ddp_last_error(), "cannot sync"),
+                "%s", ddp_last_error());
+    failing_sync = 0;
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+static void test_export_fails(void) {
+    char path[200];
+    scenario = "an export fails";
+    snprintf(path, sizeof path, "%s", in("model"));
+    EXPECT(ckpt_shell("echo old > %s", path) == 0, "echo");
+    EXPECT(ranks_run(RANKS_THREADS, 2, 20000 * DDP_TEST_SLOWDOWN, export_rank, path) == DDP_OK, "%s",
+           ddp_last_error());
+    EXPECT(ckpt_exists(path) && !ckpt_exists(in("model.tmp")), "no file, or something is left");
 }
 
 /* Without fallocate files get their size by ftruncate, and have the same content. */
@@ -775,7 +829,7 @@ static void test_file_sizes(void) {
     }
     alone.init_method = "self://";
     EXPECT(ddp_group_create(&group, &alone) == DDP_OK, "%s", ddp_last_error());
-    EXPECT(ddp__checkpoint_save(group, in("sizes"), slices, TENSORS, &state, LIMIT, 1) == DDP_OK, "%s",
+    EXPECT(ddp__checkpoint_save(group, in("sizes"), slices, TENSORS, &state, NULL, LIMIT, 1) == DDP_OK, "%s",
            ddp_last_error());
     for (int f = 1, count = 1; f <= count; f++) {
         DIR *open_folder = opendir(in("sizes"));
@@ -838,7 +892,7 @@ static ddp_result load_foreign(const char *dir, int *fine) {
     desc.init_method = "self://";
     desc.log_fn = foreign_log;
     if (ddp_group_create(&group, &desc) != DDP_OK) return DDP_ERR_SYSTEM;
-    result = ddp__checkpoint_load(group, NULL, dir, s, 2, NULL, &state);
+    result = ddp__checkpoint_load(group, NULL, dir, s, 2, NULL, NULL, &state);
     if (result == DDP_OK)
         *fine = memcmp(w, foreign_values, sizeof w) == 0 && moment[0] == 0 && moment[1] == 0
                 && state.step == 0 && state.rng[0] == UINT64_C(0x0505050505050505);
@@ -957,6 +1011,7 @@ int main(void) {
     test_stale_and_strange();
     test_save_fails();
     test_sync_fails();
+    test_export_fails();
     test_no_fallocate();
     test_bad_lists();
     test_other_options();

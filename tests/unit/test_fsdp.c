@@ -13,7 +13,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
+#include <inttypes.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 /* Replaces that of libc. With no_fallocate it fails as in a libc without emulation. */
 static int no_fallocate;
@@ -226,7 +228,17 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         {"unit bee", "UTF-8"},
         {"unit bee", "9900 bytes"},
         {"unit bee", "__metadata__"},
+        {"buffer_count=2", "set both, or neither"},
+        {"buffer 1", "data, dtype or shape"},
+        {"buffer_names is NULL", "2 buffers"},
+        {"buffer 1", "name is missing or invalid"},
+        {"buffers 0 and 1", "mean", "own name"},
+        {"buffer 1", "parameter b.w", "own name"},
+        {"buffer 0", "name is missing or invalid", "UTF-8"},
     };
+    static const char *const shared[] = {"mean", "var"};
+    static const char *const no_name[] = {"mean", NULL}, *const twice[] = {"mean", "mean"};
+    static const char *const of_param[] = {"mean", "b.w"}, *const not_utf8[] = {"caf\xe9", "var"};
     double memory[12] = {0};
     char name[9902] = "";
     for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
@@ -238,6 +250,10 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         a = add(&m, "ay", "a.w", DDP_F32, 4, 3);
         add(&m, NULL, "a.v", DDP_F32, 4, 3);
         b = add(&m, "bee", "b.w", DDP_F32, 4, 3);
+        ddp_tensor buffers[2] = {{memory, DDP_F32, 1, {3}}, {memory + 3, DDP_I64, 0, {0}}};
+        m.desc.buffers = buffers;
+        m.desc.buffer_names = shared;
+        m.desc.buffer_count = 2;
         switch (bad ? (int)i : -1) {
         case 0: m.desc.unit_count = 0; break;
         case 1: m.units[1].param_count = 0; break;
@@ -287,6 +303,13 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         case 25: b->param.name = "caf\xe9"; break;
         case 26: b->param.name = (const char *)memset(name, 'x', sizeof name - 1); break;
         case 27: b->param.name = "__metadata__"; break;
+        case 28: m.desc.buffers = NULL; break;
+        case 29: buffers[1].data = NULL; break;
+        case 30: m.desc.buffer_names = NULL; break;
+        case 31: m.desc.buffer_names = no_name; break;
+        case 32: m.desc.buffer_names = twice; break;
+        case 33: m.desc.buffer_names = of_param; break;
+        case 34: m.desc.buffer_names = not_utf8; break;
         default: break;
         }
         ddp_result result = ddp_fsdp_create(&fsdp, group, &m.desc);
@@ -2364,6 +2387,593 @@ static ddp_result scaler_state(ddp_group *group) {
     return DDP_OK;
 }
 
+//== buffers ================================================================================
+
+enum { BUFFERS = 4, BUFFER_FLOATS = 5 };
+/* A vector, a counter without dimensions, an empty tensor, and a matrix of 16-bit numbers. */
+typedef struct buffers {
+    ddp_tensor tensors[BUFFERS];
+    float mean[BUFFER_FLOATS];
+    int64_t steps;
+    uint16_t half[6];
+} buffers;
+static const char *const buffer_names[BUFFERS] = {"norm.mean", "norm.steps", "norm.none", "norm.half"};
+
+static void buffers_of(buffers *b, model *m) {
+    const ddp_tensor list[BUFFERS] = {{b->mean, DDP_F32, 1, {BUFFER_FLOATS}},
+                                      {&b->steps, DDP_I64, 0, {0}},
+                                      {NULL, DDP_U8, 1, {0}},
+                                      {b->half, DDP_BF16, 2, {2, 3}}};
+    memcpy(b->tensors, list, sizeof list);
+    m->desc.buffers = b->tensors;
+    m->desc.buffer_names = buffer_names;
+    m->desc.buffer_count = BUFFERS;
+}
+
+static void buffers_set(buffers *b, int value) {
+    for (int i = 0; i < BUFFER_FLOATS; i++) b->mean[i] = (float)value + 0.25f * (float)i;
+    b->steps = (int64_t)value << 40;
+    for (int i = 0; i < 6; i++) b->half[i] = (uint16_t)(value * 7 + i);
+}
+
+static int buffers_are(const buffers *b, int value) {
+    buffers want;
+    buffers_set(&want, value);
+    return memcmp(b->mean, want.mean, sizeof b->mean) == 0 && b->steps == want.steps
+           && memcmp(b->half, want.half, sizeof b->half) == 0;
+}
+
+/* create broadcasts the buffers of rank 0, and sync those of its root: under every strategy, over ranks that
+   read each other's memory, over collectives, and on a device. */
+static ddp_result buffers_follow_the_root(ddp_group *group) {
+    ddp_device plain = *ddp_device_cpu();
+    int rank = ddp_rank(group), world = ddp_world_size(group);
+    ddp_group *far;
+    plain.name = "plain";
+    RANKS_OK(group, relay_over_device(&far, group, &plain));
+    for (int turn = 0; turn < 6; turn++) {
+        model m;
+        buffers b;
+        ddp_fsdp *fsdp;
+        ddp_fsdp_memory before, after;
+        int skip = turn == 4, single = turn == 5;
+        blocks(&m, 2, 5, 3);
+        buffers_of(&b, &m);
+        buffers_set(&b, 10 + rank);
+        m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+        m.desc.skip_initial_broadcast = skip;
+        if (single) m.desc.buffer_count = 1; /* sent as it is */
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, turn & 1 ? far : group, &m.desc));
+        memset(b.tensors, 0xee, sizeof b.tensors); /* the list was copied */
+        if (single)
+            RANKS_CHECK(group, b.mean[1] == 10.25f && b.steps == (int64_t)(10 + rank) << 40, "%g",
+                        (double)b.mean[1]);
+        else
+            RANKS_CHECK(group, buffers_are(&b, skip ? 10 + rank : 10), "turn %d: create", turn);
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &before));
+        for (int root = 0; root < world; root++) {
+            buffers_set(&b, 20 + rank);
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
+            RANKS_OK(group, ddp_fsdp_sync_buffers(fsdp, root));
+            if (single)
+                RANKS_CHECK(group, b.mean[1] == 20.25f + (float)root, "%g", (double)b.mean[1]);
+            else
+                RANKS_CHECK(group, buffers_are(&b, 20 + root), "turn %d: not those of rank %d", turn, root);
+            RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        }
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &after));
+        RANKS_CHECK(group, memcmp(&before, &after, sizeof before) == 0, "turn %d: a sync allocates", turn);
+        FAILS(group, ddp_fsdp_sync_buffers(NULL, 0), DDP_ERR_INVALID, "ddp_fsdp_sync_buffers",
+              "fsdp is NULL");
+        FAILS(group, ddp_fsdp_sync_buffers(fsdp, -1), DDP_ERR_INVALID, "ddp_fsdp_sync_buffers", "root=-1");
+        FAILS(group, ddp_fsdp_sync_buffers(fsdp, world), DDP_ERR_INVALID, "is not a rank of the group");
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, 1));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, 1));
+        FAILS(group, ddp_fsdp_sync_buffers(fsdp, 0), DDP_ERR_INVALID, "unit b", "already been reduced",
+              "call ddp_fsdp_sync_buffers before the first");
+        RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
+        RANKS_OK(group, ddp_fsdp_sync_buffers(fsdp, 0));
+        ddp_fsdp_destroy(fsdp);
+    }
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(far);
+    return DDP_OK;
+}
+
+/* Two sets of replicas: the buffers are those of one rank of the first set. Differing lists are reported. */
+static ddp_result buffers_of_replicas(ddp_group *group) {
+    int rank = ddp_rank(group);
+    ddp_group *part, *copies;
+    model m;
+    buffers b;
+    ddp_fsdp *fsdp;
+    if (ddp_world_size(group) != 4) return DDP_OK;
+    RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
+    RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
+    blocks(&m, 2, 5, 3);
+    buffers_of(&b, &m);
+    buffers_set(&b, rank);
+    m.desc.replicas = copies;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
+    RANKS_CHECK(group, buffers_are(&b, 0), "create: steps %lld", (long long)b.steps);
+    for (int root = 1; root >= 0; root--) {
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        buffers_set(&b, 30 + rank);
+        RANKS_OK(group, ddp_fsdp_sync_buffers(fsdp, root));
+        RANKS_CHECK(group, buffers_are(&b, 30 + root), "root %d: steps %lld", root, (long long)b.steps);
+    }
+    ddp_fsdp_destroy(fsdp);
+    for (int turn = 0; turn < 4; turn++) {
+        static const char *const other[BUFFERS] = {"norm.mean", "norm.steps", "norm.none", "norm.other"};
+        int odd = rank == 3;
+        blocks(&m, 2, 5, 3);
+        buffers_of(&b, &m);
+        m.desc.replicas = copies;
+        if (odd && turn == 0) m.desc.buffer_count = 3;
+        if (odd && turn == 1) b.tensors[3].shape[1] = 2;
+        if (odd && turn == 2) b.tensors[3].dtype = DDP_F16;
+        if (odd && turn == 3) m.desc.buffer_names = other;
+        if (turn == 0)
+            FAILS(group, ddp_fsdp_create(&fsdp, part, &m.desc), DDP_ERR_MISMATCH, "buffer_count=4",
+                  "buffer_count=3");
+        else
+            FAILS(group, ddp_fsdp_create(&fsdp, part, &m.desc), DDP_ERR_MISMATCH,
+                  "buffer 3 'norm.half' bf16");
+        RANKS_OK(group, ddp_group_status(part));
+    }
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(copies);
+    ddp_group_destroy(part);
+    return DDP_OK;
+}
+
+/* Buffers in a checkpoint: loaded under another strategy, with other numbers of ranks, and on a device; not
+   loaded, with nothing changed, where name, shape or dtype differ. */
+static ddp_result buffers_are_saved(ddp_group *group) {
+    ddp_device plain = *ddp_device_cpu();
+    char folder[64], dir[100];
+    int rank = ddp_rank(group), world = ddp_world_size(group);
+    ddp_group *far, *part;
+    plain.name = "plain";
+    RANKS_OK(group, folder_of(group, folder, 0));
+    RANKS_OK(group, relay_over_device(&far, group, &plain));
+    RANKS_OK(group, ddp_group_split(group, rank == world - 1, rank, &part)); /* W - 1 ranks, and one */
+    for (int strategy = 0; strategy < 4; strategy++) {
+        model m;
+        buffers b;
+        ddp_fsdp *fsdp;
+        uint64_t saved, have;
+        snprintf(dir, sizeof dir, "%s/%d", folder, strategy);
+        blocks(&m, 2, 5, 3);
+        buffers_of(&b, &m);
+        m.desc.strategy = (ddp_fsdp_strategy)strategy;
+        m.desc.save_in_background = strategy == 1;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, strategy & 2 ? far : group, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        RANKS_OK(group, digest(group, fsdp, &m, &saved));
+        buffers_set(&b, 40 + rank); /* rank 0 saves its own */
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        buffers_set(&b, 50 + rank);
+        RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_CHECK(group, buffers_are(&b, 40), "strategy %d: steps %lld", strategy, (long long)b.steps);
+        ddp_fsdp_destroy(fsdp);
+        int turns = strategy ? 1 + (strategy == 2) : 7; /* the bad ones once */
+        for (int turn = strategy == 2; turn < turns; turn++) {
+            static const char *const other[BUFFERS] = {"norm.mean", "norm.steps", "norm.none", "norm.other"};
+            uint64_t before;
+            blocks(&m, 2, 5, 3);
+            buffers_of(&b, &m);
+            m.desc.strategy = (ddp_fsdp_strategy)((strategy + 1 + turn) % 4);
+            if (turn == 2) b.tensors[0].shape[0]--;
+            if (turn == 3) b.tensors[1].dtype = DDP_F64;
+            if (turn == 4) m.desc.buffer_names = other;
+            if (turn == 5) m.desc.buffer_count = 3;
+            if (turn == 6) b.tensors[1].ndim = b.tensors[1].shape[0] = 1;
+            ddp_group *on = turn == 0 ? part : group;
+            if (turn == 1) on = far;
+            RANKS_OK(group, ddp_fsdp_create(&fsdp, on, &m.desc));
+            RANKS_OK(group, train(on, fsdp, &m, 1, 9));
+            RANKS_OK(group, digest(group, fsdp, &m, &before));
+            buffers_set(&b, 60 + rank);
+            switch (turn) {
+            case 2:
+                FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "'norm.mean'", "F32 [5]", "F32 [4]");
+                break;
+            case 3:
+                FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "'norm.steps'", "I64", "F64");
+                break;
+            case 4:
+                FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "'norm.half'", "not among");
+                break;
+            case 5:
+                FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "'norm.half'", "not among");
+                break;
+            case 6: FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "'norm.steps'"); break;
+            default: RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+            }
+            RANKS_OK(group, digest(group, fsdp, &m, &have));
+            RANKS_CHECK(group, have == (turn < 2 ? saved : before), "strategy %d, turn %d: other values",
+                        strategy, turn);
+            RANKS_CHECK(group, buffers_are(&b, turn < 2 ? 40 : 60 + rank), "strategy %d, turn %d: steps %lld",
+                        strategy, turn, (long long)b.steps);
+            ddp_fsdp_destroy(fsdp);
+            RANKS_OK(group, ddp_barrier(group));
+        }
+    }
+    ddp_group_destroy(part);
+    ddp_group_destroy(far);
+    return folder_of(group, folder, 1);
+}
+
+//== state of each rank =====================================================================
+
+static void state_set(ddp_fsdp_state *state, int value) {
+    memset(state, 0, sizeof *state);
+    state->sampler.position = 1000 + value;
+    for (int i = 0; i < 4; i++) state->rng[i] = UINT64_MAX - (uint64_t)(value * 4 + i);
+    for (int i = 0; i < 8; i++) state->user[i] = value + 1.0 / (i + 3);
+    state->user[7] = NAN;
+}
+
+/* rng and user as state_set(own) set them, and the rest as on rank 0. */
+static int state_is(const ddp_fsdp_state *state, int own, int per_rank) {
+    ddp_fsdp_state want;
+    state_set(&want, own);
+    return memcmp(state->rng, want.rng, sizeof want.rng) == 0
+           && memcmp(state->user, want.user, sizeof want.user) == 0 && state->per_rank == per_rank
+           && state->sampler.position == 1000 && state->step == 1;
+}
+
+/* With per_rank each rank gets its own numbers back, on the same number of ranks. On another number, and from
+   a checkpoint without them, the load fails and changes nothing; with 0 every rank gets those of rank 0. */
+static ddp_result state_of_each_rank(ddp_group *group) {
+    char folder[64], dir[100], plain[100];
+    int rank = ddp_rank(group), world = ddp_world_size(group);
+    ddp_group *part = group, *copies = NULL, *few;
+    ddp_fsdp_state state, before;
+    ddp_fsdp *fsdp;
+    model m;
+    RANKS_OK(group, folder_of(group, folder, 0));
+    snprintf(dir, sizeof dir, "%s/own", folder);
+    snprintf(plain, sizeof plain, "%s/plain", folder);
+    RANKS_OK(group, ddp_group_split(group, rank == world - 1, rank, &few)); /* W - 1 ranks, and one */
+    if (world == 4) RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
+    if (world == 4) RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
+    for (int background = 0; background < 2; background++) {
+        blocks(&m, 2, 5, 3);
+        m.desc.state = &state;
+        m.desc.save_in_background = background;
+        m.desc.replicas = background ? copies : NULL; /* rank 2 is rank 0 of the second replica */
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, background ? part : group, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        state_set(&state, rank);
+        RANKS_OK(group, ddp_fsdp_save(fsdp, plain));
+        state.per_rank = 1;
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        state_set(&state, 70 + rank);
+        RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
+        state.per_rank = 2;
+        FAILS(group, ddp_fsdp_save(fsdp, dir), DDP_ERR_INVALID, "ddp_fsdp_save", "state.per_rank=2");
+        FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_INVALID, "ddp_fsdp_load", "state.per_rank=2");
+        state.per_rank = rank == 0;
+        if (world > 1)
+            FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "rank 0 state.per_rank=1",
+                  "state.per_rank=0");
+        state.per_rank = 1;
+        before = state;
+        FAILS(group, ddp_fsdp_load(fsdp, plain), DDP_ERR_MISMATCH, "no state of each rank",
+              "set it to 0 for this load");
+        RANKS_CHECK(group, memcmp(&state, &before, sizeof state) == 0, "a failed load changes the state");
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_CHECK(group, state_is(&state, rank, 1), "rank %d: rng %llu", rank,
+                    (unsigned long long)state.rng[0]);
+        for (int k = 0; k < 2; k++) {
+            state_set(&state, 70 + rank);
+            RANKS_OK(group, ddp_fsdp_load(fsdp, k ? dir : plain));
+            RANKS_CHECK(group, state_is(&state, 0, 0), "of rank 0: rng %llu",
+                        (unsigned long long)state.rng[0]);
+        }
+        ddp_fsdp_destroy(fsdp);
+        blocks(&m, 2, 5, 3);
+        m.desc.state = &state;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, few, &m.desc));
+        state_set(&state, 80 + rank);
+        state.per_rank = 1;
+        before = state;
+        if (world > 1) {
+            FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "ddp_fsdp_load", "has the state of",
+                  "load it with state.per_rank=1", "set it to 0");
+            RANKS_CHECK(group, memcmp(&state, &before, sizeof state) == 0, "a failed load changes the state");
+        } else {
+            RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        }
+        state.per_rank = 0;
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_CHECK(group, state_is(&state, 0, 0), "of rank 0: rng %llu", (unsigned long long)state.rng[0]);
+        ddp_fsdp_destroy(fsdp);
+        RANKS_OK(group, ddp_barrier(group));
+    }
+    if (copies) ddp_group_destroy(copies);
+    if (part != group) ddp_group_destroy(part);
+    ddp_group_destroy(few);
+    return folder_of(group, folder, 1);
+}
+
+//== full tensors on one rank ===============================================================
+
+enum { FULL_PARAMS = 6, FULL_MOST = 96 };
+/* Odd rows, no dimension, f64, no elements, a tie, and a frozen parameter. */
+static void full_model(model *m) {
+    memset(m, 0, sizeof *m);
+    add(m, "a", "a.w", DDP_F32, 7, 3);
+    add(m, NULL, "a.scalar", DDP_F32, -1, 0);
+    add(m, "b", "b.double", DDP_F64, 5, 0);
+    add(m, NULL, "b.none", DDP_F32, 0, 4);
+    add(m, "c", "c.tied", DDP_F32, 7, 3)->tied_to = "a.w";
+    add(m, NULL, "c.frozen", DDP_F32, 2, 48)->frozen = 1;
+}
+
+static int full_unit(int i) { return i / 2; }
+
+/* The full parameter: all ranks' rows of ddp_fsdp_get_shard. split 0: rank 0 has all of them. */
+static ddp_result full_by_shards(ddp_group *group, ddp_fsdp *fsdp, const model *m, int i, int split,
+                                 void *out) {
+    size_t counts[8], offsets[8], size, all = 0;
+    ddp_tensor rows;
+    int64_t first;
+    RANKS_OK(group, ddp_fsdp_get_shard(fsdp, full_unit(i), i % 2, &rows, NULL, &first));
+    size = ddp_dtype_size(rows.dtype);
+    int64_t mine = ddp_tensor_count(&rows), of_rank[8];
+    if (!split && ddp_rank(group) > 0) mine = 0;
+    RANKS_OK(group, ddp_all_gather(group, &mine, of_rank, 1, DDP_I64, NULL));
+    for (int r = 0; r < ddp_world_size(group); r++) {
+        counts[r] = (size_t)of_rank[r] * size;
+        offsets[r] = all;
+        all += counts[r];
+    }
+    RANKS_CHECK(group, all == (size_t)ddp_tensor_count(&m->params[i].param.value) * size, "%zu bytes", all);
+    RANKS_OK(group, ddp_all_gather_v(group, mine ? rows.data : NULL, (size_t)mine * size, out, counts,
+                                     offsets, DDP_U8, NULL));
+    return DDP_OK;
+}
+
+/* Each rank in turn receives each parameter in master precision: the rows of all ranks. */
+static ddp_result full_on_one_rank(ddp_group *group) {
+    ddp_device plain = *ddp_device_cpu();
+    int rank = ddp_rank(group), world = ddp_world_size(group);
+    ddp_group *far;
+    plain.name = "plain";
+    RANKS_OK(group, relay_over_device(&far, group, &plain));
+    for (int turn = 0; turn < 8; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        full_model(&m);
+        m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+        m.desc.param_dtype = turn & 4 ? DDP_BF16 : DDP_DTYPE_DEFAULT;
+        m.desc.offload = turn == 2 || turn == 4 ? DDP_FSDP_OFFLOAD_FILE : DDP_FSDP_OFFLOAD_NONE;
+        m.desc.offload_dir = "/tmp";
+        ddp_group *on = turn == 1 || turn == 3 || turn == 5 ? far : group;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, on, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        for (int i = 0; i < FULL_PARAMS; i++)
+            for (int root = 0; root < world; root++) {
+                if (i && root != (i + turn) % world) continue; /* only the first one to each rank */
+                double want[FULL_MOST] = {0}, have[FULL_MOST] = {0}, untouched[FULL_MOST] = {0};
+                ddp_tensor out = m.params[i].param.value;
+                out.dtype = i == 2 ? DDP_F64 : DDP_F32;
+                out.data = have;
+                RANKS_OK(group, full_by_shards(on, fsdp, &m, i, turn % 4 != DDP_FSDP_NO_SHARD, want));
+                RANKS_OK(group, ddp_fsdp_get_full(fsdp, full_unit(i), i % 2, root,
+                                                  rank == root || i % 2 ? &out : NULL));
+                RANKS_CHECK(group, memcmp(have, rank == root ? want : untouched, sizeof have) == 0,
+                            "turn %d, %s, root %d: other values", turn, m.params[i].param.name, root);
+            }
+        RANKS_OK(group, train(group, fsdp, &m, 1, 2));
+        ddp_fsdp_destroy(fsdp);
+    }
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(far);
+    return DDP_OK;
+}
+
+/* Bad arguments of get_full are errors of every rank, and the group stays usable. */
+static ddp_result full_bad_calls(ddp_group *group) {
+    int rank = ddp_rank(group), world = ddp_world_size(group), root = world - 1;
+    double memory[FULL_MOST];
+    model m;
+    ddp_fsdp *fsdp;
+    full_model(&m);
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    const ddp_tensor good = {memory, DDP_F32, 2, {7, 3}};
+    ddp_tensor out = good;
+    FAILS(group, ddp_fsdp_get_full(NULL, 0, 0, 0, &out), DDP_ERR_INVALID, "ddp_fsdp_get_full",
+          "fsdp is NULL");
+    FAILS(group, ddp_fsdp_get_full(fsdp, 3, 0, root, &out), DDP_ERR_INVALID, "ddp_fsdp_get_full", "unit=3");
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 2, root, &out), DDP_ERR_INVALID, "param=2 in unit a");
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, world, &out), DDP_ERR_INVALID, "root=", "use 0 to");
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, -1, &out), DDP_ERR_INVALID, "root=-1");
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, root, rank == root ? NULL : &out), DDP_ERR_INVALID,
+          "ddp_fsdp_get_full", "out is NULL on rank");
+    out.data = NULL;
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out), DDP_ERR_INVALID, "parameter a.w",
+          "out->data is NULL", "84 bytes");
+    out = good;
+    out.dtype = DDP_BF16;
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out), DDP_ERR_INVALID, "parameter a.w", "out is bf16",
+          "use f32");
+    out = good;
+    out.shape[0] = 8;
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out), DDP_ERR_INVALID, "parameter a.w", "f32 [8,3]");
+    out = good;
+    out.ndim = 1;
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out), DDP_ERR_INVALID, "parameter a.w");
+    out = good;
+    if (world > 1)
+        FAILS(group, ddp_fsdp_get_full(fsdp, rank ? 2 : 0, 0, root, &out), DDP_ERR_MISMATCH, "rank 0 unit=0",
+              "rank 1 unit=2");
+    RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
+    RANKS_OK(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out)); /* of an unsharded unit too */
+    RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, 0));
+    FAILS(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out), DDP_ERR_INVALID, "unit a",
+          "already been reduced");
+    FAILS(group, ddp_fsdp_export(fsdp, "/tmp/none"), DDP_ERR_INVALID, "ddp_fsdp_export", "unit a",
+          "already been reduced");
+    RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
+    RANKS_OK(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out));
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+/* A parameter of several pieces, with two sets of replicas: only the first sends. Other ranks than root never
+   have memory for the full parameter. */
+static ddp_result full_in_pieces(ddp_group *group) {
+    enum { ROWS = 1200007 }; /* more than four pieces of 2^18 */
+    int rank = ddp_rank(group), world = ddp_world_size(group), replicated = world == 4, root = replicated;
+    ddp_group *part = group, *copies = NULL;
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory memory;
+    float *values = (float *)malloc(ROWS * sizeof *values), *have = (float *)calloc(ROWS, sizeof *have);
+    for (int i = 0; i < ROWS; i++) values[i] = (float)(i % 1000003);
+    if (replicated) RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
+    if (replicated) RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
+    blocks(&m, 1, ROWS, 0);
+    m.params[0].param.value.data = values;
+    m.params[0].frozen = 1; /* no optimizer state */
+    m.desc.replicas = copies;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
+    ddp_tensor out = m.params[0].param.value;
+    out.data = have;
+    RANKS_OK(group, ddp_fsdp_get_full(fsdp, 0, 0, root, &out));
+    int receives = rank == root; /* world 4: rank 1 of the first replica */
+    for (int i = 0; i < ROWS; i++)
+        RANKS_CHECK(group, have[i] == (receives ? (float)(i % 1000003) : 0), "element %d is %g", i,
+                    (double)have[i]);
+    RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+    size_t piece = world > 1 ? 4u << 18 : 0;
+    size_t most = piece * (size_t)(receives ? 1 + ddp_world_size(part) : 1);
+    if (replicated && rank >= 2) most = 0;
+    RANKS_CHECK(group, memory.peak.communication >= most && memory.peak.communication <= most + 4096,
+                "%zu bytes, not %zu", memory.peak.communication, most);
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    if (copies) ddp_group_destroy(copies);
+    if (replicated) ddp_group_destroy(part);
+    free(values);
+    free(have);
+    return DDP_OK;
+}
+
+/* Reads the tensor `name` of a safetensors file of the library: dtype and shape as written, and its data.
+   Returns its bytes, or -1 if the file does not have it. */
+static long read_tensor(const char *path, const char *name, char *description, size_t size, void *out) {
+    char key[64], *header, *at, *offsets;
+    uint64_t length = 0, begin, end;
+    FILE *file = fopen(path, "rb");
+    long bytes = -1;
+    if (!file) return -1;
+    if (fread(&length, 1, 8, file) == 8 && length < 100000 && (header = (char *)calloc(1, length + 1))) {
+        snprintf(key, sizeof key, "\"%s\":{", name);
+        if (fread(header, 1, length, file) == length && (at = strstr(header, key))
+            && (offsets = strstr(at, ",\"data_offsets\":["))
+            && sscanf(offsets, ",\"data_offsets\":[%" SCNu64 ",%" SCNu64 "]", &begin, &end) == 2) {
+            at += strlen(key);
+            snprintf(description, size, "%.*s", (int)(offsets - at), at);
+            if (end - begin <= FULL_MOST * 8 && fseek(file, (long)(8 + length + begin), SEEK_SET) == 0
+                && fread(out, 1, end - begin, file) == end - begin)
+                bytes = (long)(end - begin);
+        }
+        free(header);
+    }
+    fclose(file);
+    return bytes;
+}
+
+/* An exported file has every parameter and buffer once. It is a model for ddp_fsdp_load, on any number of
+   ranks and under any strategy. */
+static ddp_result exported(ddp_group *group) {
+    static const char *const descriptions[FULL_PARAMS] = {"\"dtype\":\"F32\",\"shape\":[7,3]",
+                                                          "\"dtype\":\"F32\",\"shape\":[]",
+                                                          "\"dtype\":\"F64\",\"shape\":[5]",
+                                                          "\"dtype\":\"F32\",\"shape\":[0,4]",
+                                                          "",
+                                                          "\"dtype\":\"F32\",\"shape\":[2,48]"};
+    ddp_device plain = *ddp_device_cpu();
+    char folder[64], path[140], dir[100], command[200], text[100];
+    int rank = ddp_rank(group), world = ddp_world_size(group);
+    ddp_group *far, *few;
+    plain.name = "plain";
+    RANKS_OK(group, folder_of(group, folder, 0));
+    RANKS_OK(group, relay_over_device(&far, group, &plain));
+    RANKS_OK(group, ddp_group_split(group, rank == world - 1, rank, &few));
+    for (int turn = 0; turn < 4; turn++) {
+        model m;
+        buffers b;
+        ddp_fsdp *fsdp;
+        uint64_t saved, have;
+        snprintf(dir, sizeof dir, "%s/%d", folder, turn);
+        snprintf(path, sizeof path, "%s/model.safetensors", dir);
+        if (rank == 0) RANKS_CHECK(group, mkdir(dir, 0777) == 0, "%s", dir);
+        RANKS_OK(group, ddp_barrier(group));
+        full_model(&m);
+        buffers_of(&b, &m);
+        m.desc.strategy = (ddp_fsdp_strategy)turn;
+        m.desc.save_in_background = turn == 3;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, turn == 0 || turn == 2 ? far : group, &m.desc));
+        for (int k = turn != 3; k < 2; k++) { /* the second file replaces the first one */
+            RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+            buffers_set(&b, 90 + rank + k);
+            if (turn == 3) snprintf(command, sizeof command, "%s/saved", dir);
+            if (turn == 3) RANKS_OK(group, ddp_fsdp_save(fsdp, command));
+            RANKS_OK(group, ddp_fsdp_export(fsdp, rank ? NULL : path));
+        }
+        RANKS_OK(group, digest(group, fsdp, &m, &saved));
+        for (int i = 0; i < FULL_PARAMS; i++) {
+            double want[FULL_MOST] = {0}, found[FULL_MOST] = {0};
+            ddp_tensor out = m.params[i].param.value;
+            out.dtype = i == 2 ? DDP_F64 : DDP_F32;
+            out.data = want;
+            RANKS_OK(group, ddp_fsdp_get_full(fsdp, full_unit(i), i % 2, 0, &out));
+            if (rank > 0) continue;
+            long bytes = read_tensor(path, m.params[i].param.name, text, sizeof text, found);
+            RANKS_CHECK(group, bytes == (i == 4 ? -1 : (long)ddp_tensor_bytes(&out)), "%s: %ld bytes",
+                        m.params[i].param.name, bytes);
+            if (i == 4) continue; /* tied to a.w, and only there */
+            RANKS_CHECK(group, strcmp(text, descriptions[i]) == 0, "%s: %s", m.params[i].param.name, text);
+            RANKS_CHECK(group, memcmp(want, found, sizeof want) == 0, "turn %d: %s has other values", turn,
+                        m.params[i].param.name);
+        }
+        if (rank == 0) {
+            int64_t steps = 0;
+            RANKS_CHECK(group,
+                        read_tensor(path, "norm.steps", text, sizeof text, &steps) == 8
+                            && steps == (int64_t)91 << 40,
+                        "steps %lld", (long long)steps);
+            snprintf(command, sizeof command, "test \"$(ls %s | grep -v saved)\" = model.safetensors", dir);
+            RANKS_CHECK(group, system(command) == 0, "%s", command);
+        }
+        ddp_fsdp_destroy(fsdp);
+        RANKS_OK(group, ddp_barrier(group));
+        full_model(&m);
+        buffers_of(&b, &m);
+        m.desc.strategy = (ddp_fsdp_strategy)((turn + 1) % 4);
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, few, &m.desc));
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_OK(group, digest(group, fsdp, &m, &have));
+        RANKS_CHECK(group, have == saved && buffers_are(&b, 91), "turn %d: the load brings other values",
+                    turn);
+        ddp_fsdp_destroy(fsdp);
+        RANKS_OK(group, ddp_barrier(group));
+    }
+    ddp_group_destroy(few);
+    ddp_group_destroy(far);
+    return folder_of(group, folder, 1);
+}
+
+//== slices =================================================================================
+
 enum { TP_ROWS = 6, TP_COLUMNS = 8 };
 
 /* Values by their place in the whole tensors: "norm" of TP_COLUMNS elements, "wide" of TP_ROWS x TP_COLUMNS,
@@ -2440,6 +3050,49 @@ static ddp_result slices_of_larger(ddp_group *group) {
         }
         RANKS_OK(group, ddp_barrier(group));
         if (sharded) ddp_group_destroy(shards);
+    }
+    return folder_of(group, folder, 1);
+}
+
+/* Failed exports are errors of every rank, and leave the file and the folder as they were. */
+static ddp_result exports_fail(ddp_group *group) {
+    char folder[64], path[100], command[200];
+    int rank = ddp_rank(group), world = ddp_world_size(group);
+    model m;
+    ddp_fsdp *fsdp;
+    char long_name[1200];
+    RANKS_OK(group, folder_of(group, folder, 0));
+    blocks(&m, 2, 5, 3);
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    memset(long_name, 'x', sizeof long_name);
+    long_name[sizeof long_name - 1] = 0;
+    FAILS(group, ddp_fsdp_export(NULL, "x"), DDP_ERR_INVALID, "ddp_fsdp_export", "fsdp is NULL");
+    FAILS(group, ddp_fsdp_export(fsdp, rank ? "x" : NULL), DDP_ERR_INVALID, "ddp_fsdp_export",
+          "path is NULL");
+    FAILS(group, ddp_fsdp_export(fsdp, ""), DDP_ERR_INVALID, "path is NULL or empty");
+    FAILS(group, ddp_fsdp_export(fsdp, "/tmp/"), DDP_ERR_INVALID, "ends with a slash");
+    FAILS(group, ddp_fsdp_export(fsdp, long_name), DDP_ERR_INVALID, "longer than 1000 bytes");
+    snprintf(path, sizeof path, "%s/no/model", folder);
+    FAILS(group, ddp_fsdp_export(fsdp, path), DDP_ERR_SYSTEM, "ddp_fsdp_export", "/no/model.tmp",
+          "No such file");
+    snprintf(path, sizeof path, "%s/folder", folder);
+    snprintf(command, sizeof command, "mkdir -p %s/folder/kept", folder);
+    if (rank == 0) RANKS_CHECK(group, system(command) == 0, "%s", command);
+    FAILS(group, ddp_fsdp_export(fsdp, path), DDP_ERR_SYSTEM, "cannot replace", "/folder");
+    snprintf(command, sizeof command, "test \"$(ls %s)\" = folder && test -d %s/folder/kept", folder, folder);
+    if (rank == 0) RANKS_CHECK(group, system(command) == 0, "%s", command);
+    ddp_fsdp_destroy(fsdp);
+    if (world == 2 || world == 4) {
+        ddp_group *part;
+        RANKS_OK(group, ddp_group_split(group, rank * 2 / world, rank, &part));
+        tensor_parallel(&m, rank * 2 / world, 2);
+        m.desc.checkpoint_group = group;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
+        FAILS(group, ddp_fsdp_export(fsdp, path), DDP_ERR_UNSUPPORTED, "ddp_fsdp_export", "parameter norm",
+              "slice of a larger tensor", "use ddp_fsdp_save");
+        ddp_fsdp_destroy(fsdp);
+        RANKS_OK(group, ddp_barrier(group));
+        ddp_group_destroy(part);
     }
     return folder_of(group, folder, 1);
 }
@@ -2563,6 +3216,15 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(other_optimizer);
     CASE(load_keeps_order);
     CASE(load_reshards);
+    CASE(buffers_follow_the_root);
+    CASE(buffers_of_replicas);
+    CASE(buffers_are_saved);
+    CASE(state_of_each_rank);
+    CASE(full_on_one_rank);
+    CASE(full_bad_calls);
+    CASE(full_in_pieces);
+    CASE(exported);
+    CASE(exports_fail);
     CASE(slices_of_larger);
     CASE(one_group_fails);
     CASE(no_checkpoint_group);
