@@ -1,4 +1,4 @@
-/*  checkpoint.h - the checkpoint file of train_gpt, train_gpt_tensor and train_gpt_cuda
+/*  checkpoint.h - the checkpoint file of train_gpt, train_gpt_pipeline, train_gpt_tensor and train_gpt_cuda
 
     A file holds the complete model, so any of these trainers continues from it, on any number of ranks:
 
@@ -20,6 +20,14 @@ typedef struct checkpoint_header {
     run_saved run;
     int64_t parameter_count;
 } checkpoint_header;
+
+// clang-format off
+#define CHECKPOINT_FLAGS \
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, \
+     "FILE write a checkpoint there after each validation"}, \
+    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, \
+     "FILE continue from a checkpoint of train_gpt, _pipeline, _tensor or _cuda, on any ranks" RESUMED_FLAGS}
+// clang-format on
 
 #define CHECKPOINT_MAGIC "ddp gpt" /* 8 bytes with the terminating zero */
 #define CHECKPOINT_VERSION 2
@@ -64,6 +72,57 @@ static ddp_result checkpoint_check(const run *r, const checkpoint_header *header
                     "--resume %s: the checkpoint has %lld parameters, but the model has %lld; use another "
                     "checkpoint",
                     r->options->resume, (long long)header->parameter_count, (long long)r->parameter_count);
+}
+
+/* The file of --resume, on rank 0. */
+typedef struct checkpoint_file {
+    text_buffer file;
+    checkpoint_header header;
+} checkpoint_file;
+
+/* Rank 0: checks the path of --checkpoint and reads the file of --resume. Sets *saved for make_plan. */
+static inline ddp_result checkpoint_open(checkpoint_file *f, const run_options *o, const run_saved **saved) {
+    *saved = o->resume ? &f->header.run : NULL;
+    if (o->checkpoint) DDP_TRY(check_writable(o->checkpoint));
+    return o->resume ? checkpoint_read(o->resume, &f->file, &f->header) : DDP_OK;
+}
+
+static inline void checkpoint_close(checkpoint_file *f) {
+    free(f->file.bytes);
+    memset(&f->file, 0, sizeof f->file);
+}
+
+/* The tensors of a checkpoint: values (which 0), first moments (1) and second moments (2) of each parameter
+   that is not tied. Stores what this rank needs of a full tensor. */
+typedef void (*checkpoint_set_fn)(void *trainer, int which, int param, const float *full);
+/* Sets *full to the full tensor on rank 0. It is valid until the next call. Collective. */
+typedef ddp_result (*checkpoint_get_fn)(void *trainer, int which, int param, const float **full);
+
+/* Broadcasts the tensors of rank 0's file, calls set for each on every rank, and closes the file.
+   Collective. */
+static inline ddp_result checkpoint_load(const run *r, checkpoint_file *f, checkpoint_set_fn set,
+                                         void *trainer) {
+    gpt_config config = run_model_config(r);
+    size_t at = sizeof f->header, largest = 0;
+    ddp_result result = DDP_OK;
+    float *full;
+    DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_check(r, &f->header) : DDP_OK));
+    for (int i = 0; i < gpt_param_count(&config); i++)
+        if ((size_t)r->infos[i].count > largest) largest = (size_t)r->infos[i].count;
+    full = (float *)malloc(largest * sizeof(float));
+    if (!full) return run_out_of_memory();
+    for (int which = 0; which < 3; which++)
+        for (int i = 0; i < gpt_param_count(&config) && result == DDP_OK; i++) {
+            size_t count = (size_t)r->infos[i].count;
+            if (r->infos[i].tied_to >= 0) continue;
+            if (r->rank == 0) memcpy(full, f->file.bytes + at, count * sizeof(float));
+            at += count * sizeof(float);
+            result = ddp_broadcast(r->world, full, count, DDP_F32, 0, NULL);
+            if (result == DDP_OK) set(trainer, which, i, full);
+        }
+    free(full);
+    checkpoint_close(f);
+    return result;
 }
 
 /* A checkpoint that is being written, to a temporary file. checkpoint_end renames it, so a kill at any time
@@ -112,6 +171,31 @@ static ddp_result checkpoint_end(checkpoint_writer *w, const char *path) {
     unlink(w->temporary);
     return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s; an older checkpoint there is unchanged", path,
                     strerror(error));
+}
+
+/* Writes the file of --checkpoint on rank 0. get: called on every rank, in the order of the file.
+   Collective. */
+static ddp_result checkpoint_save(const run *r, int64_t step, checkpoint_get_fn get, void *trainer) {
+    gpt_config config = run_model_config(r);
+    const char *path = r->options->checkpoint;
+    checkpoint_writer w;
+    ddp_result result = r->rank == 0 ? checkpoint_begin(&w, r, path, step) : DDP_OK;
+    DDP_TRY(broadcast_result(r->world, result));
+    for (int which = 0; which < 3; which++)
+        for (int i = 0; i < gpt_param_count(&config) && result == DDP_OK; i++) {
+            const float *full = NULL;
+            if (r->infos[i].tied_to >= 0) continue;
+            result = get(trainer, which, i, &full);
+            if (r->rank == 0 && result == DDP_OK)
+                checkpoint_put(&w, full, (size_t)r->infos[i].count * sizeof(float));
+        }
+    if (r->rank == 0 && result == DDP_OK)
+        result = checkpoint_end(&w, path);
+    else if (r->rank == 0) {
+        fclose(w.file);
+        unlink(w.temporary);
+    }
+    return result == DDP_OK || r->rank == 0 ? broadcast_result(r->world, result) : result;
 }
 
 #endif /* DDP_EXAMPLE_CHECKPOINT_H */

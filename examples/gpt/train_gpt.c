@@ -30,10 +30,7 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
-     "FILE write a checkpoint there after each validation"},
-    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "FILE continue from a checkpoint, on any number of ranks" RESUMED_FLAGS},
+    CHECKPOINT_FLAGS,
     RECOMPUTE_FLAG("blocks"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
@@ -45,10 +42,9 @@ static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on tex
 /* The state of a rank. */
 typedef struct trainer {
     run run;
-    text_buffer saved;              /* rank 0: the file of --resume */
-    checkpoint_header saved_header; /* its header */
-    ddp_param *params;              /* model.param_count */
-    int value_count; /* the parameters except the last, head.weight, which shares the value of wte */
+    checkpoint_file saved;
+    ddp_param *params; /* model.param_count */
+    int value_count;   /* the parameters except the last, head.weight, which shares the value of wte */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     ddp_optimizer *optimizer;
@@ -59,11 +55,10 @@ typedef struct trainer {
 /* Rank 0: checks all input before training, and before any file is written. */
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
-    const run_options *o = r->options;
-    DDP_TRY(check_options(o, r->world_size));
-    if (o->checkpoint) DDP_TRY(check_writable(o->checkpoint));
-    if (o->resume) DDP_TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
-    return make_plan(&r->plan, o, r->world_size, o->resume ? &t->saved_header.run : NULL, &r->text);
+    const run_saved *saved;
+    DDP_TRY(check_options(r->options, r->world_size));
+    DDP_TRY(checkpoint_open(&t->saved, r->options, &saved));
+    return make_plan(&r->plan, r->options, r->world_size, saved, &r->text);
 }
 
 /* Describes the parameters to the library. */
@@ -81,42 +76,20 @@ static ddp_result build_params(trainer *t) {
     return DDP_OK;
 }
 
-/* The first values: random, or those of the checkpoint, which rank 0 has. The reducer broadcasts them. */
-static ddp_result init_values(trainer *t) {
-    run *r = &t->run;
-    const uint8_t *from;
-    if (r->plan.first_step == 0) {
-        gpt_model_init(&r->model, (uint64_t)r->plan.config.seed);
-        return DDP_OK;
-    }
-    DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
-    if (r->rank != 0) return DDP_OK;
-    from = t->saved.bytes + sizeof(checkpoint_header);
-    for (int i = 0; i < t->value_count; i++) {
-        size_t size_bytes = (size_t)r->infos[i].count * sizeof(float);
-        memcpy(r->model.values[i], from, size_bytes);
-        from += size_bytes;
-    }
+/* A value or a moment of a parameter, for checkpoints. Every rank has all of them. */
+static float *state_of(const trainer *t, int which, int param) {
+    ddp_tensor moment = DDP_ZERO;
+    if (which == 0) return t->run.model.values[param];
+    ddp_optimizer_get_state(t->optimizer, param, which - 1, NULL, &moment);
+    return (float *)moment.data;
+}
+static ddp_result get_state(void *user, int which, int param, const float **full) {
+    *full = state_of((const trainer *)user, which, param);
     return DDP_OK;
 }
-
-/* Reads the moments of AdamW on rank 0 and broadcasts them. Collective. */
-static ddp_result load_moments(trainer *t) {
-    run *r = &t->run;
-    size_t at = sizeof(checkpoint_header) + (size_t)r->parameter_count * sizeof(float);
-    for (int which = 0; which < 2; which++)
-        for (int i = 0; i < t->value_count; i++) {
-            size_t count = (size_t)r->infos[i].count;
-            ddp_tensor moment;
-            DDP_TRY(ddp_optimizer_get_state(t->optimizer, i, which, NULL, &moment));
-            if (r->rank == 0) memcpy(moment.data, t->saved.bytes + at, count * sizeof(float));
-            DDP_TRY(ddp_broadcast(r->world, moment.data, count, DDP_F32, 0, NULL));
-            at += count * sizeof(float);
-        }
-    ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
-    free(t->saved.bytes);
-    memset(&t->saved, 0, sizeof t->saved);
-    return DDP_OK;
+static void set_state(void *user, int which, int param, const float *full) {
+    const trainer *t = (const trainer *)user;
+    memcpy(state_of(t, which, param), full, (size_t)t->run.infos[param].count * sizeof(float));
 }
 
 /* Creates reducer, accumulator, optimizer, and the sampler of this rank's block of the batch. Collective. */
@@ -144,7 +117,8 @@ static ddp_result build_parallel(trainer *t) {
     adamw.weight_decay = 0.1f;
     adamw.decay_matrices_only = 1;
     DDP_TRY(ddp_optimizer_create(&t->optimizer, r->world, &adamw));
-    if (r->plan.first_step > 0) DDP_TRY(load_moments(t));
+    if (r->plan.first_step > 0) DDP_TRY(checkpoint_load(r, &t->saved, set_state, t));
+    ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
     return run_build_sampler(r, r->world_size, r->rank);
 }
 
@@ -202,32 +176,13 @@ static uint64_t hash_weights(const trainer *t) {
     return hash;
 }
 
-static ddp_result save_checkpoint(const trainer *t, const char *path, int64_t step) {
-    const run *r = &t->run;
-    checkpoint_writer w;
-    DDP_TRY(checkpoint_begin(&w, r, path, step));
-    for (int i = 0; i < t->value_count; i++)
-        checkpoint_put(&w, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
-    for (int which = 0; which < 2; which++)
-        for (int i = 0; i < t->value_count; i++) {
-            ddp_tensor moment = DDP_ZERO;
-            ddp_optimizer_get_state(t->optimizer, i, which, NULL, &moment);
-            checkpoint_put(&w, moment.data, (size_t)r->infos[i].count * sizeof(float));
-        }
-    return checkpoint_end(&w, path);
-}
-
 /* Computes the validation loss. After training steps, writes a checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
-    ddp_result result = DDP_OK;
     DDP_TRY(validate(t, loss));
-    if (r->rank == 0) {
-        report_validation(&r->report, &r->plan, step, *loss);
-        if (r->options->checkpoint && step > r->plan.first_step)
-            result = save_checkpoint(t, r->options->checkpoint, step);
-    }
-    return r->options->checkpoint ? broadcast_result(r->world, result) : DDP_OK;
+    if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
+    if (!r->options->checkpoint || step == r->plan.first_step) return DDP_OK;
+    return checkpoint_save(r, step, get_state, t);
 }
 
 static ddp_result train_steps(trainer *t, double *validation) {
@@ -284,7 +239,7 @@ static ddp_result train(void *user) {
     DDP_TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
     DDP_TRY(run_build_model(r, GPT_OWN_VALUES));
     DDP_TRY(build_params(t));
-    DDP_TRY(init_values(t));
+    gpt_model_init(&r->model, (uint64_t)r->plan.config.seed);
     DDP_TRY(build_parallel(t));
     run_report_start(r);
     DDP_TRY(train_steps(t, &validation));
@@ -297,7 +252,7 @@ static void trainer_free(void *user) {
     ddp_accumulator_destroy(t->accumulator);
     ddp_reducer_destroy(t->reducer);
     run_free(&t->run);
-    free(t->saved.bytes);
+    checkpoint_close(&t->saved);
     free(t->params);
 }
 

@@ -1837,35 +1837,25 @@ static ddp_result gather_full(trainer *t, int param, int which) {
     return ddp_all_reduce(t->run.world, t->full_param, t->full_param, count, DDP_I32, DDP_OP_SUM, NULL);
 }
 
+static ddp_result get_state(void *user, int which, int param, const float **full) {
+    trainer *t = (trainer *)user;
+    *full = t->full_param;
+    return gather_full(t, param, which - 1);
+}
+
 /* Writes a checkpoint file in the format of train_gpt, on rank 0. Collective. */
-static ddp_result save_file(trainer *t, const char *path, int64_t step) {
+static ddp_result save_file(trainer *t, int64_t step) {
     run *r = &t->run;
-    checkpoint_writer w;
     ddp_sampler_state state;
-    ddp_result result = ddp_loader_save(t->loader, &state);
-    memset(&w, 0, sizeof w);
-    if (result == DDP_OK) result = ddp_sampler_load(&r->sampler, &state);
-    if (result == DDP_OK && r->rank == 0) result = checkpoint_begin(&w, r, path, step);
-    result = broadcast_result(r->world, result);
-    for (int which = -1; which < 2; which++)
-        for (int i = 0; i < t->param_count && result == DDP_OK; i++) {
-            if (r->infos[i].tied_to >= 0) continue;
-            result = gather_full(t, i, which);
-            if (result == DDP_OK && r->rank == 0)
-                checkpoint_put(&w, t->full_param, (size_t)r->infos[i].count * sizeof(float));
-        }
-    if (result != DDP_OK && w.file) {
-        fclose(w.file);
-        unlink(w.temporary);
-    }
-    if (result != DDP_OK) return result;
-    return broadcast_result(r->world, r->rank == 0 ? checkpoint_end(&w, path) : DDP_OK);
+    DDP_TRY(ddp_loader_save(t->loader, &state));
+    DDP_TRY(ddp_sampler_load(&r->sampler, &state));
+    return checkpoint_save(r, step, get_state, t);
 }
 
 static ddp_result save_checkpoint(trainer *t, int64_t step) {
     run *r = &t->run;
     const char *path = r->options->checkpoint;
-    if (!is_folder(path)) return save_file(t, path, step);
+    if (!is_folder(path)) return save_file(t, step);
     folder_state(&t->state, &r->plan);
     DDP_TRY(ddp_loader_save(t->loader, &t->state.sampler));
     return ddp_fsdp_save(t->fsdp, path);

@@ -16,12 +16,14 @@ A STEP
     ddp_pipeline_step calls the stages in the order of the schedule, sends activations and their gradients,
     and adds the gradients of micro-batches as a binary tree. The embedding and the head share a matrix. Each
     of them has a copy, and a tie adds both gradients. Therefore the hash in the last line is that of
-    train_gpt with the same --batch and --micro-batch, for every schedule and number of ranks.
+    train_gpt with the same --batch and --micro-batch, for every schedule and number of ranks. A checkpoint is
+    that of train_gpt. It continues with another schedule and number of ranks, or in train_gpt.
 
     The program writes the timeline of the last step, as measured, to schedule.svg and trace.json. The
     latter is for chrome://tracing or ui.perfetto.dev. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_pipeline.h"
+#include "checkpoint.h"
 #include "train.h"
 
 #define SCHEDULE_PATH "schedule.svg"
@@ -36,6 +38,7 @@ static const flag FLAGS[] = {
      "N stages over all ranks; default: one per rank, or two if the schedule needs two"},
     {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6,
      "N micro-batches per step; default --batch / --micro-batch"},
+    CHECKPOINT_FLAGS,
     RECOMPUTE_FLAG("stages"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
@@ -58,6 +61,7 @@ typedef struct unit_memory {
 /* The state of a rank. */
 typedef struct trainer {
     run run;
+    checkpoint_file saved;
     ddp_schedule *schedule;
     char *csv;        /* text of the file of --schedule; NULL if --schedule is a kind */
     ddp_group *group; /* all ranks; a group of its own for the pipeline */
@@ -68,6 +72,9 @@ typedef struct trainer {
     ddp_param *params;    /* model.param_count; those of other ranks are unused */
     ddp_param **pointers; /* to params, in order */
     ddp_param *owned;     /* the parameters that this rank updates; a tied value once */
+    int *owned_index;     /* their indices; that of wte for head.weight, which has the same values */
+    int owned_count;
+    float *full; /* a full parameter: space for the largest */
     ddp_optimizer *optimizer;
     unit_memory *units;
     int64_t *starts;      /* starts of the sequences of the global batch */
@@ -264,9 +271,13 @@ static ddp_result make_schedule(trainer *t) {
    rank. */
 static ddp_result plan_run(trainer *t) {
     run_options options = *t->run.options;
+    const run_saved *saved;
     DDP_TRY(check_options(&options, t->run.world_size));
     DDP_TRY(check_writable(SCHEDULE_PATH));
     DDP_TRY(check_writable(TRACE_PATH));
+    DDP_TRY(checkpoint_open(&t->saved, &options, &saved));
+    if (saved && !options.config.batch) options.config.batch = saved->config.batch;
+    if (saved && !options.config.micro_batch) options.config.micro_batch = saved->config.micro_batch;
     if (is_file_name(options.strategy)) {
         DDP_TRY(read_schedule(t, options.strategy));
         DDP_TRY(parse_schedule(t));
@@ -275,7 +286,7 @@ static ddp_result plan_run(trainer *t) {
         t->schedule = NULL;
     }
     DDP_TRY(find_batch(&options.config, options.micro_batches));
-    DDP_TRY(make_plan(&t->run.plan, &options, 1, NULL, &t->run.text));
+    DDP_TRY(make_plan(&t->run.plan, &options, 1, saved, &t->run.text));
     DDP_TRY(make_schedule(t));
     ddp_schedule_destroy(t->schedule);
     t->schedule = NULL;
@@ -285,18 +296,22 @@ static ddp_result plan_run(trainer *t) {
 /* Partitions the units into stages. Describes the parameters, and initializes those of this rank. */
 static ddp_result build_params(trainer *t) {
     run *r = &t->run;
-    size_t count = (size_t)r->model.param_count;
+    size_t count = (size_t)r->model.param_count, largest = 0;
     double *cost = (double *)calloc((size_t)t->unit_count, sizeof *cost);
     ddp_result result;
     t->first_unit = (int *)calloc((size_t)t->stage_count + 1, sizeof *t->first_unit);
     t->params = (ddp_param *)calloc(count, sizeof *t->params);
     t->pointers = (ddp_param **)calloc(count, sizeof *t->pointers);
     t->owned = (ddp_param *)calloc(count, sizeof *t->owned);
+    t->owned_index = (int *)calloc(count, sizeof *t->owned_index);
+    for (size_t i = 0; i < count; i++)
+        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
+    t->full = (float *)calloc(largest, sizeof *t->full);
     t->units = (unit_memory *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
     t->micro_losses = (double *)calloc((size_t)t->micro_count, sizeof *t->micro_losses);
-    if (!cost || !t->first_unit || !t->params || !t->pointers || !t->owned || !t->units || !t->starts
-        || !t->micro_losses) {
+    if (!cost || !t->first_unit || !t->params || !t->pointers || !t->owned || !t->owned_index || !t->full
+        || !t->units || !t->starts || !t->micro_losses) {
         free(cost);
         return run_out_of_memory();
     }
@@ -472,12 +487,44 @@ static ddp_result build_optimizer(trainer *t) {
         int tied_to = r->infos[i].tied_to;
         if (!is_on_this_rank(t, stage_of(t, r->infos[i].unit))) continue;
         if (tied_to >= 0 && is_on_this_rank(t, stage_of(t, r->infos[tied_to].unit))) continue;
-        t->owned[adamw.param_count++] = t->params[i];
+        t->owned_index[t->owned_count] = tied_to >= 0 ? tied_to : i;
+        t->owned[t->owned_count++] = t->params[i];
     }
+    adamw.param_count = t->owned_count;
     adamw.beta2 = 0.95f;
     adamw.weight_decay = 0.1f;
     adamw.decay_matrices_only = 1;
     return ddp_optimizer_create(&t->optimizer, t->group, &adamw);
+}
+
+/* A value or a moment of a parameter, for checkpoints. NULL if another rank has it. */
+static float *state_of(const trainer *t, int which, int param) {
+    ddp_tensor moment = DDP_ZERO;
+    int i = 0;
+    while (i < t->owned_count && t->owned_index[i] != param) i++;
+    if (i == t->owned_count) return NULL;
+    if (which == 0) return (float *)t->owned[i].value.data;
+    ddp_optimizer_get_state(t->optimizer, i, which - 1, NULL, &moment);
+    return (float *)moment.data;
+}
+
+static void set_state(void *user, int which, int param, const float *full) {
+    const trainer *t = (const trainer *)user;
+    float *own = state_of(t, which, param);
+    if (own) memcpy(own, full, (size_t)t->run.infos[param].count * sizeof(float));
+}
+
+/* The rank of the parameter's stage sends it to rank 0. */
+static ddp_result get_state(void *user, int which, int param, const float **full) {
+    trainer *t = (trainer *)user;
+    const run *r = &t->run;
+    int from = ddp_schedule_stage_rank(t->schedule, stage_of(t, r->infos[param].unit));
+    size_t count = (size_t)r->infos[param].count;
+    *full = from == 0 ? state_of(t, which, param) : t->full;
+    if (from == 0) return DDP_OK;
+    if (r->rank == 0) return ddp_recv(r->world, t->full, count, DDP_F32, from, 0, NULL);
+    if (r->rank != from) return DDP_OK;
+    return ddp_send(r->world, state_of(t, which, param), count, DDP_F32, 0, 0, NULL);
 }
 
 /* Creates the pipeline, the optimizer, and a sampler of the global batch. Collective. */
@@ -517,6 +564,8 @@ static ddp_result build_parallel(trainer *t) {
     DDP_TRY(result);
     for (int i = 0; i < r->model.param_count; i++) r->model.grads[i] = (float *)t->params[i].grad.data;
     DDP_TRY(build_optimizer(t));
+    if (r->plan.first_step > 0) DDP_TRY(checkpoint_load(r, &t->saved, set_state, t));
+    ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
     return run_build_sampler(r, 1, 0);
 }
 
@@ -537,7 +586,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     return run_check_step(step, *loss, *norm);
 }
 
-/* Mean loss over the validation text, micro_count micro-batches at a time. Collective. */
+/* Mean loss over the validation text, micro_count micro-batches at a time. After training steps, writes a
+   checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     int64_t count = validation_micro_batches(&r->plan);
@@ -549,7 +599,8 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     }
     DDP_TRY(run_mean_loss(r, count, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
-    return DDP_OK;
+    if (!r->options->checkpoint || step == r->plan.first_step) return DDP_OK;
+    return checkpoint_save(r, step, get_state, t);
 }
 
 /* Writes the timeline of the last step to a file. */
@@ -642,8 +693,8 @@ static ddp_result train(void *user) {
     DDP_TRY(build_params(t));
     DDP_TRY(build_parallel(t));
     run_report_start(r);
-    DDP_TRY(evaluate(t, 0, &validation));
-    for (int64_t step = 1; step <= r->plan.config.steps; step++) {
+    DDP_TRY(evaluate(t, r->plan.first_step, &validation));
+    for (int64_t step = r->plan.first_step + 1; step <= r->plan.config.steps; step++) {
         DDP_TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
         if (step == r->plan.config.steps) DDP_TRY(report_pipeline(t));
@@ -659,11 +710,14 @@ static void trainer_free(void *user) {
     ddp_group_destroy(t->group);
     run_free(&t->run);
     ddp_schedule_destroy(t->schedule);
+    checkpoint_close(&t->saved);
     free(t->csv);
     free(t->first_unit);
     free(t->params);
     free(t->pointers);
     free(t->owned);
+    free(t->owned_index);
+    free(t->full);
     free(t->units);
     free(t->starts);
     free(t->micro_losses);

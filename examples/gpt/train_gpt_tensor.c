@@ -32,10 +32,7 @@ static const flag FLAGS[] = {
      "layer norms and the residual stream are sharded along the sequence"},
     {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64,
      "N pieces in which activations are sent while others are multiplied; default 1"},
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0,
-     "FILE write a checkpoint there after each validation, in the format of train_gpt"},
-    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
-     "FILE continue from a checkpoint, also of train_gpt, with any --tp and number of ranks" RESUMED_FLAGS},
+    CHECKPOINT_FLAGS,
     RECOMPUTE_FLAG("blocks"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
@@ -48,8 +45,7 @@ static const run_program PROGRAM = {"train_gpt_tensor",
 /* The state of a rank. */
 typedef struct trainer {
     run run;
-    text_buffer saved;              /* rank 0: the file of --resume */
-    checkpoint_header saved_header; /* its header */
+    checkpoint_file saved;
     ddp_mesh *mesh;
     ddp_group *tensor, *replicas; /* along tp; along dp */
     gpt_tensor model;             /* this rank's shard of the layers */
@@ -81,11 +77,11 @@ static int tensor_ranks(const run *r, int heads) {
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
+    const run_saved *saved;
     int tp, heads, better;
     DDP_TRY(check_options(o, r->world_size));
-    if (o->checkpoint) DDP_TRY(check_writable(o->checkpoint));
-    if (o->resume) DDP_TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
-    heads = o->resume ? t->saved_header.run.config.heads : 4;
+    DDP_TRY(checkpoint_open(&t->saved, o, &saved));
+    heads = saved ? saved->config.heads : 4;
     if (o->config.heads) heads = o->config.heads;
     tp = tensor_ranks(r, heads);
     better = nearest_divisor(common_divisor(r->world_size, heads), tp);
@@ -95,7 +91,7 @@ static ddp_result plan_run(trainer *t) {
     if (heads % tp)
         return ddp_fail(DDP_ERR_INVALID, "--heads %d is not a multiple of --tp %d; use --tp %d", heads, tp,
                         better);
-    DDP_TRY(make_plan(&r->plan, o, r->world_size / tp, o->resume ? &t->saved_header.run : NULL, &r->text));
+    DDP_TRY(make_plan(&r->plan, o, r->world_size / tp, saved, &r->text));
     return gpt_tensor_check(r, tp);
 }
 
@@ -114,34 +110,16 @@ static void fill_shard(const trainer *t, int index, const float *full, float *to
     }
 }
 
-/* This rank's shard of a parameter's value (k = 0), first moment (1) or second moment (2). */
-static float *checkpoint_shard(const trainer *t, int k, int index) {
+/* This rank's shard of a value or a moment of a parameter, for checkpoints. */
+static float *state_of(const trainer *t, int which, int param) {
     ddp_tensor moment = DDP_ZERO;
-    if (k == 0) return t->values[index];
-    ddp_optimizer_get_state(t->optimizer, index, k - 1, NULL, &moment);
+    if (which == 0) return t->values[param];
+    ddp_optimizer_get_state(t->optimizer, param, which - 1, NULL, &moment);
     return (float *)moment.data;
 }
-
-/* Loads values and moments from rank 0's checkpoint, tensor by tensor. Collective. */
-static ddp_result load_checkpoint(trainer *t) {
-    run *r = &t->run;
-    const uint8_t *from = t->saved.bytes + sizeof(checkpoint_header);
-    DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
-    for (int k = 0; k < 3; k++)
-        for (int i = 0; i < t->model.param_count; i++) {
-            size_t count = (size_t)r->infos[i].count;
-            if (r->infos[i].tied_to >= 0) continue;
-            if (r->rank == 0) {
-                memcpy(t->full, from, count * sizeof(float));
-                from += count * sizeof(float);
-            }
-            DDP_TRY(ddp_broadcast(r->world, t->full, count, DDP_F32, 0, NULL));
-            fill_shard(t, i, t->full, checkpoint_shard(t, k, i));
-        }
-    ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
-    free(t->saved.bytes);
-    memset(&t->saved, 0, sizeof t->saved);
-    return DDP_OK;
+static void set_state(void *user, int which, int param, const float *full) {
+    const trainer *t = (const trainer *)user;
+    fill_shard(t, param, full, state_of(t, which, param));
 }
 
 //== memory ==================================================================================== >>memory
@@ -244,7 +222,8 @@ static ddp_result build_parallel(trainer *t) {
     adamw.weight_decay = 0.1f;
     adamw.decay_matrices_only = 1;
     DDP_TRY(ddp_optimizer_create(&t->optimizer, r->world, &adamw));
-    if (r->plan.first_step > 0) DDP_TRY(load_checkpoint(t));
+    if (r->plan.first_step > 0) DDP_TRY(checkpoint_load(r, &t->saved, set_state, t));
+    ddp_optimizer_set_step(t->optimizer, r->plan.first_step);
     return run_build_sampler(r, replicas, ddp_rank(t->replicas));
 }
 
@@ -367,27 +346,11 @@ static ddp_result gather_full(trainer *t, int index, float *from) {
     return DDP_OK;
 }
 
-/* The ranks of the first replica gather each tensor; rank 0 writes it. Collective. */
-static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
-    run *r = &t->run;
-    checkpoint_writer w;
-    ddp_result result;
-    DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_begin(&w, r, path, step) : DDP_OK));
-    result = DDP_OK;
-    for (int k = 0; k < 3 && ddp_rank(t->replicas) == 0; k++)
-        for (int i = 0; i < t->model.param_count && result == DDP_OK; i++) {
-            if (r->infos[i].tied_to >= 0) continue;
-            result = gather_full(t, i, checkpoint_shard(t, k, i));
-            if (r->rank == 0 && result == DDP_OK)
-                checkpoint_put(&w, t->full, (size_t)r->infos[i].count * sizeof(float));
-        }
-    if (r->rank == 0 && result == DDP_OK)
-        result = checkpoint_end(&w, path);
-    else if (r->rank == 0) {
-        fclose(w.file);
-        unlink(w.temporary);
-    }
-    return result == DDP_OK || r->rank == 0 ? broadcast_result(r->world, result) : result;
+/* For checkpoints: the ranks of the first replica gather the tensor. */
+static ddp_result get_state(void *user, int which, int param, const float **full) {
+    trainer *t = (trainer *)user;
+    *full = t->full;
+    return ddp_rank(t->replicas) == 0 ? gather_full(t, param, state_of(t, which, param)) : DDP_OK;
 }
 
 /* Computes the validation loss. After training steps, writes a checkpoint. Collective. */
@@ -395,9 +358,8 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     DDP_TRY(validate(t, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
-    return r->options->checkpoint && step > r->plan.first_step
-               ? save_checkpoint(t, r->options->checkpoint, step)
-               : DDP_OK;
+    if (!r->options->checkpoint || step == r->plan.first_step) return DDP_OK;
+    return checkpoint_save(r, step, get_state, t);
 }
 
 //== end of the run =============================================================================== >>end
@@ -483,7 +445,7 @@ static void trainer_free(void *user) {
     free(t->acts);
     free(t->memory);
     free(t->full);
-    free(t->saved.bytes);
+    checkpoint_close(&t->saved);
 }
 
 static ddp_result rank_main(ddp_group *world, void *user) {

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The trainer on stages prints the losses of train_gpt and ends with its weights, bit for bit: every schedule,
-# on 1, 2, 3 and 4 ranks, as processes and as threads; a few of them with sanitizers. Invalid input is one
-# sentence.
+# on 1, 2, 3 and 4 ranks, as processes and as threads; a few of them with sanitizers. Its checkpoints are those
+# of train_gpt. After a kill it continues by itself. Invalid input is one sentence.
 # usage: train_gpt_pipeline.sh path/of/train_gpt_pipeline, with train_gpt of the same flavour in the same
 # folder
 . "$(dirname "$0")/../support/train_gpt.sh"
@@ -65,6 +65,36 @@ for kind in "GPipe 4" "ZB-H1 1"; do
     [ "$(bytes recompute)" -lt $(($(bytes plain) / ${kind#* })) ] || fail "$schedule: $(bytes recompute) bytes with --recompute, $(bytes plain) without"
 done
 
+# --- checkpoints: the file of train_gpt, for any schedule and ranks, and after a kill ---
+
+# shellcheck disable=SC2086
+{
+    train_with half "$program" $run --batch 12 --steps 2 --lr-decay-steps 5 --ranks 2 --schedule ZB-H1 --checkpoint half.ckpt
+    train_with rest "$whole" --resume half.ckpt --steps 5 --ranks 1 --checkpoint whole.ckpt
+    train_with on "$program" --resume half.ckpt --steps 5 --ranks 3 --schedule ZB-V --threads-as-ranks --recompute --checkpoint on.ckpt
+    train_with begun "$whole" $run --batch 12 --steps 2 --lr-decay-steps 5 --ranks 1 --checkpoint begun.ckpt
+    train_with back "$program" --resume begun.ckpt --steps 5 --ranks 1 --micro-batches 6 --checkpoint back.ckpt
+    for name in on back; do
+        grep -q 'continues after step 2' $name.out || fail "$name does not report where it continues"
+        [ "$(hash_of $name)" = "$(hash_of rest)" ] || fail "$name: resumed $(hash_of $name), train_gpt $(hash_of rest)"
+        cmp whole.ckpt $name.ckpt || fail "$name.ckpt is not the file of train_gpt"
+    done
+    train_with uncut "$whole" $run --batch 8 --steps 100 --ranks 1
+    attempt=0
+    until grep -qs '^restart 1: killed.ckpt$' killed.out; do # on a loaded machine a run can end before the kill
+        attempt=$((attempt + 1))
+        [ $attempt -le 10 ] || fail "no restart in ten runs: $(cat killed.out)"
+        rm -f killed.ckpt
+        timeout "$limit" "$program" $run --batch 8 --steps 100 --ranks 2 --restarts 1 --resume auto --checkpoint killed.ckpt text > killed.out 2> killed.err &
+        pid=$!
+        while [ ! -e killed.ckpt ] && kill -0 $pid 2> /dev/null; do sleep 0.01; done
+        launch=$(pgrep -P $pid | head -n 1)
+        pgrep -P "${launch:-0}" | tail -n 1 | xargs -r kill -9 2> /dev/null
+        wait $pid || fail "after a kill of a rank: $(cat killed.err)"
+    done
+    [ "$(hash_of killed)" = "$(hash_of uncut)" ] || fail "after a kill: $(hash_of killed), uninterrupted $(hash_of uncut)"
+}
+
 # A custom list, as a spreadsheet writes it: rank 1 runs micro-batches in another order, I and W are separate.
 printf '\357\273\277"0F0","0F1","0F2","0F3","0B1","0B0","0B3","0B2"\r\n1F0,1F1,1I1,1I0,1W0,1W1,,1F3,1B3,1F2,1B2\r\n' > own.csv
 # shellcheck disable=SC2086
@@ -88,9 +118,16 @@ printf '0F0,0B0\n1F0\0,1B0\n' > zero.csv
 : > empty.csv
 mkfifo pipe.csv
 mkdir held.csv
+head -c 600 half.ckpt > short.ckpt
 before=$(state)
 # shellcheck disable=SC2086
 {
+    wrong "truncated" --ranks 2 --resume short.ckpt text
+    wrong "other text" --ranks 2 --resume half.ckpt text text
+    wrong "was trained with --batch 12, not 8" --ranks 2 --batch 8 --resume half.ckpt text
+    wrong "--micro-batches 4 of --micro-batch 2 are not --batch 12" --ranks 2 --micro-batches 4 --resume half.ckpt text
+    wrong "No such file" --ranks 2 --checkpoint missing/new.ckpt $run text
+    wrong "--resume auto: set --checkpoint" --ranks 2 --resume auto $run text
     wrong '--schedule cell.csv row 2 cell 3 "1X0": unknown action' $run --ranks 2 --schedule cell.csv text
     wrong "--schedule order.csv row 2 cell 1 1B0: its forward 1F0 comes later" $run --ranks 2 --schedule order.csv text
     wrong "--schedule check.csv row 2 cell 4 1W0: 1B0 of the same stage and micro-batch" $run --ranks 2 --schedule check.csv text
