@@ -50,7 +50,7 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MUTANTS = os.path.join(ROOT, "tests", "mutants")
 HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cuh"]
-EXTRAS = ["examples/extras/npy.h"]  # all static: compiled into each test that includes them
+EXTRAS = ["examples/extras/npy.h", "examples/gpt/gpt.h"]  # all static: compiled into each test that includes them
 BODIES_EXCLUDED = ["-DDDP_IMPLEMENTATION_INCLUDED", "-DDDP_FSDP_IMPLEMENTATION_INCLUDED"]
 SIBLINGS_EXCLUDED = ["-DDDP_PIPELINE_IMPLEMENTATION_INCLUDED", "-DDDP_TENSOR_IMPLEMENTATION_INCLUDED"]
 ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all",

@@ -30,7 +30,7 @@ typedef struct checkpoint_header {
 // clang-format on
 
 #define CHECKPOINT_MAGIC "ddp gpt" /* 8 bytes with the terminating zero */
-#define CHECKPOINT_VERSION 2
+#define CHECKPOINT_VERSION 3
 
 /* Reads a whole file and verifies its checksum before any number of it is used. */
 static ddp_result checkpoint_read(const char *path, text_buffer *file, checkpoint_header *header) {

@@ -9,6 +9,7 @@
 #include "train.h"
 
 #define FOLDER_MAGIC UINT64_C(0x6770742d) /* "gpt-": the upper half of rng[3] */
+#define FOLDER_DROPOUT_UNIT 131072.0      /* of user[7]: above every size of a vocabulary */
 enum { STRATEGY_COUNT = 4 };
 
 /* The value of --strategy for a ddp_fsdp_strategy. */
@@ -32,14 +33,17 @@ static inline ddp_dtype find_dtype(const char *name, ddp_dtype fallback) {
     return !strcmp(name, "f16") ? DDP_F16 : DDP_DTYPE_DEFAULT;
 }
 
-/* Stores the configuration of the run: seven integers and the vocabulary in user; seed, hash of the text,
-   bits of lr, and FOLDER_MAGIC with lr_decay_steps in rng. */
+/* Stores the configuration of the run: seven integers, and the vocabulary with the f32 bits of dropout, in
+   user; seed, hash of the text, bits of lr, and FOLDER_MAGIC with lr_decay_steps in rng. */
 static void folder_state(ddp_fsdp_state *s, const run_plan *p) {
     const run_config *c = &p->config;
+    float dropout = (float)c->dropout;
+    uint32_t bits;
     const int32_t numbers[] = {c->layers, c->heads,       c->channels, c->context,
                                c->batch,  c->micro_batch, c->steps};
     for (int i = 0; i < 7; i++) s->user[i] = numbers[i];
-    s->user[7] = c->vocab;
+    memcpy(&bits, &dropout, sizeof bits);
+    s->user[7] = c->vocab + FOLDER_DROPOUT_UNIT * bits;
     s->rng[0] = (uint64_t)c->seed;
     s->rng[1] = p->text_hash;
     memcpy(&s->rng[2], &c->lr, sizeof c->lr);
@@ -50,8 +54,13 @@ static void folder_state_read(const ddp_fsdp_state *s, run_saved *saved) {
     run_config *c = &saved->config;
     int32_t *const numbers[] = {&c->layers, &c->heads,       &c->channels, &c->context,
                                 &c->batch,  &c->micro_batch, &c->steps};
+    double units = floor(s->user[7] / FOLDER_DROPOUT_UNIT), vocab = s->user[7] - units * FOLDER_DROPOUT_UNIT;
+    uint32_t bits = units >= 0 && units <= UINT32_MAX ? (uint32_t)units : 0;
+    float dropout;
     for (int i = 0; i < 7; i++) *numbers[i] = s->user[i] >= 1 && s->user[i] <= 1e9 ? (int32_t)s->user[i] : 1;
-    c->vocab = s->user[7] >= 1 && s->user[7] <= 65536 ? (int32_t)s->user[7] : 0;
+    c->vocab = vocab >= 1 && vocab <= 65536 ? (int32_t)vocab : 0;
+    memcpy(&dropout, &bits, sizeof dropout);
+    c->dropout = dropout >= 0 && dropout < 1 ? dropout : 0;
     c->lr_decay_steps = (int32_t)(s->rng[3] & 0x7fffffff);
     if (c->lr_decay_steps < 1 || c->lr_decay_steps > 1000000000) c->lr_decay_steps = c->steps;
     c->seed = (int64_t)s->rng[0];

@@ -17,7 +17,8 @@ EXAMPLE
     gpt_model_destroy(&model);
 
 CONTENTS      (search for the tags)
-    >>config >>parameters >>vectors >>gemm >>layers >>attention >>embed >>block >>head >>model >>generate
+    >>config >>parameters >>vectors >>gemm >>layers >>dropout >>attention >>embed >>block >>head >>model
+    >>generate
 
 CONCEPTS
     Parameters are a numbered list: "wte", "wpe", twelve tensors per block, "ln_f.weight", "ln_f.bias",
@@ -34,6 +35,9 @@ CONCEPTS
 
     Backward overwrites gradients, or adds to them if pass.accumulate is set. It calls pass.ready(user, index)
     as soon as gradient `index` is final, so that its reduction can start while backward continues.
+
+    Dropout is a property of the pass: gpt_model_train_pass has it, gpt_model_pass does not. The caller gives
+    each sequence a random key, from which all of its masks follow.
 
     Shapes are written (B, T, C): batch, positions, channels. NH heads of HS = C / NH channels. V is the
     vocabulary.
@@ -234,6 +238,8 @@ GPT_DEF gpt_block gpt_block_view(float *const *table, int layer) {
     b.first = gpt_block_first_param(layer);
     return b;
 }
+
+static inline int gpt__block_layer(const gpt_block *b) { return (b->first - 2) / GPT_BLOCK_PARAMS; }
 
 GPT_DEF gpt_head gpt_head_view(const gpt_config *c, float *const *table) {
     gpt_head h;
@@ -638,6 +644,9 @@ typedef struct gpt_pass {
     gpt_ready_fn ready; /* NULL = not called */
     void *ready_user;
     float *scratch; /* gpt_scratch_floats(config, T) floats, for the duration of a call */
+    float dropout;  /* probability that an element is set to 0, below 1; 0 = no dropout. Needs first = 0 */
+    const uint64_t *keys; /* (B) with dropout: the random key of each sequence, the same in backward */
+    int layer; /* with dropout: the layer of gpt_attention. gpt_block_forward and gpt_block_backward set it */
 } gpt_pass;
 
 static inline void gpt__ready(const gpt_pass *pass, int index) {
@@ -778,6 +787,57 @@ static inline void gpt__gelu_backward(float *d, const float *x, size_t n) {
     }
 }
 
+//== dropout ================================================================================== >>dropout
+/* Dropout (Srivastava et al. 2014) where GPT-2 has it: the embedding, the probabilities of attention, and the
+   outputs of attention and MLP before they are added to the residual stream. A kept element is divided by
+   1 - dropout. Random numbers depend on the key of the sequence, the place and the position. They do not
+   depend on the batch, the rank or the time, so backward and recomputation compute them again. */
+
+/* A place has the number of a weight: that of the linear layer that feeds it, qkv for attention, or 0 for the
+   embedding. */
+static inline uint64_t gpt__dropout_key(const gpt_pass *pass, int sequence, int place) {
+    return gpt_random(pass->keys[sequence], (uint64_t)place);
+}
+
+/* The factor of element `at` of a place: 0 or 1 / (1 - dropout). */
+static inline float gpt__dropout_factor(const gpt_pass *pass, uint64_t key, uint64_t at) {
+    float u = (float)(gpt_random(key, at) >> 40) * (1.0f / 16777216.0f);
+    return u < pass->dropout ? 0.0f : 1.0f / (1.0f - pass->dropout);
+}
+
+/* out = dropout(x) + add, (B, T, C) each. out may be x or add. add NULL = 0. */
+static inline void gpt__dropout(const gpt_pass *pass, int place, float *out, const float *x,
+                                const float *add) {
+    size_t n = (size_t)pass->length * (size_t)pass->config->channels;
+    for (int b = 0; b < pass->batch; b++) {
+        uint64_t key = gpt__dropout_key(pass, b, place);
+        for (size_t i = 0, j = (size_t)b * n; i < n; i++, j++)
+            out[j] = x[j] * gpt__dropout_factor(pass, key, i) + (add ? add[j] : 0.0f);
+    }
+}
+
+/* Returns d, or with dropout memory with the gradient of its input. */
+static inline const float *gpt__dropout_backward(const gpt_pass *pass, int place, float *memory,
+                                                 const float *d) {
+    if (pass->dropout == 0) return d;
+    gpt__dropout(pass, place, memory, d, NULL);
+    return memory;
+}
+
+/* Multiplies s (n keys, GPT_QB), probabilities or their gradients, by the factors of `count` queries from q0.
+   head: counted over the sequences of the batch. */
+static inline void gpt__dropout_scores(const gpt_pass *pass, int head, float *s, int n, int q0, int count) {
+    int NH = pass->config->heads, T = pass->length;
+    uint64_t key;
+    if (pass->dropout == 0) return;
+    key = gpt__dropout_key(pass, head / NH, gpt_block_first_param(pass->layer) + GPT_QKV_WEIGHT);
+    for (int t = 0; t < n; t++)
+        for (int i = 0; i < count; i++) {
+            uint64_t query = (uint64_t)(head % NH) * (uint64_t)T + (uint64_t)(q0 + i);
+            s[t * GPT_QB + i] *= gpt__dropout_factor(pass, key, query * (uint64_t)T + (uint64_t)t);
+        }
+}
+
 //== attention ============================================================================== >>attention
 /* Causal attention, for one head of one sequence and GPT_QB queries at a time. It stores only that many rows
    of the T x T score matrix (as FlashAttention, Dao et al. 2022). Scores are stored transposed, a row per key
@@ -883,6 +943,7 @@ GPT_DEF void gpt_attention(const gpt_pass *pass, float *out, float *lse, const f
             gpt__pack_b(q_pack, count, HS, gpt__matrix(q + (size_t)q0 * row, 1, row));
             gpt__scores(s, n, width, HS, k_pack, q_pack);
             gpt__softmax_columns(s, n, q0, width, scale, sum, logs);
+            gpt__dropout_scores(pass, head, s, n, q0, count);
             gpt__sum_over_keys(o, (size_t)C, count, HS, n, s, v_pack, T);
             for (int i = 0; i < count; i++) {
                 float inverse = 1.0f / sum[i];
@@ -945,7 +1006,9 @@ GPT_DEF void gpt_attention_backward(const gpt_pass *pass, float *d_qkv, const fl
             gpt__pack_b(d_deep, HS, count, gpt__matrix(d, (size_t)C, 1));
             gpt__scores(s, n, width, HS, k_rows, q_across);
             gpt__scores(dp, n, width, HS, v_rows, d_across);
+            gpt__dropout_scores(pass, head, dp, n, q0, count);
             gpt__softmax_columns_backward(s, dp, n, q0, width, scale, logs, delta);
+            gpt__dropout_scores(pass, head, s, n, q0, count);
             gpt__sum_over_queries(dv, row, n, HS, count, s, d_deep, n < T);
             gpt__sum_over_queries(dk, row, n, HS, count, dp, q_deep, n < T);
             gpt__sum_over_keys(dq + (size_t)q0 * row, row, count, HS, n, dp, k_deep, T);
@@ -964,6 +1027,20 @@ GPT_DEF void gpt_embed_forward(const gpt_pass *pass, const gpt_embed *value, con
         float *o = out + (size_t)i * C;
         for (size_t j = 0; j < C; j++) o[j] = token[j] + position[j];
     }
+    if (pass->dropout > 0) gpt__dropout(pass, 0, out, out, NULL);
+}
+
+/* to (C) += the gradient before dropout of row i of d_out (B, T, C) */
+static inline void gpt__embed_add(const gpt_pass *pass, float *to, const float *d_out, int i) {
+    size_t C = (size_t)pass->config->channels, at = (size_t)(i % pass->length) * C;
+    const float *d = d_out + (size_t)i * C;
+    uint64_t key;
+    if (pass->dropout == 0) {
+        for (size_t j = 0; j < C; j++) to[j] += d[j];
+        return;
+    }
+    key = gpt__dropout_key(pass, i / pass->length, 0);
+    for (size_t j = 0; j < C; j++) to[j] += d[j] * gpt__dropout_factor(pass, key, at + j);
 }
 
 /* The gradients of wte (of this use) and wpe from d_out (B, T, C). Rows without a token are set to 0. */
@@ -975,11 +1052,10 @@ GPT_DEF void gpt_embed_backward(const gpt_pass *pass, const gpt_embed *grad, con
         memset(grad->wte, 0, sizeof(float) * (size_t)pass->config->vocab * C);
     }
     for (int i = 0; i < pass->batch * pass->length; i++)
-        for (size_t j = 0; j < C; j++)
-            grad->wpe[(size_t)(i % pass->length) * C + j] += d_out[(size_t)i * C + j];
+        gpt__embed_add(pass, grad->wpe + (size_t)(i % pass->length) * C, d_out, i);
     gpt__ready(pass, 1);
     for (int i = 0; i < pass->batch * pass->length; i++)
-        for (size_t j = 0; j < C; j++) grad->wte[(size_t)tokens[i] * C + j] += d_out[(size_t)i * C + j];
+        gpt__embed_add(pass, grad->wte + (size_t)tokens[i] * C, d_out, i);
     gpt__ready(pass, 0);
 }
 
@@ -1040,16 +1116,20 @@ GPT_DEF size_t gpt_block_temps_place(const gpt_config *c, int batch, int length,
    memory. */
 GPT_DEF void gpt_block_forward(const gpt_pass *pass, const gpt_block *w, const float *in, gpt_block_acts *a,
                                float *out) {
-    int C = pass->config->channels;
+    int C = pass->config->channels, drops = pass->dropout > 0;
     size_t at = (size_t)pass->first * 4 * (size_t)C;
+    gpt_pass attention = *pass;
+    attention.layer = gpt__block_layer(w);
     gpt__layernorm(pass, a->ln1, a->ln1_mean, a->ln1_rstd, in, w->ln1_weight, w->ln1_bias);
     gpt__linear(pass, a->qkv, a->ln1, w->qkv_weight, w->qkv_bias, NULL, C, 3 * C);
-    gpt_attention(pass, a->attention, a->lse, a->qkv);
-    gpt__linear(pass, a->middle, a->attention, w->attn_weight, w->attn_bias, in, C, C);
+    gpt_attention(&attention, a->attention, a->lse, a->qkv);
+    gpt__linear(pass, a->middle, a->attention, w->attn_weight, w->attn_bias, drops ? NULL : in, C, C);
+    if (drops) gpt__dropout(pass, w->first + GPT_ATTN_WEIGHT, a->middle, a->middle, in);
     gpt__layernorm(pass, a->ln2, a->ln2_mean, a->ln2_rstd, a->middle, w->ln2_weight, w->ln2_bias);
     gpt__linear(pass, a->fc, a->ln2, w->fc_weight, w->fc_bias, NULL, C, 4 * C);
     gpt__gelu(a->gelu + at, a->fc + at, (size_t)gpt__rows(pass) * 4 * (size_t)C);
-    gpt__linear(pass, out, a->gelu, w->mlp_weight, w->mlp_bias, a->middle, 4 * C, C);
+    gpt__linear(pass, out, a->gelu, w->mlp_weight, w->mlp_bias, drops ? NULL : a->middle, 4 * C, C);
+    if (drops) gpt__dropout(pass, w->first + GPT_MLP_WEIGHT, out, out, a->middle);
 }
 
 /* The gradients of a linear layer's weight and bias. Reports both as ready. */
@@ -1070,9 +1150,12 @@ GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const 
                                 const gpt_block_acts *a, gpt_block_temps *t, const float *d_out,
                                 float *d_in) {
     int C = pass->config->channels, input = pass->parts != GPT_WEIGHT_GRADS, first = w->first;
-    gpt__linear_grads(pass, first, GPT_MLP_WEIGHT, g->mlp_weight, g->mlp_bias, d_out, a->gelu, 4 * C, C);
+    gpt_pass attention = *pass;
+    const float *d_mlp = gpt__dropout_backward(pass, first + GPT_MLP_WEIGHT, t->d_norm, d_out), *d_attn;
+    attention.layer = gpt__block_layer(w);
+    gpt__linear_grads(pass, first, GPT_MLP_WEIGHT, g->mlp_weight, g->mlp_bias, d_mlp, a->gelu, 4 * C, C);
     if (input) {
-        gpt__linear_input_grad(pass, t->d_fc, d_out, w->mlp_weight, 4 * C, C);
+        gpt__linear_input_grad(pass, t->d_fc, d_mlp, w->mlp_weight, 4 * C, C);
         gpt__gelu_backward(t->d_fc, a->fc, (size_t)gpt__rows(pass) * 4 * (size_t)C);
     }
     gpt__linear_grads(pass, first, GPT_FC_WEIGHT, g->fc_weight, g->fc_bias, t->d_fc, a->ln2, C, 4 * C);
@@ -1083,11 +1166,12 @@ GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const 
         gpt__ready(pass, first + GPT_LN2_BIAS);
         gpt__ready(pass, first + GPT_LN2_WEIGHT);
     }
-    gpt__linear_grads(pass, first, GPT_ATTN_WEIGHT, g->attn_weight, g->attn_bias, t->d_middle, a->attention,
-                      C, C);
+    /* d_qkv is not in use yet, or still in use by GPT_WEIGHT_GRADS, which does not need d_norm. */
+    d_attn = gpt__dropout_backward(pass, first + GPT_ATTN_WEIGHT, input ? t->d_qkv : t->d_norm, t->d_middle);
+    gpt__linear_grads(pass, first, GPT_ATTN_WEIGHT, g->attn_weight, g->attn_bias, d_attn, a->attention, C, C);
     if (input) {
-        gpt__linear_input_grad(pass, t->d_norm, t->d_middle, w->attn_weight, C, C);
-        gpt_attention_backward(pass, t->d_qkv, t->d_norm, a->attention, a->lse, a->qkv);
+        gpt__linear_input_grad(pass, t->d_norm, d_attn, w->attn_weight, C, C);
+        gpt_attention_backward(&attention, t->d_qkv, t->d_norm, a->attention, a->lse, a->qkv);
     }
     gpt__linear_grads(pass, first, GPT_QKV_WEIGHT, g->qkv_weight, g->qkv_bias, t->d_qkv, a->ln1, C, 3 * C);
     if (!input) return;
@@ -1192,6 +1276,8 @@ typedef struct gpt_model {
     int recompute, held;      /* held: with recompute, the layer of the activations in that memory */
     double (*clock)(void);    /* seconds; NULL = recompute_seconds is not counted */
     double recompute_seconds; /* time of the repeated forward passes */
+    float dropout;            /* copied to the gpt_pass of gpt_model_train_pass, as the next one */
+    const uint64_t *keys;     /* with dropout: set by the caller for each micro-batch */
     gpt_block_temps temps;    /* shared by all layers */
     gpt_head_acts head;
     float *stream;   /* (layers + 1, B, T, C): the input of each block, and of the head */
@@ -1283,6 +1369,14 @@ GPT_DEF gpt_pass gpt_model_pass(gpt_model *m, int batch, int length) {
     return pass;
 }
 
+/* The same for training: with dropout. */
+GPT_DEF gpt_pass gpt_model_train_pass(gpt_model *m, int batch, int length) {
+    gpt_pass pass = gpt_model_pass(m, batch, length);
+    pass.dropout = m->dropout;
+    pass.keys = m->keys;
+    return pass;
+}
+
 /* The input of block l; of the head for l = layers. */
 static inline float *gpt__model_stream(const gpt_model *m, int l) {
     return m->stream + (size_t)l * (size_t)m->batch * (size_t)m->config.context * (size_t)m->config.channels;
@@ -1345,21 +1439,26 @@ GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int uni
     }
 }
 
-/* Returns the mean loss over B T tokens, without gradients. */
-GPT_DEF double gpt_model_forward(gpt_model *m, const int *tokens, const int *targets, int batch, int length) {
-    gpt_pass pass = gpt_model_pass(m, batch, length);
+static inline double gpt__model_loss(gpt_model *m, const gpt_pass *pass, const int *tokens,
+                                     const int *targets) {
     double sum = 0;
     for (int unit = 0; unit <= m->config.layers + 1; unit++)
-        sum = gpt_model_unit_forward(m, &pass, unit, tokens, targets);
-    return sum / ((double)batch * length);
+        sum = gpt_model_unit_forward(m, pass, unit, tokens, targets);
+    return sum / ((double)pass->batch * pass->length);
+}
+
+/* Returns the mean loss over B T tokens, without gradients and without dropout. */
+GPT_DEF double gpt_model_forward(gpt_model *m, const int *tokens, const int *targets, int batch, int length) {
+    gpt_pass pass = gpt_model_pass(m, batch, length);
+    return gpt__model_loss(m, &pass, tokens, targets);
 }
 
 /* Returns the mean loss over B T tokens, and computes all gradients. Calls ready(user, index) once for each,
    from the head to the embedding. tokens and targets are (B, T), B <= m->batch, T <= context. */
 GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const int *targets, int batch,
                                           int length, gpt_ready_fn ready, void *user) {
-    gpt_pass pass = gpt_model_pass(m, batch, length);
-    double loss = gpt_model_forward(m, tokens, targets, batch, length);
+    gpt_pass pass = gpt_model_train_pass(m, batch, length);
+    double loss = gpt__model_loss(m, &pass, tokens, targets);
     pass.ready = ready;
     pass.ready_user = user;
     for (int unit = m->config.layers + 1; unit >= 0; unit--)

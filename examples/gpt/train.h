@@ -55,12 +55,12 @@
 //== options ================================================================================== >>options
 
 /* Everything that determines the bits of a run. A checkpoint stores it, and a resumed run uses it. While
-   flags are read, 0 means that a flag is not given; for seed -1 does. vocab: 0 = the text is bytes; otherwise
-   the text is token shards with this vocabulary size. */
+   flags are read, 0 means that a flag is not given; for seed and dropout -1 does. vocab: 0 = the text is
+   bytes; otherwise the text is token shards with this vocabulary size. */
 typedef struct run_config {
     int32_t layers, heads, channels, context, batch, micro_batch, steps, lr_decay_steps, vocab;
     int64_t seed;
-    double lr;
+    double lr, dropout;
 } run_config;
 
 typedef struct run_program run_program;
@@ -132,6 +132,10 @@ struct run_program {
     {"--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15, \
      "N seed of the initial weights and of the data order; default 1"}
 
+#define DROPOUT_FLAG \
+    {"--dropout", FLAG_DOUBLE, SAVED, AT(config.dropout), 0, 0.99, \
+     "P probability of dropout in training, in the places of GPT-2; default 0"}
+
 /* The end of the help of --resume. */
 #define RESUMED_FLAGS \
     ";\n" \
@@ -189,6 +193,7 @@ static void parse_options(const run_program *program, int argc, char **argv, run
     memset(o, 0, sizeof *o);
     o->program = program;
     o->config.seed = -1;
+    o->config.dropout = -1;
     o->paths = (const char **)calloc((size_t)argc + 1, sizeof *o->paths);
     if (!o->paths) snprintf(o->wrong, sizeof o->wrong, "no memory for %d arguments", argc);
     for (int i = 1; i < argc && !o->wrong[0]; i++) {
@@ -270,7 +275,7 @@ static ddp_result config_merge(const run_program *program, run_config *config, c
         if (f->rule == NOT_SAVED) continue;
         given = flag_value(f, (const char *)config + offset);
         stored = flag_value(f, (const char *)saved + offset);
-        if (given == (f->kind == FLAG_INT64 ? -1 : 0))
+        if (given == (f->min > 0 ? 0 : -1))
             memcpy((char *)config + offset, (const char *)saved + offset,
                    f->kind == FLAG_INT32 ? sizeof(int32_t) : sizeof(int64_t));
         else if (f->rule == FIXED && given != stored)
@@ -279,6 +284,11 @@ static ddp_result config_merge(const run_program *program, run_config *config, c
                 "%s was trained with %s %.15g, not %.15g; leave %s out, or resume from another checkpoint",
                 path, f->name, stored, given, f->name);
     }
+    if (config->dropout < 0 && saved->dropout > 0)
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s was trained with --dropout %g, which %s does not have; continue with the program "
+                        "that wrote it",
+                        path, saved->dropout, program->name);
     return DDP_OK;
 }
 
@@ -303,6 +313,7 @@ static ddp_result config_resolve(run_config *c, int ranks, int round_robin) {
     if (!c->steps) c->steps = 500;
     if (c->seed < 0) c->seed = 1;
     if (c->lr == 0) c->lr = 3e-3;
+    if (c->dropout < 0) c->dropout = 0;
     if (!c->lr_decay_steps) c->lr_decay_steps = c->steps;
     if (!c->batch) {
         c->batch = c->micro_batch * ranks;
@@ -531,6 +542,7 @@ typedef struct run {
     uint64_t epoch;
     int micro_count;       /* micro-batches of this rank in a step */
     int *tokens, *targets; /* (micro_batch, context) */
+    uint64_t *keys;        /* micro_batch: for gpt_pass.keys */
     /* One per micro-batch of all ranks, in the order of the global batch. Those of other ranks are 0. */
     double *losses;
     double train_seconds;
@@ -680,8 +692,9 @@ static ddp_result run_build_arrays(run *r) {
     r->infos = (gpt_param *)calloc((size_t)count, sizeof *r->infos);
     r->tokens = (int *)calloc((size_t)tokens, sizeof *r->tokens);
     r->targets = (int *)calloc((size_t)tokens, sizeof *r->targets);
+    r->keys = (uint64_t *)calloc((size_t)c->micro_batch, sizeof *r->keys);
     r->losses = (double *)calloc((size_t)losses, sizeof *r->losses);
-    if (!r->infos || !r->tokens || !r->targets || !r->losses) return run_out_of_memory();
+    if (!r->infos || !r->tokens || !r->targets || !r->keys || !r->losses) return run_out_of_memory();
     for (int i = 0; i < count; i++) {
         gpt_param_info(&config, i, &r->infos[i]);
         if (r->infos[i].tied_to < 0) r->parameter_count += r->infos[i].count;
@@ -698,6 +711,8 @@ static inline ddp_result run_build_model(run *r, int own) {
         != 0)
         return run_out_of_memory();
     r->model.clock = ddp_now;
+    r->model.dropout = (float)r->plan.config.dropout;
+    r->model.keys = r->keys;
     return DDP_OK;
 }
 
@@ -736,6 +751,7 @@ static void run_free(run *r) {
     free(r->infos);
     free(r->tokens);
     free(r->targets);
+    free(r->keys);
     free(r->losses);
     free(r->gathered);
 }
@@ -760,9 +776,12 @@ static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
 }
 
 /* Loads sequence `row` of the micro-batch: context tokens from `start`, and the next token of each as
-   target. */
+   target. The random numbers of dropout depend on the sequence and the epoch, which is the same for the whole
+   global batch: an epoch is padded to full ones. */
 static ddp_result load_sequence(run *r, int row, int64_t start) {
+    enum { DROPOUT_STREAM = 0 };
     int context = r->plan.config.context;
+    r->keys[row] = ddp_seed((uint64_t)r->plan.config.seed, r->epoch, start, DROPOUT_STREAM);
     DDP_TRY(run_tokens(r, start, context, r->tokens + row * context));
     return run_tokens(r, start + 1, context, r->targets + row * context);
 }

@@ -20,7 +20,8 @@ A STEP
     step.
 
     The last line is a hash of the weights. With the same --batch and --micro-batch it is the same for 1, 2
-    and 4 ranks.
+    and 4 ranks. That holds for --dropout too: its random numbers depend on the seed, the epoch and the
+    sequence, not on the rank.
 
     Only rank 0 reads files, writes files and prints. */
 #define DDP_IMPLEMENTATION
@@ -30,6 +31,7 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
+    DROPOUT_FLAG,
     CHECKPOINT_FLAGS,
     RECOMPUTE_FLAG("blocks"),
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},

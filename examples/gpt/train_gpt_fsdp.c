@@ -37,6 +37,7 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
+    DROPOUT_FLAG,
     {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
      "NAME full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
     {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS,
@@ -248,7 +249,7 @@ static ddp_result backward(trainer *t, const gpt_pass *pass, const int *tokens, 
 static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
     run *r = &t->run;
     const run_config *c = &r->plan.config;
-    gpt_pass pass = gpt_model_pass(&r->model, c->micro_batch, c->context);
+    gpt_pass pass = gpt_model_train_pass(&r->model, c->micro_batch, c->context);
     double start = ddp_now();
     for (int i = 0; i < c->batch; i++) t->starts[i] = next_sequence(r);
     for (int micro = 0; micro < r->micro_count; micro++) {

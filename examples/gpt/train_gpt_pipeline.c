@@ -31,6 +31,7 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
+    DROPOUT_FLAG,
     {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
      "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-V, DualPipeV,\n"
      "                        ..., or the path of a CSV file"},
@@ -372,7 +373,8 @@ static ddp_result begin_call(trainer *t, const ddp_pipeline_call *c, gpt_pass *p
         for (int row = 0; row < rows; row++)
             DDP_TRY(load_sequence(r, row, t->starts[c->microbatch * rows + row]));
     place_units(t, c->stage, (float *)c->saved);
-    *pass = gpt_model_pass(&r->model, rows, r->plan.config.context);
+    *pass = gpt_model_train_pass(&r->model, rows, r->plan.config.context);
+    if (c->evaluating) pass->dropout = 0;
     return DDP_OK;
 }
 

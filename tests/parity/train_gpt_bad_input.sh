@@ -65,6 +65,7 @@ wrong "--steps needs a value" text --steps
 wrong "--help takes no value" --help=1
 for value in 0 -1 two 1.5 99999999999999999999 '' ' '; do wrong "give an integer from 1 to" --steps "$value" text; done
 for value in 0 -1 x nan inf 11; do wrong "give a number from" --lr "$value" text; done
+for value in 1 -0.1 x nan; do wrong "give a number from 0 to 0.99" --dropout "$value" text; done
 wrong "give an integer from 1 to 64" --ranks 65 text
 wrong "--checkpoint needs" --checkpoint '' text
 

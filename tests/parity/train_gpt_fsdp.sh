@@ -44,6 +44,19 @@ peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
 [ "$(peak full4 shards)" -lt $(($(peak none4 shards) / 3)) ] || fail "shards: $(peak full4 shards) of $(peak none4 shards) bytes"
 [ "$(peak optim4 optimizer)" -lt $(($(peak none4 optimizer) / 3)) ] || fail "optimizer: $(peak optim4 optimizer) of $(peak none4 optimizer) bytes"
 
+# --- dropout: the bits of train_gpt, also after a checkpoint, which stores the probability ---
+
+# shellcheck disable=SC2086
+{
+    train_with drop "$whole" $run --batch 8 --steps 12 --ranks 1 --dropout 0.3
+    train_with drop4 "$program" $run --batch 8 --steps 12 --ranks 4 --threads-as-ranks --dropout 0.3 --recompute
+    train_with drop_half "$program" $run --batch 8 --steps 6 --lr-decay-steps 12 --ranks 2 --strategy none --dropout 0.3 --checkpoint drop
+    train_with drop_rest "$program" --resume drop --steps 12 --ranks 2 --strategy grad
+    same drop drop4
+    [ "$(hash_of drop_rest)" = "$(hash_of drop)" ] || fail "dropout resumed: $(hash_of drop_rest), uninterrupted $(hash_of drop)"
+    rm -r drop drop.1
+}
+
 # --- 16-bit parameters: half the bytes, f32 checkpoints, other bits than f32 but the same on any ranks ---
 
 half="--batch 8 --lr-decay-steps 12"

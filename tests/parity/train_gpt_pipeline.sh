@@ -65,6 +65,17 @@ for kind in "GPipe 4" "ZB-H1 1"; do
     [ "$(bytes recompute)" -lt $(($(bytes plain) / ${kind#* })) ] || fail "$schedule: $(bytes recompute) bytes with --recompute, $(bytes plain) without"
 done
 
+# Dropout has the bits of train_gpt, with a split backward, recomputation and a checkpoint.
+# shellcheck disable=SC2086
+{
+    train_with drop "$whole" $run --batch 12 --steps 4 --ranks 1 --dropout 0.3
+    train_with drop_begun "$whole" $run --batch 12 --steps 2 --lr-decay-steps 4 --ranks 1 --dropout 0.3 --checkpoint drop.ckpt
+    train_with drop_split "$program" $run --batch 12 --steps 4 --ranks 2 --dropout 0.3 --schedule ZB-H1
+    train_with drop_again "$program" --resume drop.ckpt --steps 4 --ranks 3 --threads-as-ranks --schedule GPipe --recompute
+    same drop drop_split
+    [ "$(hash_of drop_again)" = "$(hash_of drop)" ] || fail "dropout resumed: $(hash_of drop_again), uninterrupted $(hash_of drop)"
+}
+
 # --- checkpoints: the file of train_gpt, for any schedule and ranks, and after a kill ---
 
 # shellcheck disable=SC2086

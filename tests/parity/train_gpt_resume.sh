@@ -62,6 +62,17 @@ timeout "$limit" "$program" --ranks 2 --resume whole.ckpt --steps 410 text > mor
 }
 [ "$(hash_of late.out)" = "$hash" ] || fail "stopped at step 390 and resumed: $(hash_of late.out), uninterrupted $hash"
 
+# With dropout, in the middle of an epoch. --dropout comes from the checkpoint, or from the command line.
+# shellcheck disable=SC2086
+{
+    timeout "$limit" "$program" $run --ranks 2 --steps 30 --dropout 0.3 > drop.out 2> drop.err || fail "$(cat drop.err)"
+    timeout "$limit" "$program" $run --ranks 1 --steps 20 --lr-decay-steps 30 --dropout 0.3 --checkpoint drop.ckpt > early.out 2> drop.err || fail "$(cat drop.err)"
+    timeout "$limit" "$program" --ranks 4 --resume drop.ckpt --steps 30 text > late.out 2> drop.err || fail "$(cat drop.err)"
+    timeout "$limit" "$program" --ranks 2 --resume drop.ckpt --steps 30 --dropout 0 text > none.out 2> drop.err || fail "$(cat drop.err)"
+}
+[ "$(hash_of late.out)" = "$(hash_of drop.out)" ] || fail "resumed with dropout: $(hash_of late.out), uninterrupted $(hash_of drop.out)"
+[ "$(hash_of none.out)" != "$(hash_of drop.out)" ] || fail "--dropout 0 has the hash of --dropout 0.3"
+
 # Killed while it runs, without a chance to tidy up, and resumed.
 # shellcheck disable=SC2086
 "$program" $run --ranks 1 --checkpoint killed.ckpt > killed.out 2> run.err &

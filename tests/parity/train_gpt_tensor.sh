@@ -72,6 +72,7 @@ done
     close there rest
     train_with back "$whole" --resume two.ckpt --steps 6 --ranks 1
     close back rest
+    train_with drop "$whole" $run --layers 2 --steps 3 --ranks 1 --dropout 0.1 --checkpoint drop.ckpt
     cp half.ckpt damaged.ckpt
     printf 'damage' | dd of=damaged.ckpt bs=1 seek=600 conv=notrunc 2> dd.log || fail "$(cat dd.log)"
 }
@@ -99,6 +100,7 @@ before=$(state)
     wrong "unknown flag --pp" $run --pp 2 text
     wrong "No such file" $run --ranks 2 --tp 2 missing
     wrong "cannot be written" $run --ranks 2 --checkpoint missing/new.ckpt text
+    wrong "drop.ckpt was trained with --dropout 0.1, which train_gpt_tensor does not have" --ranks 2 --resume drop.ckpt text
     wrong "damaged" --ranks 2 --resume damaged.ckpt text
     wrong "use --tp 1" --ranks 3 --resume half.ckpt --tp 3 text
 }

@@ -51,8 +51,21 @@ static double reference_gelu(double x) {
     return 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
 }
 
-/* x (T, C) through one block; w holds the block's twelve tensors */
-static void reference_block(double *x, double **w, int T, int C, int NH) {
+/* The dropout of one sequence: probability and key; p = 0 is none. */
+typedef struct reference_dropout {
+    double p;
+    uint64_t key;
+} reference_dropout;
+
+static double reference_factor(const reference_dropout *d, int place, int at) {
+    uint64_t bits = d->p > 0 ? gpt_random(gpt_random(d->key, (uint64_t)place), (uint64_t)at) : 0;
+    if (d->p == 0) return 1;
+    return (double)(bits >> 40) / (1 << 24) < d->p ? 0 : 1 / (1 - d->p);
+}
+
+/* x (T, C) through one block; w holds the block's twelve tensors, the first of which is parameter `first` */
+static void reference_block(double *x, double **w, int T, int C, int NH, const reference_dropout *drop,
+                            int first) {
     int HS = C / NH;
     double *qkv = (double *)calloc((size_t)(T * 3 * C), sizeof(double)),
            *n = (double *)calloc((size_t)(9 * C + T), sizeof(double));
@@ -74,30 +87,38 @@ static void reference_block(double *x, double **w, int T, int C, int NH) {
             for (int j = 0; j < HS; j++) {
                 y[h * HS + j] = 0;
                 for (int s = 0; s <= t; s++)
-                    y[h * HS + j] += p[s] / sum * qkv[s * 3 * C + 2 * C + h * HS + j];
+                    y[h * HS + j] += p[s] / sum * reference_factor(drop, first + 2, (h * T + t) * T + s)
+                                     * qkv[s * 3 * C + 2 * C + h * HS + j];
             }
         }
         reference_linear(more, y, w[4], w[5], C, C);
-        for (int j = 0; j < C; j++) x[t * C + j] += more[j];
+        for (int j = 0; j < C; j++) x[t * C + j] += more[j] * reference_factor(drop, first + 4, t * C + j);
         reference_norm(n, x + t * C, w[6], w[7], C);
         reference_linear(fc, n, w[8], w[9], C, 4 * C);
         for (int j = 0; j < 4 * C; j++) fc[j] = reference_gelu(fc[j]);
         reference_linear(more, fc, w[10], w[11], 4 * C, C);
-        for (int j = 0; j < C; j++) x[t * C + j] += more[j];
+        for (int j = 0; j < C; j++) x[t * C + j] += more[j] * reference_factor(drop, first + 10, t * C + j);
     }
     free(qkv);
     free(n);
 }
 
-/* Mean loss of one micro-batch; w is a table in the order of the parameter list. */
+/* Mean loss of one micro-batch; w is a table in the order of the parameter list. m has dropout and keys. */
 static double reference_loss(const gpt_config *c, double **w, const int *tokens, const int *targets, int B,
-                             int T) {
+                             int T, const gpt_model *m) {
     int C = c->channels, V = c->vocab, head = gpt_param_head(c);
     double *x = (double *)calloc((size_t)(T * C + C + V), sizeof(double)), *n = x + T * C, *logits = n + C,
            loss = 0;
     for (int b = 0; b < B; b++) {
-        for (int i = 0; i < T * C; i++) x[i] = w[0][tokens[b * T + i / C] * C + i % C] + w[1][i];
-        for (int l = 0; l < c->layers; l++) reference_block(x, w + gpt_block_first_param(l), T, C, c->heads);
+        const reference_dropout drop = {m->dropout, m->keys ? m->keys[b] : 0};
+        for (int i = 0; i < T * C; i++) {
+            double embedding = w[0][tokens[b * T + i / C] * C + i % C] + w[1][i];
+            x[i] = embedding * reference_factor(&drop, 0, i);
+        }
+        for (int l = 0; l < c->layers; l++) {
+            int first = gpt_block_first_param(l);
+            reference_block(x, w + first, T, C, c->heads, &drop, first);
+        }
         for (int t = 0; t < T; t++) {
             double sum = 0;
             reference_norm(n, x + t * C, w[head - 2], w[head - 1], C);
@@ -319,8 +340,10 @@ static void check_gradients(fixture *f, int samples) {
     }
     w[head] = w[0];
     loss = gpt_model_forward_backward(&f->model, f->tokens, f->targets, f->B, f->T, NULL, NULL);
-    assert_near(loss, reference_loss(c, w, f->tokens, f->targets, f->B, f->T), 2e-6, "loss", 0);
-    assert_near(gpt_model_forward(&f->model, f->tokens, f->targets, f->B, f->T), loss, 0, "forward only", 0);
+    assert_near(loss, reference_loss(c, w, f->tokens, f->targets, f->B, f->T, &f->model), 2e-6, "loss", 0);
+    if (f->model.dropout == 0)
+        assert_near(gpt_model_forward(&f->model, f->tokens, f->targets, f->B, f->T), loss, 0, "forward only",
+                    0);
     for (int i = 0; i < head; i++) {
         gpt_param p;
         float *g = f->model.grads[i], *tied = i == 0 ? f->model.grads[head] : NULL;
@@ -331,9 +354,9 @@ static void check_gradients(fixture *f, int samples) {
             int64_t j = (int64_t)(gpt_random(17, (uint64_t)(i * 1000 + s)) % (uint64_t)p.count);
             double keep = w[i][j], h = 1e-4, up, down, slope;
             w[i][j] = keep + h;
-            up = reference_loss(c, w, f->tokens, f->targets, f->B, f->T);
+            up = reference_loss(c, w, f->tokens, f->targets, f->B, f->T, &f->model);
             w[i][j] = keep - h;
-            down = reference_loss(c, w, f->tokens, f->targets, f->B, f->T);
+            down = reference_loss(c, w, f->tokens, f->targets, f->B, f->T, &f->model);
             w[i][j] = keep;
             slope = (up - down) / (2 * h);
             assert_near(g[j] + (tied ? tied[j] : 0), slope, 1e-5 * sqrt(rms) + 2e-5 * fabs(slope) + 1e-7,
@@ -366,6 +389,66 @@ static void test_gradients_of_long_attention(void **state) {
     fixture_destroy(&f);
 }
 
+/* The masks are those of the reference, in forward and in backward. */
+static void test_gradients_with_dropout(void **state) {
+    const uint64_t keys[3] = {7, 8, 9};
+    fixture f;
+    (void)state;
+    fixture_create(&f, 11, 9, 2, 2, 10, 3, 9);
+    f.model.dropout = 0.25f;
+    f.model.keys = keys;
+    check_gradients(&f, 20);
+    fixture_destroy(&f);
+    fixture_create(&f, 13, 160, 1, 2, 24, 1, 150); /* three blocks of queries */
+    f.model.dropout = 0.5f;
+    f.model.keys = keys;
+    check_gradients(&f, 2);
+    fixture_destroy(&f);
+}
+
+/* The elements of x (B, T, C) that are 0. */
+static int count_zeros(const float *x, size_t n) {
+    int zeros = 0;
+    for (size_t i = 0; i < n; i++) zeros += x[i] == 0;
+    return zeros;
+}
+
+static void test_dropout_share_scale_and_keys(void **state) {
+    enum { T = 64, C = 32, N = T * C };
+    static const float shares[] = {0.1f, 0.5f, 0.9f};
+    const uint64_t keys[2] = {7, 8}, swapped[2] = {8, 7};
+    float *ones = floats(2 * N), *a = floats(2 * N), *b = floats(2 * N);
+    gpt_config c = {16, T, 1, 2, C};
+    gpt_pass pass;
+    (void)state;
+    memset(&pass, 0, sizeof pass);
+    pass.config = &c;
+    pass.batch = 2;
+    pass.length = T;
+    for (int i = 0; i < 2 * N; i++) ones[i] = 1;
+    for (int k = 0; k < 3; k++) {
+        double share = shares[k], deviation = sqrt(share * (1 - share) * 2 * N);
+        pass.dropout = shares[k];
+        pass.keys = keys;
+        gpt__dropout(&pass, 3, a, ones, NULL);
+        assert_near(count_zeros(a, 2 * N), share * 2 * N, 4 * deviation, "zeros", k);
+        for (int i = 0; i < 2 * N; i++)
+            if (a[i] != 0) assert_near(a[i], 1 / (1 - share), 1e-6 / (1 - share), "scale", i);
+        gpt__dropout(&pass, 3, b, ones, ones); /* the same masks, and a sum */
+        for (int i = 0; i < 2 * N; i++) assert_near(b[i], a[i] + 1, 0, "sum", i);
+        gpt__dropout(&pass, 4, b, ones, NULL);
+        assert_true(memcmp(a, b, 2 * N * sizeof(float)) != 0); /* another place */
+        assert_true(memcmp(a, a + N, N * sizeof(float)) != 0); /* another key */
+        pass.keys = swapped;
+        gpt__dropout(&pass, 3, b, ones, NULL);
+        assert_memory_equal(a, b + N, N * sizeof(float)); /* the key decides, not the row of the batch */
+        assert_memory_equal(a + N, b, N * sizeof(float));
+    }
+    free(ones);
+    free(a);
+    free(b);
+}
+
 static void test_gradients_accumulate(void **state) {
     fixture f;
     float **once;
@@ -393,21 +476,23 @@ static void test_gradients_accumulate(void **state) {
 }
 
 /* Input gradients first and weight gradients later, as pipeline schedules do, give the bits of one call. */
-static void test_block_backward_in_two_parts(void **state) {
+static void check_two_parts(float dropout) {
+    const uint64_t keys[2] = {7, 8};
     fixture f;
     gpt_pass pass;
     gpt_block w, g;
     float *d_out, *d_in, *both, *first[GPT_BLOCK_PARAMS];
     size_t n;
-    (void)state;
     fixture_create(&f, 20, 16, 1, 2, 24, 2, 16);
+    f.model.dropout = dropout;
+    f.model.keys = keys;
     n = (size_t)(2 * 16 * 24);
     d_out = floats(n);
     d_in = floats(n);
     both = floats(n);
     fill(d_out, n, 8);
-    gpt_model_forward(&f.model, f.tokens, f.targets, f.B, f.T);
-    pass = gpt_model_pass(&f.model, f.B, f.T);
+    gpt_model_forward_backward(&f.model, f.tokens, f.targets, f.B, f.T, NULL, NULL);
+    pass = gpt_model_train_pass(&f.model, f.B, f.T);
     w = gpt_block_view(f.model.values, 0);
     g = gpt_block_view(f.model.grads, 0);
     gpt_block_backward(&pass, &w, &g, f.model.stream, &f.model.blocks[0], &f.model.temps, d_out, both);
@@ -433,6 +518,44 @@ static void test_block_backward_in_two_parts(void **state) {
     free(d_in);
     free(both);
     fixture_destroy(&f);
+}
+
+static void test_block_backward_in_two_parts(void **state) {
+    (void)state;
+    check_two_parts(0);
+    check_two_parts(0.25f);
+}
+
+/* Training has dropout, and so has a recomputed forward; evaluation and generation have none. */
+static void test_dropout_is_only_in_training(void **state) {
+    const uint64_t keys[2] = {7, 8};
+    fixture f[2];
+    double loss, training;
+    float *logits = floats(20);
+    (void)state;
+    for (int i = 0; i < 2; i++) fixture_create(&f[i], 20, 16, 2, 2, 24, 2, 16);
+    gpt_model_destroy(&f[1].model);
+    assert_int_equal(gpt_model_create(&f[1].model, &f[0].model.config, 2, GPT_OWN_GRADS | GPT_RECOMPUTE), 0);
+    memcpy(f[1].model.values, f[0].model.values, (size_t)f[0].model.param_count * sizeof(float *));
+    loss = gpt_model_forward(&f[0].model, f[0].tokens, f[0].targets, 2, 16);
+    memcpy(logits, gpt_model_logits(&f[0].model, f[0].tokens, 0, 16), 20 * sizeof(float));
+    for (int i = 0; i < 2; i++) {
+        f[i].model.dropout = 0.5f;
+        f[i].model.keys = keys;
+    }
+    assert_true(gpt_model_forward(&f[0].model, f[0].tokens, f[0].targets, 2, 16) == loss);
+    assert_memory_equal(gpt_model_logits(&f[0].model, f[0].tokens, 0, 16), logits, 20 * sizeof(float));
+    training = gpt_model_forward_backward(&f[0].model, f[0].tokens, f[0].targets, 2, 16, NULL, NULL);
+    assert_true(training != loss);
+    assert_true(gpt_model_forward_backward(&f[1].model, f[0].tokens, f[0].targets, 2, 16, NULL, NULL)
+                == training);
+    for (int i = 0; i < f[0].model.param_count; i++) {
+        gpt_param p;
+        gpt_param_info(&f[0].model.config, i, &p);
+        assert_memory_equal(f[0].model.grads[i], f[1].model.grads[i], sizeof(float) * (size_t)p.count);
+    }
+    free(logits);
+    for (int i = 0; i < 2; i++) fixture_destroy(&f[i]);
 }
 
 //== announcements =================================================================== >>announcements
@@ -672,8 +795,11 @@ int main(void) {
         cmocka_unit_test(test_shards_are_initialised_like_the_whole),
         cmocka_unit_test(test_gradients_of_every_parameter),
         cmocka_unit_test(test_gradients_of_long_attention),
+        cmocka_unit_test(test_gradients_with_dropout),
+        cmocka_unit_test(test_dropout_share_scale_and_keys),
         cmocka_unit_test(test_gradients_accumulate),
         cmocka_unit_test(test_block_backward_in_two_parts),
+        cmocka_unit_test(test_dropout_is_only_in_training),
         cmocka_unit_test(test_each_gradient_is_announced_once_and_final),
         cmocka_unit_test(test_tied_matrix_has_two_gradients),
         cmocka_unit_test(test_same_bits_wherever_the_memory_is),
