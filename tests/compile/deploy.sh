@@ -46,23 +46,42 @@ SLURM_SUBMIT_DIR=$work sh examples/deploy/slurm.sbatch >log 2>&1 || fail "slurm.
 grep -q '^srun .*\./train_gpt' log && [ -x train_gpt ] || fail "slurm.sbatch starts $(cat log)"
 grep -q '^order=1$' log || fail "slurm.sbatch does not set NCCL_LAUNCH_ORDER_IMPLICIT"
 
-grep -q 'NCCL_LAUNCH_ORDER_IMPLICIT, value: "1"' examples/deploy/kubernetes.yaml || fail "kubernetes.yaml does not set NCCL_LAUNCH_ORDER_IMPLICIT"
-
 # --- Kubernetes: the variables are those that ddp.h reads, the address is that of pod 0 ---
+
+for file in kubernetes.yaml kubernetes_train.yaml; do
+    grep -q 'NCCL_LAUNCH_ORDER_IMPLICIT, value: "1"' examples/deploy/$file || fail "$file does not set NCCL_LAUNCH_ORDER_IMPLICIT"
+done
 
 for name in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; do
     grep -q "\"$name\"" ddp.h && grep -q "$name" examples/deploy/kubernetes.yaml || fail "$name is not in ddp.h or not in kubernetes.yaml"
 done
-python3 - <<'PYTHON' || fail "kubernetes.yaml is not what Kubernetes reads"
+python3 - <<'PYTHON' || fail "kubernetes.yaml or kubernetes_train.yaml is not what Kubernetes reads"
 import sys
 try:
     import yaml
 except ImportError:
-    sys.exit(print("PyYAML is missing: kubernetes.yaml was not parsed"))
+    sys.exit(print("PyYAML is missing: the files for Kubernetes were not parsed"))
 service, job = yaml.safe_load_all(open("examples/deploy/kubernetes.yaml"))
 spec, pod = job["spec"], job["spec"]["template"]["spec"]
 value = {v["name"]: v["value"] for v in pod["containers"][0]["env"]}
 assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == int(value["WORLD_SIZE"])
 assert value["MASTER_ADDR"] == "%s-0.%s" % (job["metadata"]["name"], pod["subdomain"]) and pod["subdomain"] == service["metadata"]["name"]
 assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} and service["spec"]["clusterIP"] == "None"
+
+# The trainer: flags that it has, one GPU per rank, and text and checkpoints in the volume.
+import re
+claim, job = yaml.safe_load_all(open("examples/deploy/kubernetes_train.yaml"))
+spec, pod = job["spec"], job["spec"]["template"]["spec"]
+trainer = pod["containers"][0]
+source = open("examples/gpt/train_gpt_cuda.cu").read() + open("examples/gpt/train.h").read()
+flags = dict(re.findall("^(--[a-z-]+)=(.+)$", "\n".join(trainer["command"][1:-1]), re.M))
+assert len(flags) == len(trainer["command"]) - 2, "an argument is no flag with a value"
+assert all('{"%s", FLAG_' % name in source for name in flags), "a flag is not one of train_gpt_cuda"
+assert flags["--resume"] == "auto" and int(flags["--restarts"]) > 0 and spec["backoffLimit"] > 0
+assert len(flags["--gpus"].split(",")) == trainer["resources"]["limits"]["nvidia.com/gpu"] > 1
+volumes = {v["name"]: v.get("persistentVolumeClaim", {}).get("claimName") for v in pod["volumes"]}
+kept = [m["mountPath"] for m in trainer["volumeMounts"] if volumes[m["name"]] == claim["metadata"]["name"]]
+assert kept == [trainer["workingDir"]] and claim["kind"] == "PersistentVolumeClaim"
+assert all(path.startswith(kept[0] + "/") for path in (flags["--checkpoint"], trainer["command"][-1]))
+assert pod["restartPolicy"] == "Never" and spec["completions"] == spec["parallelism"] == 1
 PYTHON
