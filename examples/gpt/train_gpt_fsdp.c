@@ -50,6 +50,8 @@ static const flag FLAGS[] = {
     {"--param-dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0,
      "NAME of unsharded parameters: f32 (default), or bf16 or f16, which halve the bytes of an unshard;\n"
      "                        master values, gradients and products stay f32"},
+    {"--export", FLAG_TEXT, NOT_SAVED, AT(export_file), 0, 0,
+     "FILE at the end, write the model to one safetensors file, in f32"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks",
@@ -84,6 +86,20 @@ typedef struct trainer {
     double unshard_seconds;
 } trainer;
 
+/* Checks that a file can be created at this path, or replaced. */
+static ddp_result check_export(const char *path) {
+    const char *slash = strrchr(path, '/');
+    char folder[1100];
+    struct stat info;
+    snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+    if (access(folder, W_OK) != 0)
+        return ddp_fail(DDP_ERR_INVALID, "--export %.900s: %s; give a file in a folder that exists", path,
+                        strerror(errno));
+    if (!path[0] || (stat(path, &info) == 0 && !S_ISREG(info.st_mode)))
+        return ddp_fail(DDP_ERR_INVALID, "--export %.900s: not a file; give the path of a file", path);
+    return DDP_OK;
+}
+
 /* Rank 0: checks all input before training, and before any file is written. */
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
@@ -103,6 +119,7 @@ static ddp_result plan_run(trainer *t) {
             "replica",
             replicas, r->world_size, inner);
     if (o->checkpoint) DDP_TRY(folder_check(o->checkpoint));
+    if (o->export_file) DDP_TRY(check_export(o->export_file));
     if (o->resume) DDP_TRY(folder_read(r->options, &saved));
     if (o->resume)
         DDP_TRY(folder_check_qkv(o->resume, 0, "use train_gpt_3d, or train_gpt_cuda with --tp 2 or more"));
@@ -401,6 +418,7 @@ static ddp_result finish(trainer *t, double validation) {
         run_print_recompute(r);
     }
     DDP_TRY(hash_weights(t, &hash));
+    if (r->options->export_file) DDP_TRY(ddp_fsdp_export(t->fsdp, r->options->export_file));
     return run_finish(r, validation, hash);
 }
 

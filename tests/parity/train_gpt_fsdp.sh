@@ -87,8 +87,13 @@ gathered() { sed -n 's/^  gathered *[0-9]* *\([0-9]*\).*/\1/p' "$1.all"; }
     train_with saved "$program" $run --batch 8 --steps 60 --ranks 2 --checkpoint here
     same eight saved
     # Omitted flags come from the checkpoint.
-    train_with one "$program" --resume here.1 --ranks 1 --strategy none
-    train_with four "$program" --resume here.1 --ranks 4 --threads-as-ranks --checkpoint there
+    train_with one "$program" --resume here.1 --ranks 1 --strategy none --export one.safetensors
+    train_with four "$program" --resume here.1 --ranks 4 --threads-as-ranks --checkpoint there --export four.safetensors
+    # An export is the only file of the model in a checkpoint.
+    for name in one four; do
+        cmp $name.safetensors here/model-00001-of-00001.safetensors || fail "$name exports another model"
+        rm $name.safetensors
+    done
     train_with hybrid "$program" --resume here.1 --ranks 4 --replicas 2 --strategy grad
     train_with end "$program" --resume there --ranks 2 --strategy optim
     for name in one four hybrid end; do
@@ -140,6 +145,8 @@ for ranks in 1 2; do
     wrong "it is not a folder" $small --checkpoint text text
     wrong "No such file" $small --checkpoint missing/new text
     wrong "holds other files" $small --checkpoint other text
+    wrong "No such file" $small --export missing/new text
+    wrong "not a file" $small --export other text
     wrong "No such file" $small --resume missing text
     wrong "not a checkpoint of train_gpt_fsdp" --ranks $ranks --resume older text
     wrong "use train_gpt_3d" --ranks $ranks --resume apart text
