@@ -109,6 +109,7 @@ run_torch() {
 }
 
 csv=$out/scaling.csv
+rm -f "$out/scaling.md" "$out/scaling.dat"
 echo "model,scaling,ranks,system,round,per_second" >"$csv"
 measure() { # model, scaling, ranks, micro-batches, round
     for system in ddp torch; do
@@ -183,6 +184,6 @@ END {
     }
 }' "$csv" >"$out/scaling.md" || exit 1
 cat "$out/scaling.md"
-if command -v gnuplot >/dev/null; then
+if [ "$most" -gt 1 ] && command -v gnuplot >/dev/null; then
     if (cd "$out" && gnuplot "$here/plot_scaling.gp") >"$build/log" 2>&1; then echo "scaling: wrote $out/scaling.svg"; else cat "$build/log"; fi
 fi
