@@ -1292,8 +1292,10 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to
    for the gradients: max_norm / norm if the norm is finite and exceeds max_norm, otherwise 1. */
 DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float *norm);
 
-/* The two streams of a device: the caller's own, and the one for communication of a group. */
-typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
+/* The streams of a device: the caller's own, and two of a group. COPY is for copies between the device and
+   pinned memory that overlap with communication. ddp.h does not order it with the others; its users do so by
+   events. A device may create it on its first use, or use COMM's stream for it. */
+typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM, DDP_STREAM_COPY } ddp_stream_kind;
 
 /* One copy of a device's copy_many. */
 typedef struct ddp_copy_range {

@@ -2964,7 +2964,7 @@ typedef struct ddp__cuda_open_args {
 /* State of ddp_device_cuda() per group. */
 typedef struct ddp__cuda_streams {
     int device;
-    cudaStream_t stream[2]; /* by ddp_stream_kind */
+    cudaStream_t stream[3]; /* by ddp_stream_kind; COPY is 0 until its first use */
     int owns_comm;
     void *cublaslt; /* state of cuBLASLt; NULL until the first product */
     void (*close_cublaslt)(ddp_group *group, void *cublaslt);
@@ -3043,14 +3043,19 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
     ddp__cuda_streams *streams = (ddp__cuda_streams *)state;
     if (streams->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(streams->stream[DDP_STREAM_COMM]);
+    if (streams->stream[DDP_STREAM_COPY]) DDP__CUDA_RUNTIME->stream_destroy(streams->stream[DDP_STREAM_COPY]);
     if (streams->cublaslt) streams->close_cublaslt(group, streams->cublaslt);
     ddp_host_free(group, streams);
 }
 
 static ddp_result ddp__cuda_device_use_stream(ddp_group *group, ddp_stream_kind kind) {
-    const ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
+    ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
+    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(streams->device), "cudaSetDevice"));
+    if (kind == DDP_STREAM_COPY && !streams->stream[kind])
+        DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_create(&streams->stream[kind], 0),
+                                     "cudaStreamCreateWithPriority"));
     ddp__cuda_this_thread.stream = streams->stream[kind];
-    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(streams->device), "cudaSetDevice");
+    return DDP_OK;
 }
 
 static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check(); }

@@ -89,6 +89,9 @@ CONCEPTS
                form the group `replicas`.
     Master     The f32 values that the optimizer updates. With param_dtype = DDP_BF16, an unshard sends a
                16-bit copy of them.
+    Offload    OFFLOAD_HOST keeps optimizer state and master values in host memory; OFFLOAD_PARAMS also shards
+               and sums of gradients. The device then has only U, and staging that all units share: two
+               buffers of the largest unit's shard, and two of its f32 sums (one if m = 1).
     Micro-batches   SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches,
                pairwise like a binary counter. SHARD_OPTIM and NO_SHARD add over micro-batches first, and over
                ranks only after the last one. Both sums are the tree over the micro-batches of the step. In
@@ -207,13 +210,21 @@ typedef enum ddp_fsdp_strategy {
 /* The place of optimizer state and master values. */
 typedef enum ddp_fsdp_offload {
     DDP_FSDP_OFFLOAD_NONE = 0,
-    /* For devices with their own memory. Optimizer state and master values are stored in pinned host memory,
-       with space for this rank's gradients. The host steps piece by piece while other pieces are transferred.
-       Over several ranks, LAMB and LARS wait for norms between pieces */
+    /* For devices with their own memory. Optimizer state and master values are stored in host memory, with
+       pinned space for this rank's gradients. The host steps piece by piece while other pieces are
+       transferred. Over several ranks, LAMB and LARS wait for norms between pieces */
     DDP_FSDP_OFFLOAD_HOST,
     /* They are stored in a mapped file in offload_dir: a model larger than memory can step. CPU memory
        only */
-    DDP_FSDP_OFFLOAD_FILE
+    DDP_FSDP_OFFLOAD_FILE,
+    /* For devices with their own memory, with FULL_SHARD: a model larger than the device can train. As
+       OFFLOAD_HOST; shards and sums of gradients are stored in pinned host memory too (ZeRO-Infinity,
+       Rajbhandari et al. 2021). The device has buffers for 1 + prefetch units, and none that grows with the
+       number of units. An unshard copies this rank's rows to one of two staging buffers, and all-gathers from
+       there. Per element of a shard that is 2 bytes to the device for each unshard (f32: 4), and 4 bytes to
+       the host for each reduction; for each micro-batch but the first, 4 bytes more to the device. The host
+       clips and steps */
+    DDP_FSDP_OFFLOAD_PARAMS
 } ddp_fsdp_offload;
 
 /* The optimizers. */
@@ -405,8 +416,8 @@ typedef struct ddp_fsdp_desc {
        every rank; master values stay exact. CPU memory only. Outside the promise of equal bits: blocks begin
        where shards do */
     int quantize_gather;
-    ddp_fsdp_offload offload;     /* 0 = none */
-    const char *offload_dir;      /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of it
+    ddp_fsdp_offload offload; /* 0 = none. On the CPU, HOST and PARAMS change nothing: memory is the host's */
+    const char *offload_dir;  /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of it
                                      */
     ddp_optimizer_desc optimizer; /* zero = AdamW; its params, shard_group and allocators are not read */
     /* NULL = none; outlives the ddp_fsdp. ddp_fsdp_clip_grad_norm or ddp_fsdp_step then unscales: do not call
@@ -510,9 +521,10 @@ typedef struct ddp_fsdp_memory {
    arrays and the names in them stay the caller's and must outlive the ddp_fsdp.
    Errors, on every rank, and *out is NULL: DDP_ERR_INVALID names unit and parameter (a name that is missing,
    repeated or not UTF-8; dtype is not a float; the same memory in two units without tied_to; neither values
-   nor init_fn); DDP_ERR_MISMATCH when ranks describe different units; DDP_ERR_UNSUPPORTED (quantize_gather or
-   OFFLOAD_FILE on a device); DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). The groups stay usable.
-   Exception: if only some ranks set replicas or checkpoint_group, that group fails. */
+   nor init_fn) or the field (OFFLOAD_PARAMS without FULL_SHARD); DDP_ERR_MISMATCH when ranks describe
+   different units; DDP_ERR_UNSUPPORTED (quantize_gather or OFFLOAD_FILE on a device); DDP_ERR_NO_MEMORY;
+   DDP_ERR_SYSTEM (offload_dir). The groups stay usable. Exception: if only some ranks set replicas or
+   checkpoint_group, that group fails. */
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc);
 
 /* Makes the full parameters of the unit available: value.data and grad.data of its params. Call it before
@@ -597,7 +609,8 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
    With a scaler and an infinity, the call returns DDP_OK, changes no value, and does not count the step.
    ddp_scaler_found_inf then returns 1, until ddp_scaler_update.
    Collective; the hosts of all ranks wait for each other. After the first step the host never waits for the
-   device, except for: a requested norm; a scaler; OFFLOAD_HOST; groups with DDP_CUDA_ENGINE_STAGED.
+   device, except for: a requested norm; a scaler; OFFLOAD_HOST; OFFLOAD_PARAMS, also in
+   ddp_fsdp_clip_grad_norm; groups with DDP_CUDA_ENGINE_STAGED.
    Errors, after which no value has changed and the groups stay usable:
      DDP_ERR_INVALID     only on this rank: names a unit that has not been reduced micro_batch_count times (a
                          unit of frozen parameters needs no reduction); ddp_fsdp_mean was not called in this
@@ -629,9 +642,10 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
    and outside the time above.
    Not collective. With grad, it blocks until the unit's reduction is done.
    Ownership: the memory belongs to the ddp_fsdp. value is valid until ddp_fsdp_destroy, and is stored where
-   desc.offload states. grad is valid until ddp_fsdp_step or ddp_fsdp_zero_grad. The caller may change grad,
-   equally on all replicas. It may change values between steps. The full parameters of all ranks have the new
-   values after the next ddp_fsdp_step; parameters without a separate master copy may show them earlier. */
+   desc.offload states. grad is too, with OFFLOAD_PARAMS; otherwise it is in the device's memory. grad is
+   valid until ddp_fsdp_step or ddp_fsdp_zero_grad. The caller may change grad, equally on all replicas. It
+   may change values between steps. The full parameters of all ranks have the new values after the next
+   ddp_fsdp_step; parameters without a separate master copy may show them earlier. */
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row);
 
@@ -4082,7 +4096,7 @@ typedef struct ddp__fsdp_reduce_state {
 
 /* The factor with which clipping scales the gradients of the next step. */
 typedef struct ddp__fsdp_clip_state {
-    ddp_exact_sum *squares;     /* in the device's memory */
+    ddp_exact_sum *squares;     /* in shard_device's memory */
     float scale;                /* 1 = none, or the device has the factor: */
     float *factor, *factor_now; /* in the device's memory; the same, or NULL if there is nothing to scale */
     float *norm, last_norm;     /* written by the device until `event`; by the host */
@@ -4090,7 +4104,7 @@ typedef struct ddp__fsdp_clip_state {
     void *event;
 } ddp__fsdp_clip_state;
 
-/* OFFLOAD_HOST on a device with its own memory. Host memory is pinned. */
+/* OFFLOAD_HOST and OFFLOAD_PARAMS on a device with its own memory. Host memory is pinned. */
 typedef struct ddp__fsdp_offload_state {
     ddp_group *host_group;                    /* a world of one rank on the CPU, for the optimizer */
     unsigned char *host_grads, *value_pieces; /* this rank's gradients; two pieces of values in flight */
@@ -4098,6 +4112,13 @@ typedef struct ddp__fsdp_offload_state {
     void **downloaded, *uploaded[2]; /* events of the pieces of gradients, and of values */
     int piece_count, next_piece;     /* of gradients */
     int upload_index;                /* which of the two pieces of values is filled next */
+    /* only with OFFLOAD_PARAMS: */
+    unsigned char *staged_rows; /* two device buffers of staged_bytes: rows that an all-gather sends */
+    unsigned char *staged_sums; /* two device buffers of sums_bytes: the newest sums; older ones */
+    size_t staged_bytes, sums_bytes;
+    int staged_index;             /* the buffer of rows that was filled last */
+    void *filled[2], *emptied[2]; /* events: rows have arrived; the all-gather has read them */
+    void *sums_arrived;           /* event: all sums of the step are on the host */
 } ddp__fsdp_offload_state;
 
 /* A save in progress: the slices, and a copy of the data that they point to. */
@@ -4122,10 +4143,12 @@ struct ddp_fsdp {
     ddp_fsdp_desc desc;           /* with defaults */
     ddp_group *group, *groups[3]; /* groups: group, replicas, checkpoint_group */
     const ddp_device *device;
-    int world_size, rank;         /* among the ranks that split parameters: 1 and 0 under NO_SHARD */
-    ddp_group *replica_groups[2]; /* of ranks that hold the same rows */
+    const ddp_device *shard_device; /* of sent_rows and sums: the CPU with OFFLOAD_PARAMS, else device */
+    int world_size, rank;           /* among the ranks that split parameters: 1 and 0 under NO_SHARD */
+    ddp_group *replica_groups[2];   /* of ranks that hold the same rows */
     int replica_group_count;
-    int keeps_full_params;       /* full parameters stay: not FULL_SHARD, or one rank on a device */
+    int keeps_full_params; /* full parameters stay: not FULL_SHARD, or one rank on a device that holds its
+                                    shard */
     int reduces_per_micro_batch; /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
     int peer_memory;             /* the transport; 0 = collectives */
     ddp_result (*unshard_task)(ddp_group *group, void *unit); /* fills the full parameters of a unit */
@@ -4307,7 +4330,8 @@ static ddp_result ddp__fsdp_table_alloc(ddp_fsdp *f, int count, size_t size, voi
     return ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)count * size, out);
 }
 
-static const int ddp__offload_kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
+static const int ddp__offload_kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE,
+                                         DDP__MEMORY_HOST};
 static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     void *memory;
@@ -4320,6 +4344,15 @@ static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_free((ddp
 /* Records an event on a stream. event NULL: the device's calls are complete when they return. */
 static ddp_result ddp__fsdp_event_record(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
     return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
+}
+
+/* Makes a stream of the device wait for an event. event NULL: as above. */
+static ddp_result ddp__fsdp_stream_wait(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
+    return event ? f->device->event_wait(f->group, stream, event) : DDP_OK;
+}
+
+static ddp_result ddp__fsdp_use_stream(const ddp_fsdp *f, ddp_stream_kind stream) {
+    return f->device->use_stream ? f->device->use_stream(f->group, stream) : DDP_OK;
 }
 
 /* Blocks until the stream has reached the event. until 0: a failure of the group ends the wait. Otherwise
@@ -4426,8 +4459,8 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__fsdp_shard *s) {
     s->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
     s->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
     s->reduce_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : s->master_dtype;
-    s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE
-                    || f->desc.quantize_gather;
+    s->has_master = s->dtype != s->master_dtype || f->desc.offload == DDP_FSDP_OFFLOAD_HOST
+                    || f->desc.offload == DDP_FSDP_OFFLOAD_FILE || f->desc.quantize_gather;
     const ddp__fsdp_grad_range parts[DDP__GRAD_LAYOUTS] = {
         {0, s->rows * s->row_elements, grad != DDP_DTYPE_DEFAULT ? grad : s->dtype},
         {0, s->rows * s->row_elements, s->reduce_dtype},
@@ -4600,7 +4633,16 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
    units are unsharded ahead, and one more:
 
      communication stream   all-gather a   all-gather b    all-gather c
-     compute stream                        unpack a  use   unpack b  use */
+     compute stream                        unpack a  use   unpack b  use
+
+   OFFLOAD_PARAMS: the task first copies sent_rows from the host to one of two staging buffers, on the copy
+   stream. The copy waits until the all-gather before the last has read its buffer:
+
+     copy stream            copy a   copy b         copy c
+     communication stream            all-gather a   all-gather b   all-gather c
+     compute stream                                 use a          use b
+
+   A single rank needs no all-gather, and copies to the full parameters. */
 
 /* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it,
    rounded. */
@@ -4637,11 +4679,48 @@ static void ddp__dequantize(const ddp__fsdp_shard *s, unsigned char *out, const 
     }
 }
 
+/* OFFLOAD_PARAMS: copies this rank's rows of the unit from the host to the device, laid out as the block of
+   an all-gather. */
+static void ddp__unshard_copy_rows(const ddp_fsdp *f, const ddp__fsdp_unit *unit, unsigned char *to) {
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        if (s->shares_full_params) continue;
+        if (!unit->packs_block) { /* the rows of all parameters have this layout on the host too */
+            ddp__fsdp_copy_async(f, to, s->source->sent_rows, unit->block_bytes);
+            return;
+        }
+        ddp__fsdp_copy_async(f, to + s->block_offset, s->source->sent_rows,
+                             s->own_count * ddp_dtype_size(s->dtype));
+    }
+}
+
+/* OFFLOAD_PARAMS: makes the communication stream wait until this rank's rows are on the device, at *rows. On
+   one rank they are the full parameters: that memory is free when the communication stream gets here. */
+static ddp_result ddp__unshard_fetch(ddp_fsdp *f, const ddp__fsdp_unit *unit, const unsigned char **rows) {
+    ddp__fsdp_offload_state *o = &f->offload;
+    int i = o->staged_index ^= 1;
+    unsigned char *to = f->world_size > 1 ? o->staged_rows + (size_t)i * o->staged_bytes : unit->full_memory;
+    *rows = to;
+    if (f->world_size == 1) DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMM, o->emptied[i]));
+    ddp_result result = ddp__fsdp_use_stream(f, DDP_STREAM_COPY);
+    if (result == DDP_OK) result = ddp__fsdp_stream_wait(f, DDP_STREAM_COPY, o->emptied[i]);
+    if (result == DDP_OK) ddp__unshard_copy_rows(f, unit, to);
+    if (result == DDP_OK) result = ddp__fsdp_event_record(f, DDP_STREAM_COPY, o->filled[i]);
+    DDP_TRY(ddp__fsdp_use_stream(f, DDP_STREAM_COMM));
+    DDP_TRY(result);
+    return ddp__fsdp_stream_wait(f, DDP_STREAM_COMM, o->filled[i]);
+}
+
 /* Collectives: each rank sends a block with its rows of all parameters of the unit. */
-static ddp_result ddp__unshard_all_gather(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+static ddp_result ddp__unshard_all_gather(ddp_fsdp *f, const ddp__fsdp_unit *unit) {
     const unsigned char *send = NULL;
     ddp_copy_list list = DDP_ZERO;
     list.device = f->device;
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_PARAMS) {
+        DDP_TRY(ddp__unshard_fetch(f, unit, &send));
+        if (f->world_size == 1) return DDP_OK;
+        DDP_TRY(ddp_all_gather(f->group, send, unit->gathered, unit->block_bytes, DDP_U8, NULL));
+        return ddp__fsdp_event_record(f, DDP_STREAM_COMM, f->offload.emptied[f->offload.staged_index]);
+    }
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         ddp_dtype dtype = f->desc.quantize_gather ? DDP_U8 : s->dtype;
         if (s->shares_full_params) continue;
@@ -4695,7 +4774,8 @@ static ddp_result ddp__unshard_copy(ddp_group *group, void *argument) {
 static ddp_result ddp__unshard_gather(ddp_group *group, void *argument) {
     const ddp__fsdp_unit *unit = (const ddp__fsdp_unit *)argument;
     DDP_TRY(ddp__unshard_all_gather(unit->fsdp, unit));
-    if (unit->gathers_in_place || unit->gather_buffer) return ddp_device_check(group);
+    if (unit->fsdp->world_size == 1 || unit->gathers_in_place || unit->gather_buffer)
+        return ddp_device_check(group);
     return ddp__unshard_copy(group, argument);
 }
 
@@ -4917,12 +4997,24 @@ static ddp_result ddp__unshard_order_record(ddp_fsdp *f, int unit) {
 
 enum { DDP__REDUCE_TILE = 1024 }; /* elements of each rank */
 
-/* This rank's sum of gradients, or a partial sum over micro-batches. */
-static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s, int partial) {
+/* This rank's sum of gradients. sums: of the unit, where they are not a part of the full gradients. */
+static unsigned char *ddp__shard_sum_in(const ddp__fsdp_shard *s, unsigned char *sums) {
     const ddp__fsdp_grad_range *full = &s->range[DDP__FULL_GRADS];
     if (s->sum_in_full_grads)
         return s->unit->grad_memory + full->offset + ddp__shard_rows_bytes(s, s->first_row, full->dtype);
-    return s->unit->partial_sum[partial] + s->range[DDP__SHARD_SUMS].offset;
+    return sums + s->range[DDP__SHARD_SUMS].offset;
+}
+
+/* This rank's sum of gradients of the step. */
+static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s) {
+    return ddp__shard_sum_in(s, s->unit->partial_sum[0]);
+}
+
+/* The memory that receives the unit's sums over ranks: the next partial sum. OFFLOAD_PARAMS: of the device,
+   from where ddp__accumulate_micro_batch copies them to the host. */
+static unsigned char *ddp__newest_sums(const ddp__fsdp_unit *unit) {
+    unsigned char *staged = unit->fsdp->offload.staged_sums;
+    return staged ? staged : unit->partial_sum[unit->partial_count];
 }
 
 /* Gives all units f32 sums in place of 16-bit ones, for this and all later steps. The sums of this step are
@@ -4936,10 +5028,10 @@ static ddp_result ddp__half_sums_end(ddp_fsdp *f) {
         list.device = f->device;
         for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
             if (!s->trained) continue;
-            const unsigned char *half = ddp__shard_sum(s, 0);
+            const unsigned char *half = ddp__shard_sum(s);
             ddp_tensor *sum = &f->grad_sums[s->optimizer_index];
             s->sum_in_full_grads = 0;
-            sum->data = ddp__shard_sum(s, 0);
+            sum->data = ddp__shard_sum(s);
             sum->dtype = s->master_dtype;
             f->optimizer_params[s->optimizer_index].grad = *sum;
             ddp_copy_list_add(&list, sum->data, sum->dtype, half, s->range[DDP__FULL_GRADS].dtype,
@@ -4975,7 +5067,8 @@ static void ddp__reduce_rows_from_peers(const ddp_fsdp *f, const ddp__fsdp_shard
     size_t at = p->offset + ddp__shard_rows_bytes(s, s->first_row, p->dtype)
                 + first * ddp_dtype_size(p->dtype);
     size_t tile_bytes = DDP__REDUCE_TILE * ddp_dtype_size(s->reduce_dtype);
-    unsigned char *sum = ddp__shard_sum(s, s->unit->partial_count) + first * ddp_dtype_size(s->master_dtype);
+    unsigned char *sum = ddp__shard_sum_in(s, ddp__newest_sums(s->unit))
+                         + first * ddp_dtype_size(s->master_dtype);
     unsigned char *out = sum;
     const void *sources[DDP_MAX_LOCAL_RANKS];
     for (int r = 0; r < f->world_size; r++) {
@@ -5033,7 +5126,7 @@ static void ddp__reduce_unpack(const ddp_fsdp *f, const ddp__fsdp_unit *unit, dd
     list.device = f->device;
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         if (!s->trained || s->reduce_dtype != dtype) continue;
-        ddp_copy_list_add(&list, ddp__shard_sum(s, unit->partial_count), s->master_dtype,
+        ddp_copy_list_add(&list, ddp__shard_sum_in(s, ddp__newest_sums(unit)), s->master_dtype,
                           recv + s->reduce_offset * ddp_dtype_size(dtype), dtype, s->own_count);
     }
     ddp_copy_list_end(&list);
@@ -5050,8 +5143,7 @@ static ddp_result ddp__reduce_by_reduce_scatter(const ddp_fsdp *f, const ddp__fs
     for (int d = 0; d <= DDP_U64; d++) {
         ddp_dtype dtype = (ddp_dtype)d;
         size_t n = unit->reduce_count[d], size = ddp_dtype_size(dtype);
-        unsigned char *recv = unit->sums_in_place ? unit->partial_sum[unit->partial_count]
-                                                  : f->recv + recv_at;
+        unsigned char *recv = unit->sums_in_place ? ddp__newest_sums(unit) : f->recv + recv_at;
         if (!n) continue;
         if (!sent) ddp__reduce_pack(f, unit, dtype, n, f->send + send_at, full);
         DDP_TRY(ddp_reduce_scatter(f->group,
@@ -5109,21 +5201,31 @@ static ddp_result ddp__reduce_over_replicas(const ddp_fsdp *f, const ddp__fsdp_u
        partial_sum       [1]      [1+2]    [1+2] [3]      [(1+2) + (3+4)]
 
    newest: sums of this rank's rows, in the next free partial sum; or full gradients, where backward has
-   written them. The total of full gradients replaces the newest. */
+   written them. The total of full gradients replaces the newest.
+   OFFLOAD_PARAMS: newest is on the device. Partial sums are on the host; an older one is copied to the device
+   to be added, and the sum is copied back. All this is work of the communication stream. */
 static void ddp__accumulate_micro_batch(const ddp_fsdp *f, ddp__fsdp_unit *unit, unsigned char *newest,
                                         int layout) {
     int older_count = unit->reduced_count - 1; /* micro-batches */
     int last = unit->reduced_count == f->desc.micro_batch_count;
-    int replaces_newest = last && layout != DDP__SHARD_SUMS;
+    const ddp__fsdp_offload_state *o = &f->offload;
+    int replaces_newest = o->staged_sums || (last && layout != DDP__SHARD_SUMS);
     while (unit->partial_count > 0 && (last || f->desc.sequential_accumulation || (older_count & 1))) {
         unsigned char *older = unit->partial_sum[--unit->partial_count];
+        if (o->staged_sums) {
+            ddp__fsdp_copy_async(f, o->staged_sums + o->sums_bytes, older, unit->grad_bytes[layout]);
+            older = o->staged_sums + o->sums_bytes;
+        }
         unsigned char *sum = replaces_newest ? newest : older;
         ddp__unit_add_grads(f, unit, sum, older, newest, layout);
         newest = sum;
         older_count >>= 1;
     }
-    if (replaces_newest) return;
-    if (newest != unit->partial_sum[unit->partial_count])
+    if (o->staged_sums)
+        ddp__fsdp_copy_async(f, unit->partial_sum[unit->partial_count], newest, unit->grad_bytes[layout]);
+    else if (replaces_newest)
+        return;
+    else if (newest != unit->partial_sum[unit->partial_count])
         ddp__unit_add_grads(f, unit, unit->partial_sum[unit->partial_count], NULL, newest, layout);
     unit->partial_count++;
 }
@@ -5166,20 +5268,20 @@ static ddp_result ddp__reduce_unsharded(const ddp_fsdp *f, const ddp__fsdp_unit 
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
         if (!s->trained || (s->sum_in_full_grads && unit->reduce_layout != DDP__CAST_GRADS)) continue;
-        ddp_copy_list_add(&list, ddp__shard_sum(s, unit->partial_count), s->master_dtype, full + p->offset,
-                          p->dtype, p->count);
+        ddp_copy_list_add(&list, ddp__shard_sum_in(s, ddp__newest_sums(unit)), s->master_dtype,
+                          full + p->offset, p->dtype, p->count);
     }
     ddp_copy_list_end(&list);
     if (!casts_first) return DDP_OK;
-    return ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS);
+    return ddp__reduce_over_replicas(f, unit, ddp__newest_sums(unit), DDP__SHARD_SUMS);
 }
 
 /* The last part of the path, from the sum over ranks on. */
 static ddp_result ddp__reduce_after_ranks(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
     if (f->world_size > 1 && f->replica_group_count)
-        DDP_TRY(ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS));
+        DDP_TRY(ddp__reduce_over_replicas(f, unit, ddp__newest_sums(unit), DDP__SHARD_SUMS));
     if (f->reduces_per_micro_batch)
-        ddp__accumulate_micro_batch(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS);
+        ddp__accumulate_micro_batch(f, unit, ddp__newest_sums(unit), DDP__SHARD_SUMS);
     return ddp_device_check(f->group);
 }
 
@@ -5424,7 +5526,19 @@ static void ddp__grads_detach(ddp__fsdp_unit *unit) {
 
      communication stream     gradients 0   gradients 1   gradients 2
      host, optimizer                        step 0        step 1        step 2
-     compute stream                                       values 0      values 1      values 2 */
+     compute stream                                       values 0      values 1      values 2
+
+   OFFLOAD_PARAMS: sums, master values and sent_rows are on the host. The host waits until the last sums have
+   arrived, and then works as on the CPU. By then all copies from sent_rows have run: they precede the last
+   reduction on the communication stream. */
+
+/* OFFLOAD_PARAMS: blocks the host until it has the sums of all reductions, which the compute stream already
+   waits for. */
+static ddp_result ddp__offload_wait_sums(const ddp_fsdp *f) {
+    if (f->desc.offload != DDP_FSDP_OFFLOAD_PARAMS) return DDP_OK;
+    DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, f->offload.sums_arrived));
+    return ddp__fsdp_event_wait(f, f->offload.sums_arrived, 0);
+}
 
 /* Finishes the reductions of a step: divides the sums once, adds the uses of tied parameters, and unscales.
    The second call in a step does nothing. */
@@ -5456,16 +5570,17 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
                                  "ddp_scaler_update after every ddp_fsdp_step");
     DDP_TRY(ddp__reduce_wait_all(f));
     DDP_TRY(ddp__fsdp_device_begin(f->group));
-    if (f->grad_divisor > 1) f->device->divide(f->grad_sums, f->grad_sum_count, f->grad_divisor);
+    DDP_TRY(ddp__offload_wait_sums(f));
+    if (f->grad_divisor > 1) f->shard_device->divide(f->grad_sums, f->grad_sum_count, f->grad_divisor);
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         if (!s->trained || !s->own_count || s->source == s) continue;
-        unsigned char *first = ddp__shard_sum(s->source, 0);
-        f->device->add(first, first, ddp__shard_sum(s, 0), s->own_count, s->master_dtype);
+        unsigned char *first = ddp__shard_sum(s->source);
+        f->shard_device->add(first, first, ddp__shard_sum(s), s->own_count, s->master_dtype);
     }
     f->sums_divided = 1;
     if (!scaler) return ddp_device_check(f->group);
     DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->grad_sums, f->optimizer_param_count,
-                                f->device == ddp_device_cpu() ? NULL : f->clip.squares));
+                                f->shard_device == ddp_device_cpu() ? NULL : f->clip.squares));
     for (int i = 0; i < 2; i++) /* these groups in addition to the scaler's own */
         if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
             DDP_TRY(ddp_host_collective(f->groups[i], DDP_CALL_ALL_REDUCE, &scaler->found_inf,
@@ -5476,7 +5591,8 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
 /* Multiplies the sums by the factor that clipping has left for the step. */
 static ddp_result ddp__clip_apply(ddp_fsdp *f) {
     if (f->clip.scale != 1 || f->clip.factor_now) DDP_TRY(ddp__half_sums_end(f));
-    ddp__scale_grads(f->device, f->grad_sums, f->optimizer_param_count, f->clip.scale, f->clip.factor_now);
+    ddp__scale_grads(f->shard_device, f->grad_sums, f->optimizer_param_count, f->clip.scale,
+                     f->clip.factor_now);
     f->clip.scale = 1;
     f->clip.factor_now = NULL;
     return DDP_OK;
@@ -5488,15 +5604,18 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp__fsdp_clip_state *clip = &f->clip;
     ddp_exact_sum sum;
     DDP_TRY(ddp__clip_apply(f));
-    f->device->fill_zero(clip->squares, sizeof sum);
-    f->device->sum_squares(clip->squares, 0, f->grad_sums, f->optimizer_param_count);
-    if (f->world_size > 1)
+    f->shard_device->fill_zero(clip->squares, sizeof sum);
+    f->shard_device->sum_squares(clip->squares, 0, f->grad_sums, f->optimizer_param_count);
+    if (f->world_size > 1 && f->shard_device != f->device)
+        DDP_TRY(ddp_host_collective(f->group, DDP_CALL_ALL_REDUCE, clip->squares, clip->squares,
+                                    DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, -1));
+    else if (f->world_size > 1)
         DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM,
                                NULL));
     if (clip->factor)
         ddp__optimizer_kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
     else
-        f->device->copy(&sum, clip->squares, sizeof sum);
+        f->shard_device->copy(&sum, clip->squares, sizeof sum);
     DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, clip->event));
     DDP_TRY(ddp_device_check(f->group)); /* a failure leaves neither norm nor factor */
     clip->has_norm = 1;
@@ -5587,22 +5706,22 @@ static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, siz
 static int ddp__shard_is_stepped_with_copy(const ddp__fsdp_shard *s) {
     const ddp_fsdp *f = s->unit->fsdp;
     return s->trained && s->own_count && s->sent_rows != s->master_rows && !f->desc.quantize_gather
-           && !f->offload.host_group;
+           && f->desc.offload != DDP_FSDP_OFFLOAD_HOST;
 }
 
 /* Publishes changed master values: updates this rank's sent_rows, which peers read after ddp__shards_barrier,
    and reshards all units. stepped: the optimizer has already written the rows of trained shards. With
-   OFFLOAD_HOST, nothing is left to upload. */
+   OFFLOAD_HOST or OFFLOAD_PARAMS, nothing is left to do. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int stepped) {
     ddp_copy_list list = DDP_ZERO;
     int uploaded = stepped && f->offload.host_group;
-    list.device = f->device;
+    list.device = f->shard_device;
     DDP_TRY(ddp__fsdp_device_begin(f->group));
     for (ddp__fsdp_shard *s = f->shards; s < f->shards_end && !uploaded; s++) {
         if (s->source != s || (stepped && ddp__shard_is_stepped_with_copy(s))) continue;
         if (f->desc.quantize_gather)
             ddp__quantize(s);
-        else if (f->offload.host_group)
+        else if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST)
             DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
         else if (s->sent_rows != s->master_rows)
             ddp_copy_list_add(&list, s->sent_rows, s->dtype, s->master_rows, s->master_dtype, s->own_count);
@@ -5663,8 +5782,8 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
     ddp_result result = DDP_OK;
     DDP_TRY(ddp__clip_apply(f));
     DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->downloaded[0]));
-    if (o->downloaded[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, o->downloaded[0]));
-    if (f->device->use_stream) DDP_TRY(f->device->use_stream(f->group, DDP_STREAM_COMM));
+    DDP_TRY(ddp__fsdp_stream_wait(f, DDP_STREAM_COMM, o->downloaded[0]));
+    DDP_TRY(ddp__fsdp_use_stream(f, DDP_STREAM_COMM));
     o->next_piece = 0;
     for (int i = 0; i < f->optimizer_param_count; i++) {
         size_t size = ddp_dtype_size(f->grad_sums[i].dtype), bytes = f->optimizer_shards[i]->own_count * size,
@@ -5997,7 +6116,7 @@ static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d,
         {!d->units || d->unit_count < 1, "unit_count is below 1 or units is NULL; set both", 0},
         {(unsigned)d->strategy > DDP_FSDP_NO_SHARD, "strategy=%d is not a ddp_fsdp_strategy",
          (int)d->strategy},
-        {(unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE, "offload=%d is not a ddp_fsdp_offload",
+        {(unsigned)d->offload > DDP_FSDP_OFFLOAD_PARAMS, "offload=%d is not a ddp_fsdp_offload",
          (int)d->offload},
         {d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype),
          "param_dtype is not a floating-point dtype", 0},
@@ -6009,6 +6128,11 @@ static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d,
          "replicas is the shard group itself; set it to the group of ranks with the same shard", 0},
         {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD,
          "quantize_gather=1 needs strategy DDP_FSDP_FULL_SHARD", 0},
+        {d->offload == DDP_FSDP_OFFLOAD_PARAMS && d->strategy != DDP_FSDP_FULL_SHARD,
+         "offload=DDP_FSDP_OFFLOAD_PARAMS needs strategy DDP_FSDP_FULL_SHARD: the others keep full "
+         "parameters "
+         "on the device; use DDP_FSDP_OFFLOAD_HOST",
+         0},
         {d->prefetch < -1, "prefetch=%d; use 1 or more units, 0 for 1 or -1 for none", d->prefetch},
         {d->keep_checkpoints < 0, "keep_checkpoints=%d; use 1 or more, or 0 for 1", d->keep_checkpoints},
     };
@@ -6042,7 +6166,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
     f->device = ddp_group_device(group);
     f->unit_count = d->unit_count;
-    if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST)
+    if (f->device == ddp_device_cpu() && d->offload != DDP_FSDP_OFFLOAD_FILE)
         d->offload = DDP_FSDP_OFFLOAD_NONE; /* everything is in host memory already */
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
         return ddp_fail(
@@ -6050,6 +6174,8 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
             "ddp_fsdp_create group=%s: %s needs CPU memory, but the group's device is %s; turn it off",
             ddp_group_name(group), d->quantize_gather ? "quantize_gather" : "offload to a file",
             f->device->name);
+    int offloads_params = d->offload == DDP_FSDP_OFFLOAD_PARAMS;
+    f->shard_device = offloads_params ? ddp_device_cpu() : f->device;
     f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
     f->rank = f->world_size > 1 ? ddp_rank(group) : 0;
     if (f->world_size == 1 && ddp_world_size(group) > 1) f->replica_groups[f->replica_group_count++] = group;
@@ -6059,7 +6185,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (d->replicas) f->grad_divisor *= (uint64_t)ddp_world_size(d->replicas);
     if (d->per_token) f->grad_divisor = 0; /* ddp_fsdp_mean sets it in every step */
     f->keeps_full_params = d->strategy != DDP_FSDP_FULL_SHARD
-                           || (f->world_size == 1 && f->device != ddp_device_cpu());
+                           || (f->world_size == 1 && f->device != ddp_device_cpu() && !offloads_params);
     f->reduces_per_micro_batch = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
@@ -6237,6 +6363,7 @@ static void ddp__unit_alloc_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     if (f->world_size == 1 && f->replica_group_count && unit->casts_grads
         && unit->reduce_layout == DDP__FULL_GRADS)
         kind = DDP__MEMORY_GROUP;
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_PARAMS) kind = DDP__MEMORY_PINNED;
     for (int i = 0; i < partial_sums || (i == 0 && sum_bytes); i++) {
         size_t bytes = i < partial_sums ? partial_bytes : 0;
         if (i == 0) ddp__size_at_least(&bytes, sum_bytes); /* number 0 becomes the final sum */
@@ -6252,7 +6379,8 @@ static void ddp__unit_alloc(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         (void)ddp__fsdp_alloc(f, DDP__FOR_FULL_PARAMS, DDP__MEMORY_DEVICE, unit->full_bytes,
                               &unit->full_memory);
     if (!f->keeps_full_params)
-        (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__FOR_COMMUNICATION : DDP__FOR_SHARDS, shared,
+        (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__FOR_COMMUNICATION : DDP__FOR_SHARDS,
+                              f->desc.offload == DDP_FSDP_OFFLOAD_PARAMS ? DDP__MEMORY_PINNED : shared,
                               unit->shard_bytes, &unit->shard_memory);
     if (!f->reduces_per_micro_batch && unit->trained_count)
         (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__FULL_GRADS],
@@ -6263,23 +6391,30 @@ static void ddp__unit_alloc(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     if (unit->trained_count) ddp__unit_alloc_sums(f, unit);
 }
 
-/* OFFLOAD_HOST: a world of one rank on the CPU for the optimizer, and pinned memory and events for copies
-   between it and the device. */
+/* OFFLOAD_HOST and OFFLOAD_PARAMS: a world of one rank on the CPU for the optimizer, and pinned memory and
+   events for copies between it and the device. */
 static ddp_result ddp__offload_create(ddp_fsdp *f) {
     ddp__fsdp_offload_state *o = &f->offload;
     ddp_group_desc alone = DDP_ZERO;
+    int offloads_params = f->desc.offload == DDP_FSDP_OFFLOAD_PARAMS;
     alone.init_method = "self://";
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         size_t size = ddp_dtype_size(s->master_dtype),
                piece = s->own_count < DDP__HOST_PIECE ? s->own_count : DDP__HOST_PIECE;
         ddp__size_at_least(&o->value_pieces_bytes, 2 * ddp_round_up(piece * size, 64));
-        if (s->source != s || !s->trained) continue;
+        if (s->source != s || !s->trained || offloads_params) continue;
         o->host_grads_bytes += ddp_round_up(s->own_count * size, 64);
         o->piece_count += (int)((s->own_count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
     }
     DDP_TRY(ddp_group_create(&o->host_group, &alone));
     DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_PINNED, o->value_pieces_bytes,
                             &o->value_pieces));
+    for (int i = 0; i < 2 && offloads_params && f->device->use_stream; i++) {
+        DDP_TRY(f->device->event_create(f->group, &o->filled[i]));
+        DDP_TRY(f->device->event_create(f->group, &o->emptied[i]));
+    }
+    if (offloads_params)
+        return f->device->use_stream ? f->device->event_create(f->group, &o->sums_arrived) : DDP_OK;
     DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_PINNED, o->host_grads_bytes, &o->host_grads));
     DDP_TRY(ddp__fsdp_table_alloc(f, o->piece_count, sizeof *o->downloaded, &o->downloaded));
     for (int i = 0; i < o->piece_count + 2 && f->device->use_stream; i++)
@@ -6296,6 +6431,8 @@ static int ddp__prefetch_window(const ddp_fsdp *f) {
 static void ddp__staging_alloc(ddp_fsdp *f) {
     ddp__fsdp_unshard_state *u = &f->unshard;
     ddp__fsdp_reduce_state *reduce = &f->reduce;
+    ddp__fsdp_offload_state *o = &f->offload;
+    int offloads_params = f->desc.offload == DDP_FSDP_OFFLOAD_PARAMS;
     size_t world = (size_t)f->world_size;
     size_t *gather_bytes = f->device->use_stream ? &u->gather_bytes : &f->recv_bytes;
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
@@ -6303,6 +6440,8 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
         for (int d = 0; d <= DDP_U64; d++)
             reduce_bytes += ddp_round_up(unit->reduce_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
         ddp__size_at_least(&f->unshard.buffer_bytes, unit->full_bytes);
+        ddp__size_at_least(&o->staged_bytes, ddp_round_up(unit->block_bytes, 64));
+        ddp__size_at_least(&o->sums_bytes, unit->grad_bytes[DDP__SHARD_SUMS]);
         ddp__size_at_least(&reduce->buffer_bytes, unit->grad_bytes[DDP__FULL_GRADS]);
         if (unit->reduce_layout == DDP__CAST_GRADS)
             ddp__size_at_least(&reduce->cast_grads_bytes, unit->grad_bytes[DDP__CAST_GRADS]);
@@ -6313,7 +6452,7 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
                 ddp__size_at_least(&reduce->tile_bytes,
                                    (world + 1) * DDP__REDUCE_TILE * ddp_dtype_size(s->reduce_dtype));
         if (world == 1 || f->peer_memory) continue;
-        if (unit->packs_block) ddp__size_at_least(&f->send_bytes, unit->block_bytes);
+        if (unit->packs_block && !offloads_params) ddp__size_at_least(&f->send_bytes, unit->block_bytes);
         if (!unit->gathers_in_place) ddp__size_at_least(gather_bytes, unit->block_bytes * world);
         if (!ddp__unit_sends_grads(f, unit)) ddp__size_at_least(&f->send_bytes, (reduce_bytes + 64) * world);
         if (!unit->sums_in_place) ddp__size_at_least(&f->recv_bytes, reduce_bytes);
@@ -6332,6 +6471,12 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
     if (f->buffer_message_bytes)
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->buffer_message_bytes,
                               &f->buffer_message);
+    if (offloads_params && world > 1)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, 2 * o->staged_bytes,
+                              &o->staged_rows);
+    if (offloads_params)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP,
+                              (f->desc.micro_batch_count > 1 ? 2 : 1) * o->sums_bytes, &o->staged_sums);
     if (!u->gather_bytes) return;
     int count = ddp__prefetch_window(f);
     (void)ddp__fsdp_table_alloc(f, count, sizeof *u->gather_buffers, &u->gather_buffers);
@@ -6343,11 +6488,12 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
     u->gather_buffer_count = count;
 }
 
-/* Memory for clipping. A device with pinned memory and streams computes the factor. */
+/* Memory for clipping. A device with pinned memory and streams computes the factor, if it has the sums. */
 static ddp_result ddp__clip_create(ddp_fsdp *f) {
     ddp__fsdp_clip_state *clip = &f->clip;
-    int decides = f->device->alloc_pinned && f->device->use_stream;
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_DEVICE,
+    int on_device = f->shard_device == f->device;
+    int decides = on_device && f->device->alloc_pinned && f->device->use_stream;
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, on_device ? DDP__MEMORY_DEVICE : DDP__MEMORY_HOST,
                             sizeof *clip->squares + (decides ? 64 : 0), &clip->squares));
     if (!decides) return DDP_OK;
     clip->factor = (float *)(void *)(clip->squares + 1);
@@ -6383,7 +6529,7 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->optimizer_shards, &f->optimizer_shards);
     (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->grad_sums, &f->grad_sums);
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_alloc(f, unit);
-    f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS;
+    f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS && f->desc.offload != DDP_FSDP_OFFLOAD_PARAMS;
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         const unsigned char *shared = f->keeps_full_params ? unit->full_memory : unit->shard_memory;
         for (int r = 0; r < f->world_size && shared && f->peer_memory; r++)
@@ -6399,7 +6545,8 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
             reduce->progress[r] = (uint64_t *)ddp_group_peer(f->group, own, r);
     }
     ddp__staging_alloc(f);
-    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) ddp_error_save(error, ddp__offload_create(f));
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST || f->desc.offload == DDP_FSDP_OFFLOAD_PARAMS)
+        ddp_error_save(error, ddp__offload_create(f));
     ddp_error_save(error, ddp__clip_create(f));
     ddp_error_save(error, ddp__saver_create(f));
 }
@@ -6408,8 +6555,8 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
 /* Agreement 3 of ddp_fsdp_create: fills in the first values and creates the optimizer. Also ddp_fsdp_create
    itself and ddp_fsdp_destroy. */
 
-/* Fills in the first values of this rank's rows: from param.value.data, or by init_fn. With OFFLOAD_HOST, the
-   device's values reach the master values through offload.value_pieces. */
+/* Fills in the first values of this rank's rows: from param.value.data, or by init_fn. With OFFLOAD_HOST and
+   OFFLOAD_PARAMS, the device's values reach the master values through offload.value_pieces. */
 static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__fsdp_shard *s) {
     const ddp_tensor *value = &s->user_param->param.value;
     const ddp_device *to = f->offload.host_group ? ddp_device_cpu() : f->device;
@@ -6464,9 +6611,9 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
         if (s->source != s || !s->trained) continue;
         p->name = s->name;
         p->value = p->grad = ddp__shard_tensor(s);
-        p->grad.data = ddp__shard_sum(s, 0);
+        p->grad.data = ddp__shard_sum(s);
         f->grad_sums[f->optimizer_param_count] = p->grad;
-        if (f->offload.host_group)
+        if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST)
             p->grad.data = f->offload.host_grads
                            + ddp__layout_append(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
         s->optimizer_index = f->optimizer_param_count;
@@ -6477,7 +6624,7 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
         if (s->source == s || !s->trained) continue;
         ddp_tensor *sum = &f->grad_sums[f->grad_sum_count++];
         *sum = ddp__shard_tensor(s);
-        sum->data = ddp__shard_sum(s, 0);
+        sum->data = ddp__shard_sum(s);
     }
     if (!f->optimizer_param_count) return DDP_OK;
     d.params = f->optimizer_params;
@@ -6488,7 +6635,7 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     d.state_user = f;
     DDP_TRY(
         ddp_optimizer_create(&f->optimizer, f->offload.host_group ? f->offload.host_group : f->group, &d));
-    if (f->offload.host_group) f->optimizer->piece_fn = ddp__offload_piece;
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) f->optimizer->piece_fn = ddp__offload_piece;
     for (int i = 0; i < f->optimizer_param_count; i++) {
         const ddp__fsdp_shard *s = f->optimizer_shards[i];
         if (s->unit->half_sums) {
@@ -6579,7 +6726,12 @@ static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
     }
     double until = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
     /* the device may still use pinned memory */
-    for (int i = 0; i < 2; i++) ddp__fsdp_event_destroy(f, o->uploaded[i], until);
+    for (int i = 0; i < 2; i++) {
+        ddp__fsdp_event_destroy(f, o->uploaded[i], until);
+        ddp__fsdp_event_destroy(f, o->filled[i], until);
+        ddp__fsdp_event_destroy(f, o->emptied[i], until);
+    }
+    ddp__fsdp_event_destroy(f, o->sums_arrived, until);
     ddp__fsdp_event_destroy(f, f->clip.event, until);
     for (int i = 0; o->downloaded && i < o->piece_count; i++)
         ddp__fsdp_event_destroy(f, o->downloaded[i], until);
@@ -6664,6 +6816,10 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     if (f->reduces_per_micro_batch)
         bytes[DDP__FOR_GRADIENTS] += (double)window * (double)f->reduce.buffer_bytes;
     bytes[DDP__FOR_GRADIENTS] += (double)f->offload.host_grads_bytes;
+    if (f->offload.staged_sums)
+        bytes[DDP__FOR_GRADIENTS] += (f->desc.micro_batch_count > 1 ? 2.0 : 1.0)
+                                     * (double)f->offload.sums_bytes;
+    if (f->offload.staged_rows) bytes[DDP__FOR_COMMUNICATION] += 2.0 * (double)f->offload.staged_bytes;
     bytes[DDP__FOR_COMMUNICATION] += (double)(f->reduce.cast_grads_bytes + f->reduce.tile_bytes
                                               + f->offload.value_pieces_bytes + f->send_bytes + f->recv_bytes
                                               + f->buffer_message_bytes
@@ -7141,11 +7297,12 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     /* this call is not collective, so the unit keeps its gradient buffer */
     if (s->trained) DDP_TRY(ddp__reduce_wait(fsdp, s->unit));
     DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
+    DDP_TRY(ddp__offload_wait_sums(fsdp));
     DDP_TRY(ddp__half_sums_end(fsdp));
     DDP_TRY(ddp__clip_apply(fsdp));
     DDP_TRY(ddp_device_check(fsdp->group));
     rows.data = rows.data && s->trained && s->unit->reduced_count == fsdp->desc.micro_batch_count
-                    ? ddp__shard_sum(s, 0)
+                    ? ddp__shard_sum(s)
                     : NULL;
     *grad = rows;
     return DDP_OK;

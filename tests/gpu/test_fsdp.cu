@@ -398,6 +398,235 @@ static ddp_result calls_steps(ddp_group *world, void *user) {
     return device_rank_close(&d);
 }
 
+/* ---- OFFLOAD_PARAMS ---- */
+
+enum { STREAM_UNITS = 40, STREAM_ROWS = 64, STREAM_COLUMNS = 32, STREAM_STEPS = 3, STREAM_MICRO = 2 };
+enum { STREAM_MOST = STREAM_ROWS * STREAM_COLUMNS, STREAM_BUDGET = 80 * 1024 };
+
+typedef struct stream_model {
+    ddp_fsdp_param params[2 * STREAM_UNITS];
+    ddp_fsdp_unit_desc units[STREAM_UNITS];
+    char names[2 * STREAM_UNITS][16];
+    ddp_fsdp_desc desc;
+    std::vector<float> ended; /* master values of this rank */
+    size_t device_bytes;      /* what the ddp_fsdp takes of the device */
+} stream_model;
+
+static void stream_describe(stream_model *m, int units, ddp_fsdp_offload offload) {
+    memset((void *)m->params, 0, sizeof m->params);
+    memset((void *)m->units, 0, sizeof m->units);
+    memset((void *)&m->desc, 0, sizeof m->desc);
+    for (int i = 0; i < 2 * units; i++) {
+        ddp_param *p = &m->params[i].param;
+        snprintf(m->names[i], sizeof m->names[i], "p%d", i);
+        p->name = m->names[i];
+        p->value.dtype = DDP_F32;
+        p->value.ndim = 2 - i % 2;
+        p->value.shape[0] = STREAM_ROWS;
+        p->value.shape[1] = i % 2 ? 0 : STREAM_COLUMNS;
+        m->params[i].index = i;
+        m->units[i / 2].params = &m->params[i / 2 * 2];
+        m->units[i / 2].param_count = 2;
+    }
+    m->desc.units = m->units;
+    m->desc.unit_count = units;
+    m->desc.param_dtype = DDP_BF16;
+    m->desc.micro_batch_count = STREAM_MICRO;
+    m->desc.offload = offload;
+    m->desc.init_fn = calls_fill;
+}
+
+/* The words between the brackets of a line of the record. */
+static std::vector<std::string> stream_words(const std::string &line) {
+    std::vector<std::string> words;
+    size_t at = line.find('(') + 1, end = line.rfind(')');
+    while (at < end) {
+        size_t comma = std::min(line.find(", ", at), end);
+        words.push_back(line.substr(at, comma - at));
+        at = comma + 2;
+    }
+    return words;
+}
+
+/* The copies of one step, which begins and ends with the first unit prefetched. A unit is copied to the
+   device once per pass, except where a pass begins with the unit that the last one ended with. */
+static ddp_result stream_copies(ddp_group *world, ddp_group *group, int device, const std::string &record) {
+    const ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
+    const std::string copy = fake_name(streams->stream[DDP_STREAM_COPY]),
+                      comm = fake_name(streams->stream[DDP_STREAM_COMM]);
+    const size_t rows = STREAM_ROWS / (size_t)ddp_world_size(world), elements = rows * (STREAM_COLUMNS + 1);
+    std::map<std::string, std::pair<std::string, int>>
+        recorded;                              /* event: its stream, and all-gathers before */
+    std::string waited;                        /* the event that the copy stream waited for */
+    size_t to_device[2] = {0, 0}, to_host = 0; /* by copy and communication stream */
+    int gathers = 0, copies = 0;
+    for (size_t at = 0, end; (end = record.find('\n', at)) != std::string::npos; at = end + 1) {
+        const std::string line = record.substr(at, end - at);
+        const std::vector<std::string> words = stream_words(line);
+        if (line.find("ncclAllGather(") == 0) gathers++;
+        if (line.find("cudaEventRecord(") == 0) recorded[words[0]] = std::make_pair(words[1], gathers);
+        if (line.find("cudaStreamWaitEvent(" + copy) == 0) waited = words[1];
+        if (line.find("cudaMemcpyAsync(") != 0) continue;
+        const fake_block *dst = steady_block(device, words[0]), *src = steady_block(device, words[1]);
+        const size_t bytes = (size_t)atoll(words[2].c_str());
+        RANKS_CHECK(world, dst && src && dst->is_device != src->is_device, "unexpected: %s", line.c_str());
+        RANKS_CHECK(world, words[4] == comm || (words[4] == copy && dst->is_device), "stream: %s",
+                    line.c_str());
+        *(dst->is_device ? &to_device[words[4] == comm] : &to_host) += bytes;
+        if (words[4] != copy) continue;
+        /* it waits for the all-gather before the last; on one rank, for earlier work of that stream */
+        const std::pair<std::string, int> &from = recorded[waited];
+        RANKS_CHECK(world, ++copies < 3 || from.first == comm, "a copy waits for %s", from.first.c_str());
+        RANKS_CHECK(world, copies < 3 || ddp_world_size(world) == 1 || from.second == gathers - 1,
+                    "copy %d waits for all-gather %d of %d", copies, from.second, gathers);
+    }
+    const size_t fetches = STREAM_MICRO * (2 * STREAM_UNITS - 2) + 1, sums = STREAM_UNITS * 4 * elements;
+    RANKS_CHECK(world, to_device[0] == fetches * 2 * elements, "%zu bytes of rows to the device, want %zu",
+                to_device[0], fetches * 2 * elements);
+    RANKS_CHECK(world, to_host == STREAM_MICRO * sums && to_device[1] == (STREAM_MICRO - 1) * sums,
+                "sums: %zu bytes to the host, %zu to the device; a unit's are %zu", to_host, to_device[1],
+                sums / STREAM_UNITS);
+    return DDP_OK;
+}
+
+static ddp_result stream_step(ddp_group *world, ddp_group *group, cudaStream_t stream, ddp_fsdp *fsdp,
+                              stream_model *m, const float *numbers, int step, int checks) {
+    const ddp_device *device = ddp_device_cuda();
+    int number, early = fake_mine->early, last = 2 * m->desc.unit_count - 1;
+    fake_get_device(&number);
+    for (int pass = 0; pass < STREAM_MICRO * (last + 1); pass++) {
+        int back = pass % (last + 1) > last / 2;
+        int u = back ? last - pass % (last + 1) : pass % (last + 1);
+        size_t at = checks ? fake_record(number).size() : 0;
+        RANKS_OK(world, ddp_fsdp_unshard(fsdp, u));
+        /* the copy of the next unit is issued before any work of the caller's stream */
+        if (checks && u > 0 && u < last / 2) {
+            const std::string record = fake_record(number).substr(at),
+                              name = fake_name(ddp__cuda_streams_of(group)->stream[DDP_STREAM_COPY]);
+            size_t copy = record.find("Default, " + name + ")"), kernel = record.find("kernel(");
+            RANKS_CHECK(world, copy != std::string::npos && copy < kernel, "unit %d is not ahead:\n%s", u,
+                        record.c_str());
+        }
+        for (int i = 2 * u; i < 2 * u + 2 && back; i++) {
+            const ddp_param *p = &m->params[i].param;
+            size_t count = (size_t)ddp_tensor_count(&p->value);
+            ddp_cuda_use_stream(stream);
+            device->cast(p->grad.data, p->grad.dtype, numbers + (step * 5 + pass + ddp_rank(world)) % 512,
+                         DDP_F32, count);
+            device->add(p->grad.data, p->grad.data, p->value.data, count, p->value.dtype);
+        }
+        if (back) RANKS_OK(world, ddp_fsdp_reduce_grads(fsdp, u));
+        RANKS_OK(world, ddp_fsdp_reshard(fsdp, u));
+    }
+    if (checks) {
+        const std::string record = fake_record(number);
+        for (const char *word :
+             {"Synchronize", "cudaMalloc", "cudaFree", "cudaHost", "Create", "(host", ", host"})
+            RANKS_CHECK(world, record.find(word) == std::string::npos, "%s in\n%s", word, record.c_str());
+        RANKS_CHECK(world, fake_mine->early == early, "the host waited %d times", fake_mine->early - early);
+    }
+    RANKS_OK(world, ddp_fsdp_clip_grad_norm(fsdp, 0.25f, NULL));
+    RANKS_OK(world, ddp_fsdp_step(fsdp, 0.01f));
+    if (!checks) return DDP_OK;
+    const std::string record = fake_record(number);
+    pthread_mutex_lock(&fake.lock);
+    ddp_result result = stream_copies(world, group, number, record);
+    pthread_mutex_unlock(&fake.lock);
+    return result;
+}
+
+/* Steps from `first` on, after a load unless that is 0. Saves before the last step if `saves`. */
+static ddp_result stream_run(ddp_group *world, ddp_group *group, cudaStream_t stream, stream_model *m,
+                             const float *numbers, int first, int saves) {
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory memory;
+    char dir[64];
+    int number;
+    snprintf(dir, sizeof dir, "/tmp/ddp-stream-%d", (int)getpid());
+    fake_get_device(&number);
+    size_t before = steady_bytes(number);
+    RANKS_OK(world, ddp_fsdp_create(&fsdp, group, &m->desc));
+    if (first) RANKS_OK(world, ddp_fsdp_load(fsdp, dir));
+    for (int step = first; step < STREAM_STEPS; step++) {
+        if (saves && step == STREAM_STEPS - 1) {
+            RANKS_OK(world, ddp_fsdp_get_memory(fsdp, &memory));
+            double measured = (double)(memory.peak.total - memory.peak.bookkeeping);
+            RANKS_CHECK(world, fabs(measured - (double)memory.predicted.total) < 0.02 * measured,
+                        "%zu bytes predicted, %.0f measured", memory.predicted.total, measured);
+            RANKS_OK(world, ddp_fsdp_save(fsdp, dir));
+        }
+        RANKS_OK(world, ddp_barrier(world));
+        if (ddp_rank(world) == 0) fake_record_from_here();
+        RANKS_OK(world, ddp_barrier(world));
+        int checks = step == STREAM_STEPS - 1 && !first && m->desc.offload == DDP_FSDP_OFFLOAD_PARAMS
+                     && m->desc.unit_count == STREAM_UNITS;
+        RANKS_OK(world, stream_step(world, group, stream, fsdp, m, numbers, step, checks));
+    }
+    m->device_bytes = steady_bytes(number) - before;
+    m->ended.clear();
+    for (int i = 0; i < 2 * m->desc.unit_count; i++) {
+        ddp_tensor rows;
+        float near[STREAM_MOST];
+        RANKS_OK(world, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, NULL));
+        ddp_device_cuda()->copy(near, rows.data, ddp_tensor_bytes(&rows));
+        m->ended.insert(m->ended.end(), near, near + ddp_tensor_count(&rows));
+    }
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+/* Shards that are larger than the device. The bits are those of a device that has room for it, also
+   after a checkpoint of either kind. The device memory does not depend on the number of units. */
+static ddp_result stream_main(ddp_group *world, void *user) {
+    static thread_local stream_model plain, offloaded, half, resumed[2];
+    float numbers[STREAM_MOST + 512];
+    device_rank d;
+    ddp_cuda_desc cuda = DDP_ZERO;
+    ddp_group *group;
+    ddp_fsdp *fsdp;
+    void *memory;
+    int number;
+    (void)user;
+    RANKS_OK(world, device_rank_open(&d, world, 64));
+    fake_get_device(&number);
+    cuda.engine = DDP_CUDA_ENGINE_NCCL;
+    cuda.order = DDP_ORDER_TREE;
+    cuda.stream = d.stream;
+    RANKS_OK(world, ddp_cuda_group_create(&group, world, &cuda));
+    RANKS_OK(world, ddp_device_cuda()->alloc(group, sizeof numbers, &memory));
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) numbers[i] = (float)noise(77 + i);
+    ddp_device_cuda()->copy(memory, numbers, sizeof numbers);
+    stream_describe(&plain, STREAM_UNITS, DDP_FSDP_OFFLOAD_NONE);
+    RANKS_OK(world, stream_run(world, group, d.stream, &plain, (float *)memory, 0, 0));
+    stream_describe(&half, STREAM_UNITS / 2, DDP_FSDP_OFFLOAD_PARAMS);
+    RANKS_OK(world, stream_run(world, group, d.stream, &half, (float *)memory, 0, 0));
+    size_t total = fake.device[number].total, shard = plain.ended.size() * 2;
+    RANKS_CHECK(world, shard > STREAM_BUDGET, "a shard of %zu bytes fits", shard);
+    RANKS_OK(world, ddp_barrier(world));
+    fake.device[number].total = fake.device[number].held + STREAM_BUDGET;
+    RANKS_OK(world, ddp_barrier(world));
+    stream_describe(&offloaded, STREAM_UNITS, DDP_FSDP_OFFLOAD_HOST);
+    ddp_result result = ddp_fsdp_create(&fsdp, group, &offloaded.desc);
+    RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY, "%s: %s", ddp_result_name(result), ddp_last_error());
+    stream_describe(&offloaded, STREAM_UNITS, DDP_FSDP_OFFLOAD_PARAMS);
+    RANKS_OK(world, stream_run(world, group, d.stream, &offloaded, (float *)memory, 0, 1));
+    RANKS_CHECK(world, offloaded.ended == plain.ended, "other values");
+    RANKS_CHECK(world, offloaded.device_bytes == half.device_bytes, "%zu bytes, %zu with half the units",
+                offloaded.device_bytes, half.device_bytes);
+    RANKS_OK(world, ddp_barrier(world));
+    for (int turn = 0; turn < 2; turn++) {
+        if (turn) fake.device[number].total = total;
+        RANKS_OK(world, ddp_barrier(world));
+        stream_describe(&resumed[turn], STREAM_UNITS, turn ? DDP_FSDP_OFFLOAD_NONE : DDP_FSDP_OFFLOAD_PARAMS);
+        RANKS_OK(world,
+                 stream_run(world, group, d.stream, &resumed[turn], (float *)memory, STREAM_STEPS - 1, 0));
+        RANKS_CHECK(world, resumed[turn].ended == plain.ended, "turn %d: other values after a load", turn);
+    }
+    ddp_device_cuda()->free(group, memory);
+    ddp_group_destroy(group);
+    return device_rank_close(&d);
+}
+
 enum { TIED_UNITS = 3, TIED_PARAMS = 4, TIED_ROWS = 10, TIED_COLUMNS = 8, TIED_STEPS = 3 };
 
 /* Full values of every step, of 4 parameters in 3 units. The last unit shares a value of the first one, and a
@@ -653,8 +882,15 @@ int main(int argc, char **argv) {
         fprintf(stderr, "FAIL units in another order than they share values: %s\n", ddp_last_error());
         failed = 1;
     }
-    device_number = CALLS_RANKS;
     const char *engine = getenv("DDP_TEST_ENGINE");
+    for (int world = 1; world <= 2 && engine && strcmp(engine, "nccl") == 0; world++)
+        if ((!worlds || worlds & 2)
+            && ranks_run(RANKS_THREADS, world, 60000 * DDP_TEST_SLOWDOWN, stream_main, NULL) != DDP_OK) {
+            fprintf(stderr, "FAIL offloaded parameters on %d threads: %s\n", world, ddp_last_error());
+            failed = 1;
+        }
+    if (system("rm -rf /tmp/ddp-stream-$PPID*") != 0) failed = 1;
+    device_number = CALLS_RANKS;
     if ((!worlds || worlds & 8) && engine && strcmp(engine, "nccl") == 0
         && ranks_run(RANKS_THREADS, CALLS_RANKS, 60000 * DDP_TEST_SLOWDOWN, calls_steps, NULL) != DDP_OK) {
         fprintf(stderr, "FAIL the calls of a step: %s\n", ddp_last_error());

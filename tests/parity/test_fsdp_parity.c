@@ -16,9 +16,11 @@
 
 #if defined(FSDP_ON_DEVICE)
 #define OFFLOAD DDP_FSDP_OFFLOAD_HOST
+#define OFFLOADS_PARAMS 1
 #define RELAYED 0 /* data always travels */
 #else
 #define OFFLOAD DDP_FSDP_OFFLOAD_FILE
+#define OFFLOADS_PARAMS 0 /* changes nothing */
 #define RELAYED 1
 #endif
 
@@ -592,10 +594,13 @@ static void run_world(ranks_mode mode, int world) {
                 p.gathers = turn % 5 == 2;
                 p.offload = turn % 4 == 3 ? OFFLOAD : DDP_FSDP_OFFLOAD_NONE;
                 p.packed = RELAYED && turn % 2 && world > 1;
-                if (expect(mode, p, micro[m] * world) == DDP_OK)
-                    run(mode, world, p);
-                else
-                    failures++;
+                ddp_result expects = expect(mode, p, micro[m] * world);
+                failures += expects != DDP_OK;
+                if (expects == DDP_OK) run(mode, world, p);
+                if (!OFFLOADS_PARAMS || s != DDP_FSDP_FULL_SHARD || expects != DDP_OK) continue;
+                p.offload = DDP_FSDP_OFFLOAD_PARAMS;
+                p.scaled = !p.tokens; /* scales are powers of two */
+                run(mode, world, p);
             }
     }
 }

@@ -235,6 +235,7 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         {"buffers 0 and 1", "mean", "own name"},
         {"buffer 1", "parameter b.w", "own name"},
         {"buffer 0", "name is missing or invalid", "UTF-8"},
+        {"OFFLOAD_PARAMS needs strategy DDP_FSDP_FULL_SHARD", "use DDP_FSDP_OFFLOAD_HOST"},
     };
     static const char *const shared[] = {"mean", "var"};
     static const char *const no_name[] = {"mean", NULL}, *const twice[] = {"mean", "mean"};
@@ -310,6 +311,10 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         case 32: m.desc.buffer_names = twice; break;
         case 33: m.desc.buffer_names = of_param; break;
         case 34: m.desc.buffer_names = not_utf8; break;
+        case 35:
+            m.desc.offload = DDP_FSDP_OFFLOAD_PARAMS;
+            m.desc.strategy = DDP_FSDP_SHARD_GRAD;
+            break;
         default: break;
         }
         ddp_result result = ddp_fsdp_create(&fsdp, group, &m.desc);
@@ -737,16 +742,18 @@ static ddp_result plain_devices(ddp_group *group) {
     plain.name = "plain";
     RANKS_OK(group, relay_over_device(&far, group, &plain));
     for (int turn = 0; turn < 16; turn++) {
-        uint64_t hash[3];
-        float norm[3];
-        for (int way = 0; way < 3; way++) {
+        uint64_t hash[4];
+        float norm[4];
+        int ways = turn % 4 == DDP_FSDP_FULL_SHARD ? 4 : 3;
+        for (int way = 0; way < ways; way++) {
             model m;
             ddp_fsdp *fsdp;
             blocks(&m, 3, 7, 3);
             m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
             m.desc.optimizer.kind = (ddp_optimizer_kind)(turn / 4);
             m.desc.offload = way == 2 ? DDP_FSDP_OFFLOAD_HOST : DDP_FSDP_OFFLOAD_NONE;
-            m.desc.param_dtype = turn & 1 ? DDP_BF16 : DDP_DTYPE_DEFAULT;
+            if (way == 3) m.desc.offload = DDP_FSDP_OFFLOAD_PARAMS;
+            m.desc.param_dtype = (turn + turn / 4) & 1 ? DDP_BF16 : DDP_DTYPE_DEFAULT;
             m.desc.micro_batch_count = 2;
             RANKS_OK(group, ddp_fsdp_create(&fsdp, way ? far : group, &m.desc));
             for (int s = 0; s < 3; s++) {
@@ -758,7 +765,7 @@ static ddp_result plain_devices(ddp_group *group) {
             RANKS_OK(group, digest(group, fsdp, &m, &hash[way]));
             ddp_fsdp_destroy(fsdp);
         }
-        for (int way = 1; way < 3; way++)
+        for (int way = 1; way < ways; way++)
             RANKS_CHECK(
                 group,
                 hash[way] == hash[0] && memcmp(&norm[way], &norm[0], sizeof norm[0]) == 0 && norm[0] > 0.5f,
@@ -1826,18 +1833,21 @@ static ddp_result scaled(ddp_group *group) {
     return DDP_OK;
 }
 
+/* Offload on the CPU: to a file, or without effect. */
 static ddp_result offloaded(ddp_group *group) {
     uint64_t want = 0, have;
-    for (int turn = 0; turn < 8; turn++) {
+    size_t total = 0;
+    for (int turn = 0; turn < 9; turn++) {
         model m;
         ddp_fsdp *fsdp;
         ddp_fsdp_memory memory;
         blocks(&m, 3, 50, 30);
-        m.desc.strategy = turn < 3 || turn == 7 ? DDP_FSDP_FULL_SHARD : (ddp_fsdp_strategy)(turn - 3);
+        m.desc.strategy = turn < 3 || turn > 6 ? DDP_FSDP_FULL_SHARD : (ddp_fsdp_strategy)(turn - 3);
         /* No rank still allocates for the previous turn. */
         if (turn == 7) RANKS_OK(group, ddp_barrier(group));
         __atomic_store_n(&no_fallocate, turn == 7, __ATOMIC_RELEASE);
         m.desc.offload = turn < 3 ? (ddp_fsdp_offload)turn : DDP_FSDP_OFFLOAD_FILE;
+        if (turn == 8) m.desc.offload = DDP_FSDP_OFFLOAD_PARAMS;
         m.desc.offload_dir = "/tmp";
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
         RANKS_OK(group, train(group, fsdp, &m, 2, 1));
@@ -1847,7 +1857,11 @@ static ddp_result offloaded(ddp_group *group) {
         RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
         RANKS_CHECK(group, (m.desc.offload == DDP_FSDP_OFFLOAD_FILE) == (memory.file_bytes > 0),
                     "turn %d: %zu bytes of file", turn, memory.file_bytes);
-        if (turn > 2) RANKS_CHECK(group, memory.now.optimizer == 0, "turn %d: moments in memory", turn);
+        if (m.desc.offload == DDP_FSDP_OFFLOAD_FILE)
+            RANKS_CHECK(group, memory.now.optimizer == 0, "turn %d: moments in memory", turn);
+        if (turn == 0) total = memory.now.total;
+        RANKS_CHECK(group, turn != 8 || memory.now.total == total, "%zu bytes, %zu without offload",
+                    memory.now.total, total);
         ddp_fsdp_destroy(fsdp);
     }
     RANKS_OK(group, ddp_barrier(group));
