@@ -94,6 +94,7 @@ typedef struct trainer {
     slice *slices;
     ddp_fsdp_param *params; /* slice_count; params[i] describes slices[i] */
     ddp_param **pointers;   /* to the params of this stage */
+    ddp_tensor *grad_rows;  /* slice_count: space for the list of this rank's gradients */
     ddp_fsdp *fsdp;         /* the stage as one unit */
     ddp_fsdp_state state;   /* the part of a checkpoint that is not tensors */
     float *d_stream;        /* (S, C): the gradient between units of the stage */
@@ -259,7 +260,8 @@ static ddp_result build_slices(trainer *t) {
     t->slices = (slice *)calloc(room, sizeof *t->slices);
     t->params = (ddp_fsdp_param *)calloc(room, sizeof *t->params);
     t->pointers = (ddp_param **)calloc(room, sizeof *t->pointers);
-    if (!t->slices || !t->params || !t->pointers) return run_out_of_memory();
+    t->grad_rows = (ddp_tensor *)calloc(room, sizeof *t->grad_rows);
+    if (!t->slices || !t->params || !t->pointers || !t->grad_rows) return run_out_of_memory();
     for (int i = 0; i < t->model.param_count; i++)
         for (int k = 0; k < t->model.pieces[i].box_count && (t->run.infos[i].tied_to < 0 || t->pp == 1);
              k++) {
@@ -502,21 +504,21 @@ static ddp_result build_pipeline(trainer *t) {
    exact, so it does not depend on stages and shards. Collective. */
 static ddp_result clip(trainer *t, float *norm) {
     const ddp_device *device = ddp_group_device(t->run.world);
-    ddp_tensor grad;
     ddp_exact_sum sum;
     float factor;
+    int count = 0;
     ddp_exact_sum_clear(&sum);
-    for (int i = 0; i < t->slice_count; i++) {
-        if (!t->slices[i].counted) continue;
-        DDP_TRY(gradient_of(t, i, &grad));
-        if (grad.data) device->sum_squares(&sum, 0, &grad, 1);
+    for (int counted = 1; counted >= 0; counted--) { /* first those that the norm counts, then the others */
+        for (int i = 0; i < t->slice_count; i++) {
+            if (t->slices[i].counted != counted) continue;
+            DDP_TRY(gradient_of(t, i, &t->grad_rows[count]));
+            count += t->grad_rows[count].data != NULL;
+        }
+        if (counted) device->sum_squares(&sum, 0, t->grad_rows, count);
     }
     DDP_TRY(ddp_all_reduce(t->run.world, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     factor = ddp_clip_factor(&sum, 1.0f, norm);
-    for (int i = 0; factor != 1 && i < t->slice_count; i++) {
-        DDP_TRY(gradient_of(t, i, &grad));
-        if (grad.data) device->scale(&grad, 1, factor);
-    }
+    if (factor != 1) device->scale(t->grad_rows, count, factor);
     return DDP_OK;
 }
 
@@ -663,6 +665,7 @@ static void trainer_free(void *user) {
     free(t->slices);
     free(t->params);
     free(t->pointers);
+    free(t->grad_rows);
     free(t->d_stream);
     free(t->full);
     free(t->starts);

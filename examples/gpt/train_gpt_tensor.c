@@ -58,7 +58,9 @@ typedef struct trainer {
     float *d_stream; /* (S, C): the gradient of a stream */
     float *memory;   /* of values and activations */
     size_t memory_bytes;
-    float *full; /* a full parameter: space for the largest */
+    float *full;         /* a full parameter: space for the largest */
+    ddp_tensor *counted; /* the gradients that this rank adds to the norm */
+    int counted_count;
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     ddp_optimizer *optimizer;
@@ -163,10 +165,11 @@ static ddp_result build_model(trainer *t) {
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->tensor = ddp_mesh_group(t->mesh, "tp");
     t->params = (ddp_param *)calloc(count, sizeof *t->params);
+    t->counted = (ddp_tensor *)calloc(count, sizeof *t->counted);
     t->values = (float **)calloc(count * 2, sizeof *t->values);
     t->streams = (float **)calloc(layers + 1, sizeof *t->streams);
     t->acts = (gpt_tensor_acts *)calloc(layers + 1, sizeof *t->acts);
-    if (!t->params || !t->values || !t->streams || !t->acts) return run_out_of_memory();
+    if (!t->params || !t->counted || !t->values || !t->streams || !t->acts) return run_out_of_memory();
     t->grads = t->values + count;
     DDP_TRY(gpt_tensor_create(&t->model, r, t->tensor, t->values, t->grads));
 
@@ -206,7 +209,12 @@ static ddp_result build_parallel(trainer *t) {
     reducer.param_count = t->model.param_count;
     reducer.micro_batch_count = r->micro_count;
     DDP_TRY(ddp_reducer_create(&t->reducer, t->replicas, &reducer));
-    for (int i = 0; i < t->model.param_count; i++) t->grads[i] = (float *)t->params[i].grad.data;
+    for (int i = 0; i < t->model.param_count; i++) {
+        int replicated = t->model.pieces[i].placement == DDP_REPLICATE;
+        t->grads[i] = (float *)t->params[i].grad.data;
+        if (r->infos[i].tied_to >= 0 || (replicated && ddp_rank(t->tensor) > 0)) continue;
+        t->counted[t->counted_count++] = ddp_param_grad(&t->params[i]);
+    }
 
     accumulator.params = t->params;
     accumulator.param_count = t->model.param_count;
@@ -263,15 +271,9 @@ static ddp_result backward(trainer *t) {
    on the first rank of the group. The sum is exact, so it does not depend on the sharding. Collective over
    the tensor group. */
 static ddp_result clip(const trainer *t, float *norm, float *scale) {
-    const ddp_device *device = ddp_group_device(t->tensor);
     ddp_exact_sum sum;
     ddp_exact_sum_clear(&sum);
-    for (int i = 0; i < t->model.param_count; i++) {
-        const gpt_piece *p = &t->model.pieces[i];
-        const ddp_tensor grad = {t->grads[i], DDP_F32, 2, {p->rows, p->columns}};
-        if (t->run.infos[i].tied_to < 0 && (p->placement != DDP_REPLICATE || ddp_rank(t->tensor) == 0))
-            device->sum_squares(&sum, 0, &grad, 1);
-    }
+    ddp_group_device(t->tensor)->sum_squares(&sum, 0, t->counted, t->counted_count);
     DDP_TRY(ddp_all_reduce(t->tensor, sum.cell, sum.cell, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     *scale = ddp_clip_factor(&sum, 1.0f, norm);
     return DDP_OK;
@@ -440,6 +442,7 @@ static void trainer_free(void *user) {
     ddp_mesh_destroy(t->mesh);
     run_free(&t->run);
     free(t->params);
+    free(t->counted);
     free(t->values);
     free(t->streams);
     free(t->acts);
