@@ -7097,8 +7097,7 @@ static ddp_result ddp__export_write(ddp__export_state *e, int index) {
     ddp__save_state *s = &e->save;
     ddp__checkpoint_slice slice = s->common.slices[index];
     uint64_t bytes = ddp__slice_tensor_bytes(&slice);
-    memset(slice.offset, 0, sizeof slice.offset);
-    memcpy(slice.extent, slice.shape, sizeof slice.extent);
+    memcpy(slice.extent, slice.shape, sizeof slice.extent); /* from the first row on, which is this rank's */
     slice.data = e->tensor;
     DDP_TRY(ddp__save_slice(&slice, &e->file, e->files[0].header_bytes + s->data_offset[index],
                             &s->common.crc[index]));

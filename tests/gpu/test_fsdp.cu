@@ -281,6 +281,138 @@ static ddp_result steady_main(ddp_group *world, void *user) {
     return device_rank_close(&d);
 }
 
+//== buffers and full parameters ============================================================
+
+/* In device memory: a vector and, 64 bytes after it, a counter. */
+typedef struct device_buffers {
+    float mean[16];
+    int64_t steps;
+} device_buffers;
+
+static ddp_result buffers_put(device_rank *d, void *memory, int value) {
+    device_buffers b;
+    for (int i = 0; i < 16; i++) b.mean[i] = (float)(value + i);
+    b.steps = value;
+    ddp_cuda_use_stream(d->stream);
+    ddp_device_cuda()->copy(memory, &b, sizeof b);
+    return ddp_cuda_check();
+}
+
+static ddp_result buffers_check(ddp_group *world, device_rank *d, const void *memory, int value,
+                                const char *what) {
+    device_buffers b;
+    RANKS_OK(world, device_down(d, &b, memory, sizeof b));
+    RANKS_CHECK(world, b.mean[0] == (float)value && b.mean[15] == (float)(value + 15) && b.steps == value,
+                "%s: mean %g to %g, steps %lld, want %d", what, (double)b.mean[0], (double)b.mean[15],
+                (long long)b.steps, value);
+    return DDP_OK;
+}
+
+/* A rank receives each parameter in host memory: the rows that ddp_fsdp_get_shard has on every rank. */
+static ddp_result full_check(ddp_group *world, ddp_fsdp *fsdp, const ddp_fsdp_param *params, int on_host,
+                             const char *what) {
+    for (int i = 0; i < STEADY_PARAMS; i++) {
+        float full[STEADY_MOST] = {0}, near[STEADY_MOST] = {0};
+        int root = i % ddp_world_size(world);
+        ddp_tensor out = params[i].param.value, rows;
+        int64_t first;
+        out.dtype = DDP_F32;
+        out.data = full;
+        RANKS_OK(world, ddp_fsdp_get_full(fsdp, i / 2, i % 2, root, &out));
+        RANKS_CHECK(world, (full[1] != 0) == (ddp_rank(world) == root), "%s: parameter %d: %g", what, i,
+                    (double)full[1]);
+        RANKS_OK(world, ddp_broadcast(world, full, STEADY_MOST, DDP_F32, root, NULL));
+        RANKS_OK(world, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, &first));
+        size_t bytes = (size_t)ddp_tensor_count(&rows) * sizeof(float);
+        if (rows.data && on_host) memcpy(near, rows.data, bytes);
+        if (rows.data && !on_host) ddp_device_cuda()->copy(near, rows.data, bytes);
+        RANKS_CHECK(world, memcmp(near, full + first * steady_columns(i), bytes) == 0,
+                    "%s: parameter %d differs from the shard", what, i);
+    }
+    return DDP_OK;
+}
+
+static ddp_result full_run(ddp_group *world, device_rank *d, int turn, const float *numbers, void *memory,
+                           const char *folder) {
+    const char *what = strategies[turn];
+    const ddp_tensor buffers[2] = {{memory, DDP_F32, 1, {16}}, {(float *)memory + 16, DDP_I64, 0, {0}}};
+    static const char *const names[2] = {"norm.mean", "norm.steps"};
+    int rank = ddp_rank(world), last = ddp_world_size(world) - 1;
+    ddp_fsdp_param params[STEADY_PARAMS];
+    ddp_fsdp_unit_desc units[STEADY_UNITS];
+    ddp_fsdp_desc desc = steady_desc(params, units, turn, turn & 1 ? OFFLOADED : DECIDES);
+    ddp_fsdp *fsdp;
+    char path[128];
+    desc.buffers = buffers;
+    desc.buffer_names = names;
+    desc.buffer_count = 2;
+    RANKS_OK(world, buffers_put(d, memory, 10 + rank));
+    RANKS_OK(world, ddp_fsdp_create(&fsdp, d->group, &desc));
+    RANKS_OK(world, buffers_check(world, d, memory, 10, what));
+    RANKS_OK(world, steady_step(world, d, fsdp, params, numbers, 0, NULL));
+    RANKS_OK(world, buffers_put(d, memory, 20 + rank));
+#if defined(DDP_TEST_ON_CPU)
+    int device;
+    fake_get_device(&device);
+    RANKS_OK(world, ddp_barrier(world));
+    if (rank == 0) fake_record_from_here();
+    RANKS_OK(world, ddp_barrier(world));
+#endif
+    RANKS_OK(world, ddp_fsdp_sync_buffers(fsdp, last));
+#if defined(DDP_TEST_ON_CPU)
+    /* One broadcast of both buffers, which one kernel packs or unpacks. */
+    std::string record = fake_record(device);
+    int sent = 0, kernels = 0;
+    for (size_t at = 0; (at = record.find("ncclBroadcast(", at)) != std::string::npos; at++) sent++;
+    for (size_t at = 0; (at = record.find("kernel(", at)) != std::string::npos; at++) kernels++;
+    int want = last > 0;
+    RANKS_CHECK(world, !device_uses_nccl() || (sent == want && kernels == want), "%d broadcasts, %d kernels",
+                sent, kernels);
+    RANKS_OK(world, ddp_barrier(world)); /* no rank goes on before all have read */
+#endif
+    RANKS_OK(world, buffers_check(world, d, memory, 20 + last, what));
+    RANKS_OK(world, full_check(world, fsdp, params, turn & 1, what));
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    RANKS_OK(world, ddp_fsdp_export(fsdp, path));
+    RANKS_OK(world, steady_step(world, d, fsdp, params, numbers, 1, NULL));
+    RANKS_OK(world, buffers_put(d, memory, 30 + rank));
+    RANKS_OK(world, ddp_fsdp_load(fsdp, folder));
+    RANKS_OK(world, buffers_check(world, d, memory, 20 + last, what));
+    RANKS_OK(world, full_check(world, fsdp, params, turn & 1, what));
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+/* Under every strategy, and with offload: buffers in device memory follow their root, full parameters and an
+   exported file have the values of the shards. */
+static ddp_result full_main(ddp_group *world, void *user) {
+    const ddp_device *device = ddp_device_cuda();
+    float numbers[STEADY_MOST + 512];
+    int64_t pid = getpid();
+    char folder[80], command[200];
+    device_rank d;
+    void *memory, *buffers;
+    (void)user;
+    RANKS_OK(world, device_rank_open(&d, world, sizeof(device_buffers)));
+    RANKS_OK(world, device->alloc(d.group, sizeof numbers, &memory));
+    RANKS_OK(world, device->alloc(d.group, sizeof(device_buffers), &buffers));
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) numbers[i] = (float)noise(77 + i);
+    device->copy(memory, numbers, sizeof numbers);
+    RANKS_OK(world, ddp_broadcast(world, &pid, 1, DDP_I64, 0, NULL));
+    snprintf(folder, sizeof folder, "/tmp/ddp-fsdp-device-%lld", (long long)pid);
+    snprintf(command, sizeof command, "rm -rf %s && mkdir %s", folder, folder);
+    if (ddp_rank(world) == 0) RANKS_CHECK(world, system(command) == 0, "%s", command);
+    RANKS_OK(world, ddp_barrier(world));
+    for (int turn = 0; turn < 4; turn++)
+        RANKS_OK(world, full_run(world, &d, turn, (const float *)memory, buffers, folder));
+    RANKS_OK(world, ddp_barrier(world));
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    if (ddp_rank(world) == 0) RANKS_CHECK(world, system(command) == 0, "%s", command);
+    device->free(d.group, buffers);
+    device->free(d.group, memory);
+    return device_rank_close(&d);
+}
+
 #if defined(DDP_TEST_ON_CPU)
 /* ---- calls of a step ---- */
 
@@ -859,6 +991,14 @@ int main(int argc, char **argv) {
         if (worlds && !(worlds >> world & 1)) continue;
         if (ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, steady_main, NULL) == DDP_OK) continue;
         fprintf(stderr, "FAIL steady steps on %d %s: %s\n", world, ranks_mode_name(mode), ddp_last_error());
+        failed = 1;
+    }
+    for (int world = 1; world <= 4; world++) {
+        ranks_mode mode = argc > 1 && strcmp(argv[1], "processes") == 0 ? RANKS_PROCESSES : RANKS_THREADS;
+        if (worlds && !(worlds >> world & 1)) continue;
+        if (ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, full_main, NULL) == DDP_OK) continue;
+        fprintf(stderr, "FAIL full parameters on %d %s: %s\n", world, ranks_mode_name(mode),
+                ddp_last_error());
         failed = 1;
     }
 #if defined(DDP_TEST_ON_CPU)
