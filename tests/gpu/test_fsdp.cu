@@ -334,15 +334,16 @@ static ddp_result full_check(ddp_group *world, ddp_fsdp *fsdp, const ddp_fsdp_pa
 
 static ddp_result full_run(ddp_group *world, device_rank *d, int turn, const float *numbers, void *memory,
                            const char *folder) {
-    const char *what = strategies[turn];
+    const char *what = turn < 4 ? strategies[turn] : "OFFLOAD_PARAMS";
     const ddp_tensor buffers[2] = {{memory, DDP_F32, 1, {16}}, {(float *)memory + 16, DDP_I64, 0, {0}}};
     static const char *const names[2] = {"norm.mean", "norm.steps"};
-    int rank = ddp_rank(world), last = ddp_world_size(world) - 1;
+    int rank = ddp_rank(world), last = ddp_world_size(world) - 1, on_host = turn & 1 || turn == 4;
     ddp_fsdp_param params[STEADY_PARAMS];
     ddp_fsdp_unit_desc units[STEADY_UNITS];
-    ddp_fsdp_desc desc = steady_desc(params, units, turn, turn & 1 ? OFFLOADED : DECIDES);
+    ddp_fsdp_desc desc = steady_desc(params, units, turn, on_host ? OFFLOADED : DECIDES);
     ddp_fsdp *fsdp;
     char path[128];
+    if (turn == 4) desc.offload = DDP_FSDP_OFFLOAD_PARAMS;
     desc.buffers = buffers;
     desc.buffer_names = names;
     desc.buffer_count = 2;
@@ -371,14 +372,14 @@ static ddp_result full_run(ddp_group *world, device_rank *d, int turn, const flo
     RANKS_OK(world, ddp_barrier(world)); /* no rank goes on before all have read */
 #endif
     RANKS_OK(world, buffers_check(world, d, memory, 20 + last, what));
-    RANKS_OK(world, full_check(world, fsdp, params, turn & 1, what));
+    RANKS_OK(world, full_check(world, fsdp, params, on_host, what));
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     RANKS_OK(world, ddp_fsdp_export(fsdp, path));
     RANKS_OK(world, steady_step(world, d, fsdp, params, numbers, 1, NULL));
     RANKS_OK(world, buffers_put(d, memory, 30 + rank));
     RANKS_OK(world, ddp_fsdp_load(fsdp, folder));
     RANKS_OK(world, buffers_check(world, d, memory, 20 + last, what));
-    RANKS_OK(world, full_check(world, fsdp, params, turn & 1, what));
+    RANKS_OK(world, full_check(world, fsdp, params, on_host, what));
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;
 }
@@ -403,7 +404,7 @@ static ddp_result full_main(ddp_group *world, void *user) {
     snprintf(command, sizeof command, "rm -rf %s && mkdir %s", folder, folder);
     if (ddp_rank(world) == 0) RANKS_CHECK(world, system(command) == 0, "%s", command);
     RANKS_OK(world, ddp_barrier(world));
-    for (int turn = 0; turn < 4; turn++)
+    for (int turn = 0; turn < 5; turn++)
         RANKS_OK(world, full_run(world, &d, turn, (const float *)memory, buffers, folder));
     RANKS_OK(world, ddp_barrier(world));
     snprintf(command, sizeof command, "rm -rf %s", folder);
