@@ -103,13 +103,11 @@ typedef ddp_result (*checkpoint_get_fn)(void *trainer, int which, int param, con
 static inline ddp_result checkpoint_load(const run *r, checkpoint_file *f, checkpoint_set_fn set,
                                          void *trainer) {
     gpt_config config = run_model_config(r);
-    size_t at = sizeof f->header, largest = 0;
+    size_t at = sizeof f->header;
     ddp_result result = DDP_OK;
     float *full;
     DDP_TRY(broadcast_result(r->world, r->rank == 0 ? checkpoint_check(r, &f->header) : DDP_OK));
-    for (int i = 0; i < gpt_param_count(&config); i++)
-        if ((size_t)r->infos[i].count > largest) largest = (size_t)r->infos[i].count;
-    full = (float *)malloc(largest * sizeof(float));
+    full = (float *)malloc(run_largest_param(r) * sizeof(float));
     if (!full) return run_out_of_memory();
     for (int which = 0; which < 3; which++)
         for (int i = 0; i < gpt_param_count(&config) && result == DDP_OK; i++) {

@@ -703,6 +703,15 @@ static ddp_result run_build_arrays(run *r) {
     return DDP_OK;
 }
 
+/* The elements of the largest parameter. */
+static inline size_t run_largest_param(const run *r) {
+    gpt_config config = run_model_config(r);
+    int64_t largest = 0;
+    for (int i = 0; i < gpt_param_count(&config); i++)
+        if (r->infos[i].count > largest) largest = r->infos[i].count;
+    return (size_t)largest;
+}
+
 /* Calls run_build_arrays, and allocates the activations. own: GPT_OWN_VALUES or 0. */
 static inline ddp_result run_build_model(run *r, int own) {
     gpt_config config = run_model_config(r);

@@ -182,7 +182,7 @@ static ddp_result build_model(trainer *t) {
     run *r = &t->run;
     ddp_mesh_desc mesh = DDP_ZERO;
     gpt_config config = run_model_config(r);
-    size_t count = (size_t)gpt_param_count(&config), units = (size_t)t->unit_count, largest = 0;
+    size_t count = (size_t)gpt_param_count(&config), units = (size_t)t->unit_count;
     double *cost = (double *)calloc(units, sizeof *cost);
     ddp_result result;
     t->first_unit = (int *)calloc((size_t)t->pp + 1, sizeof *t->first_unit);
@@ -214,9 +214,7 @@ static ddp_result build_model(trainer *t) {
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->stage = ddp_rank(t->pipeline_group);
     DDP_TRY(gpt_tensor_create(&t->model, r, ddp_mesh_group(t->mesh, "tp"), t->values, t->grads));
-    for (int i = 0; i < t->model.param_count; i++)
-        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
-    t->full = (float *)calloc(largest, sizeof(float));
+    t->full = (float *)calloc(run_largest_param(r), sizeof(float));
     t->d_stream = (float *)calloc((size_t)t->model.rows * (size_t)config.channels, sizeof(float));
     return t->full && t->d_stream ? DDP_OK : run_out_of_memory();
 }

@@ -1045,11 +1045,9 @@ static void copy_loss_scale(const trainer *t) {
 static ddp_result build_shards(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
-    size_t largest = 0, unit = 0;
+    size_t unit = 0;
     ddp_fsdp_desc desc = DDP_ZERO;
-    for (int i = 0; i < t->param_count; i++)
-        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
-    t->full_param = (float *)malloc(largest * sizeof(float));
+    t->full_param = (float *)malloc(run_largest_param(r) * sizeof(float));
     if (!t->full_param) return run_out_of_memory();
     if (o->init && r->rank != 0) DDP_TRY(llmc_open(&t->init, o->init));
     if (r->plan.first_step > 0 && !is_folder(o->resume)) DDP_TRY(map_checkpoint(t));

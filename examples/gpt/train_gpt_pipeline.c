@@ -297,7 +297,7 @@ static ddp_result plan_run(trainer *t) {
 /* Partitions the units into stages. Describes the parameters, and initializes those of this rank. */
 static ddp_result build_params(trainer *t) {
     run *r = &t->run;
-    size_t count = (size_t)r->model.param_count, largest = 0;
+    size_t count = (size_t)r->model.param_count;
     double *cost = (double *)calloc((size_t)t->unit_count, sizeof *cost);
     ddp_result result;
     t->first_unit = (int *)calloc((size_t)t->stage_count + 1, sizeof *t->first_unit);
@@ -305,9 +305,7 @@ static ddp_result build_params(trainer *t) {
     t->pointers = (ddp_param **)calloc(count, sizeof *t->pointers);
     t->owned = (ddp_param *)calloc(count, sizeof *t->owned);
     t->owned_index = (int *)calloc(count, sizeof *t->owned_index);
-    for (size_t i = 0; i < count; i++)
-        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
-    t->full = (float *)calloc(largest, sizeof *t->full);
+    t->full = (float *)calloc(run_largest_param(r), sizeof *t->full);
     t->units = (unit_memory *)calloc((size_t)t->unit_count, sizeof *t->units);
     t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
     t->micro_losses = (double *)calloc((size_t)t->micro_count, sizeof *t->micro_losses);

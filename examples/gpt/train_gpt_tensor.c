@@ -154,7 +154,7 @@ static ddp_result build_model(trainer *t) {
     run *r = &t->run;
     gpt_config config = run_model_config(r);
     ddp_mesh_desc mesh = DDP_ZERO;
-    size_t count = (size_t)gpt_param_count(&config), largest = 0, layers = (size_t)config.layers;
+    size_t count = (size_t)gpt_param_count(&config), layers = (size_t)config.layers;
     DDP_TRY(run_build_arrays(r));
     mesh.ndim = 2;
     mesh.names[0] = "dp";
@@ -173,11 +173,9 @@ static ddp_result build_model(trainer *t) {
     t->grads = t->values + count;
     DDP_TRY(gpt_tensor_create(&t->model, r, t->tensor, t->values, t->grads));
 
-    for (int i = 0; i < t->model.param_count; i++)
-        largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->memory_bytes = (place(t, NULL) + 16) * sizeof(float);
     t->memory = (float *)calloc(1, t->memory_bytes);
-    t->full = (float *)calloc(largest, sizeof(float));
+    t->full = (float *)calloc(run_largest_param(r), sizeof(float));
     if (!t->memory || !t->full) return run_out_of_memory();
     place(t, (float *)GPT_ROUND_UP((uintptr_t)t->memory, 64));
     for (int i = 0; i < t->model.param_count; i++) {

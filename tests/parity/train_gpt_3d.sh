@@ -122,6 +122,7 @@ before=$(state)
     wrong "use --batch 16" $run --batch 14 --dp 4 text
     wrong "use --channels 16" $run --channels 15 --pp 2 text
     wrong "--pp 0: give an integer from 1 to 65536" $run --pp 0 text
+    wrong "--recompute takes no value" $run --recompute=1 text
     wrong "unknown flag --chunks" $run --chunks 2 text
     wrong "No such file" $run --pp 2 missing
     wrong "it is not a folder" $run --pp 2 --checkpoint text text

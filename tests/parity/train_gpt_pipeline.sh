@@ -158,6 +158,7 @@ before=$(state)
     wrong "use --batch 6" $run --ranks 2 --batch 7 text
     wrong "--stages 5 is not a multiple of 2 ranks; use --stages 4" $run --ranks 2 --stages 5 text
     wrong "--stages 1 is not a multiple of 2 ranks; use --stages 2" $run --ranks 2 --stages 1 text
+    wrong "--recompute takes no value" $run --recompute=1 text
     wrong "unknown flag --chunks" $run --ranks 2 --chunks 2 text
     wrong "chunk_count=2, but 1F1B has 1" $run --ranks 2 --stages 4 text
     wrong "--batch 16 does not split into --micro-batches 3; use --batch 18" $model --ranks 2 --batch 16 --micro-batches 3 text

@@ -97,6 +97,7 @@ before=$(state)
     wrong "--tp 0: give an integer from 1 to 65536" $run --tp 0 text
     wrong "--chunks 0: give an integer from 1 to 64" $run --chunks 0 text
     wrong "--sequence-parallel takes no value" $run --sequence-parallel=2 text
+    wrong "--recompute takes no value" $run --recompute=1 text
     wrong "unknown flag --pp" $run --pp 2 text
     wrong "No such file" $run --ranks 2 --tp 2 missing
     wrong "cannot be written" $run --ranks 2 --checkpoint missing/new.ckpt text
