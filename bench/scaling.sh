@@ -15,7 +15,7 @@
 #
 # More than 4 ranks get a larger strong batch: 64 images and 2 sequences per rank.
 # $CORES: the cores to count; nproc by default. Writes scaling.csv (one line per run), scaling.md (medians), scaling.dat
-# and, with gnuplot, scaling.svg. Method: bench/README.md.
+# and, with gnuplot, scaling.svg. others_percent: the share of the cores that other programs had during a run.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 examples=$here/../examples
@@ -108,20 +108,33 @@ run_torch() {
     awk '/^(images|tokens)\/s/ { print $2 }' "$build/log"
 }
 
+# Stores in $1: seconds since the start of the machine; processor seconds of all programs, and of this script's.
+clocks() {
+    times >"$build/times" # of this shell, then of its children
+    awk -v hz="$(getconf CLK_TCK)" '
+        FILENAME == "/proc/uptime" { wall = $1 }
+        FILENAME == "/proc/stat" && $1 == "cpu" { all = ($2 + $3 + $4 + $7 + $8 + $9) / hz }
+        FILENAME ~ /times$/ { for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); own += 60 * t[1] + t[2] } }
+        END { print wall, all, own }' /proc/uptime /proc/stat "$build/times" >"$1"
+}
+# The share of the cores that other programs had between two such moments, in %.
+others() { awk -v cores="$cores" 'NR == 1 { wall = $1; all = $2; own = $3 } NR == 2 { used = ($2 - all) - ($3 - own); printf "%.1f\n", 100 * (used > 0 ? used : 0) / (($1 - wall + 0.001) * cores) }' "$build/before" "$build/after"; }
+
 csv=$out/scaling.csv
 rm -f "$out/scaling.md" "$out/scaling.dat"
-echo "model,scaling,ranks,system,round,per_second" >"$csv"
+echo "model,scaling,ranks,system,round,per_second,others_percent" >"$csv"
 measure() { # model, scaling, ranks, micro-batches, round
     for system in ddp torch; do
         [ $system = ddp ] || [ $torch = 1 ] || continue
+        clocks "$build/before"
         speed=$(run_$system "$1" "$3" "$4")
+        clocks "$build/after"
         case $speed in
-            [0-9]*) echo "$1,$2,$3,$system,$5,$speed" >>"$csv" ;;
+            [0-9]*) echo "$1,$2,$3,$system,$5,$speed,$(others)" >>"$csv" ;;
             *) tail -3 "$build/log" >&2; fail "$1, $3 ranks, $system: no speed in the output" ;;
         esac
     done
 }
-load=$(cut -d ' ' -f 1-3 /proc/loadavg)
 round=1
 while [ $round -le "$rounds" ]; do
     echo "scaling: round $round of $rounds"
@@ -136,7 +149,7 @@ done
 
 # --- tables and plot ---
 
-awk -F , -v cores="$cores" -v base=$base -v ranks="$ranks" -v rounds="$rounds" -v load="$load" -v dat="$out/scaling.dat" '
+awk -F , -v cores="$cores" -v base=$base -v ranks="$ranks" -v rounds="$rounds" -v dat="$out/scaling.dat" '
 function median(key,   n, i, j, t, v) {
     n = split(speeds[key], v, " ")
     for (i = 2; i <= n; i++) for (j = i; j > 1 && v[j - 1] + 0 > v[j] + 0; j--) { t = v[j]; v[j] = v[j - 1]; v[j - 1] = t }
@@ -157,14 +170,15 @@ function cells(who,   key) {
     percent[who] = sprintf("%.1f", efficiency(who, key))
     return sprintf(" %.0f (%s) | %s%% |", median(key), spread(key), percent[who])
 }
-NR > 1 { key = $1 SUBSEP $2 SUBSEP $3 SUBSEP $4; speeds[key] = speeds[key] " " $6 }
+NR > 1 { key = $1 SUBSEP $2 SUBSEP $3 SUBSEP $4; speeds[key] = speeds[key] " " $6; speeds["others"] = speeds["others"] " " $7 }
 END {
     split("mlp gpt", models, " ")
     split("images tokens", units, " ")
     split("64 2", per_micro, " ")
     split("images sequences", rows, " ")
     count = split(ranks, list, " ")
-    printf "%d cores, load average %s before the first run, medians of %d (lowest to highest)\n", cores, load, rounds
+    printf "%d cores, medians of %d runs (lowest to highest). ", cores, rounds
+    printf "Other programs used %.0f%% of the cores in the median run (%s%%).\n", median("others"), spread("others")
     for (m = 1; m <= 2; m++) {
         model = models[m]
         printf "\n| train_%s | ranks | %s per step | ddp, %s/s | efficiency | PyTorch, %s/s | efficiency | ddp / PyTorch |\n", model, rows[m], units[m], units[m]

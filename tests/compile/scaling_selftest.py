@@ -79,7 +79,9 @@ class Scaling(unittest.TestCase):
         self.assertEqual(gpt[("strong", "4 on 2 cores")], ["8", "400 (400 to 400)", "200.0%", "50 (50 to 50)", "50.0%", "8.00"])
         self.assertEqual(gpt[("weak", "2")][0], "16")
         self.assertEqual((len(mlp), len(gpt)), (5, 5))
-        self.assertIn("2 cores, load average ", text)
+        self.assertRegex(text, r"^2 cores, medians of 3 runs \(lowest to highest\)\. Other programs used \d+% of the cores")
+        for line in self.read("scaling.csv").split("\n")[1:-1]:
+            self.assertRegex(line, r"^(mlp|gpt),(strong|weak),[124],(ddp|torch),[123],\d+(\.\d+)?,\d+\.\d$")
         self.assertEqual(self.read("scaling.csv").count("\n"), 1 + 3 * 20)
         self.assertIn('"weak, 4 on 2 cores" 200.0 50.0', self.read("scaling.dat"))
         if shutil.which("gnuplot"):
