@@ -712,6 +712,41 @@ static void test_damage(void) {
     refused(in("first"), DDP_ERR_CORRUPT, "model-00001-of-00001|header");
 }
 
+/* state.json with a list of numbers of each rank: read where it is valid, refused where it is not. */
+static void test_ranks_of_state(void) {
+#define TEN " 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
+    static const char *const lists[][2] = {
+        {"\"ranks\": [[1, 2," TEN "], [18446744073709551615, 2," TEN "]],\n ", NULL},
+        {"\"ranks\": [],\n ", NULL},
+        {"\"ranks\": 5,\n ", "state.json|expected a list"},
+        {"\"ranks\": [[1, 2]],\n ", "state.json|unexpected number of entries"},
+        {"\"ranks\": [[0, 1, 2," TEN "]],\n ", "state.json|unexpected number of entries"},
+        {"\"ranks\": [[1, -2," TEN "]],\n ", "state.json|number"},
+        {"\"ranks\": [[1, 2," TEN "]],\n \"ranks\": [[1, 2," TEN "]],\n ", "state.json|duplicate ranks"},
+    };
+#undef TEN
+    scenario = "numbers of each rank";
+    save(in("good"), 2, 3);
+    for (size_t i = 0; i < sizeof lists / sizeof lists[0]; i++) {
+        size_t length = 0, at = 0;
+        renew();
+        char *text = ckpt_read(in("bad/state.json"), &length), changed[8000];
+        const char *files = text ? strstr(text, "\"files\"") : NULL;
+        EXPECT(files && length < 4000, "%zu bytes of state.json", length);
+        if (!files) return;
+        at = (size_t)(files - text);
+        snprintf(changed, sizeof changed, "%.*s%s%s", (int)at, text, lists[i][0], files);
+        length = strlen(changed) - 11; /* the checksum, a quote, a bracket and a line break follow */
+        snprintf(changed + length, 12, "%08x\"}\n", ddp__crc32c(changed, length));
+        ckpt_write(in("bad/state.json"), changed, strlen(changed));
+        free(text);
+        if (lists[i][1])
+            refused(in("bad"), DDP_ERR_CORRUPT, lists[i][1]);
+        else
+            load(in("bad"), 3, 3);
+    }
+}
+
 static void ask_dtype(ckpt_rank *k, int rank) {
     (void)rank;
     k->slices[0].dtype = DDP_I32;
@@ -1016,6 +1051,7 @@ int main(void) {
     test_bad_lists();
     test_other_options();
     test_damage();
+    test_ranks_of_state();
     test_other_model();
     test_folders_of_ranks();
     test_cut_while_mapped();
