@@ -432,21 +432,21 @@ typedef struct ddp_fsdp_desc {
     int skip_initial_broadcast; /* 1 = values in param.value.data are already equal on all ranks. Otherwise
                                    create broadcasts those of the rank that is rank 0 of group and of
                                    replicas. Values of init_fn are never broadcast. The same for buffers */
+    ddp_fsdp_state *state;      /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
+                                   that ddp_fsdp_load has read is saved again, rng and user of rank 0 */
+    size_t max_file_bytes;      /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
+    int keep_checkpoints;       /* checkpoints that remain after a save, dir included; 0 = 1. Older ones are
+                                   dir.1, dir.2, ...; a save deletes the rest, up to the first number that is
+                                   missing. Folders with a number above a gap stay as they are */
     /* Tensors of any dtype that are not trained, such as running statistics, in memory of the group's device.
        create broadcasts them, and ddp_fsdp_sync_buffers before each step. A checkpoint stores those of rank 0
        of checkpoint_group, with the parameters. A load sets them on every rank. The list is copied; the
        memory and the names stay the caller's and must outlive the ddp_fsdp */
     const ddp_tensor *buffers;
-    const char *const
-        *buffer_names;     /* required with buffers: names in checkpoints, such as "norm.running_var".
-                                        Each differs from the others and from the parameters' */
-    int buffer_count;      /* entries of buffers and of buffer_names */
-    ddp_fsdp_state *state; /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
-                                   that ddp_fsdp_load has read is saved again */
-    size_t max_file_bytes; /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
-    int keep_checkpoints;  /* checkpoints that remain after a save, dir included; 0 = 1. Older ones are
-                                   dir.1, dir.2, ...; a save deletes the rest, up to the first number that is
-                                   missing. Folders with a number above a gap stay as they are */
+    /* Required with buffers: their names in checkpoints, such as "norm.running_var". Each differs from the
+       others and from the names of parameters */
+    const char *const *buffer_names;
+    int buffer_count; /* entries of buffers and of buffer_names */
     /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them,
        replicas included. Create, save and load are then collective over it too, and an error in one group is
        returned in all */
@@ -469,8 +469,8 @@ typedef struct ddp_fsdp_bytes {
     size_t gathered;      /* full values between unshard and reshard */
     size_t gradients;     /* full gradients, their shards, and sums of pairwise accumulation */
     size_t optimizer;     /* moments */
-    size_t communication; /* staging where ranks cannot read each other's memory, 8-bit copies, a checkpoint's
-                             copy */
+    size_t communication; /* staging where ranks cannot read each other's memory, 8-bit copies, packed
+                             buffers, a checkpoint's copy */
     size_t bookkeeping;   /* tables */
     size_t total;         /* of all purposes */
 } ddp_fsdp_bytes;
@@ -521,10 +521,10 @@ typedef struct ddp_fsdp_memory {
    arrays and the names in them stay the caller's and must outlive the ddp_fsdp.
    Errors, on every rank, and *out is NULL: DDP_ERR_INVALID names unit and parameter (a name that is missing,
    repeated or not UTF-8; dtype is not a float; the same memory in two units without tied_to; neither values
-   nor init_fn) or the field (OFFLOAD_PARAMS without FULL_SHARD); DDP_ERR_MISMATCH when ranks describe
-   different units; DDP_ERR_UNSUPPORTED (quantize_gather or OFFLOAD_FILE on a device); DDP_ERR_NO_MEMORY;
-   DDP_ERR_SYSTEM (offload_dir). The groups stay usable. Exception: if only some ranks set replicas or
-   checkpoint_group, that group fails. */
+   nor init_fn), or the buffer or the field (OFFLOAD_PARAMS without FULL_SHARD); DDP_ERR_MISMATCH when ranks
+   describe different units or buffers; DDP_ERR_UNSUPPORTED (quantize_gather or OFFLOAD_FILE on a device);
+   DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). The groups stay usable. Exception: if only some ranks set
+   replicas or checkpoint_group, that group fails. */
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc);
 
 /* Makes the full parameters of the unit available: value.data and grad.data of its params. Call it before
@@ -726,8 +726,8 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 
 /* Reads this rank's part of a checkpoint that was written with any world size, strategy, wrapping and
-   param_dtype: values, moments, number of steps, desc.state and the state of desc.scaler. If dir is missing,
-   it reads dir.old.
+   param_dtype: values, buffers, moments, number of steps, desc.state and the state of desc.scaler. If dir is
+   missing, it reads dir.old.
    Also reads a model of another program: a folder without state.json, and with model.safetensors or
    model.safetensors.index.json. Values of any float dtype are converted; moments become zero; steps start
    again from 0, and the rest of desc.state is unchanged. A folder with only the model files of a checkpoint

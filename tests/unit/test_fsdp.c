@@ -1573,6 +1573,14 @@ static ddp_result out_of_memory(ddp_group *group, int once) {
         blocks(&m, 3, 5, 3);
         int is_poor = ddp_rank(group) == ddp_world_size(group) - 1;
         if (is_poor) c.refuse_after = once ? -at : at;
+        static const char *const names[2] = {"norm.mean", "norm.var"};
+        float mean[2] = {0}, var[3] = {0};
+        const ddp_tensor tensors[2] = {{mean, DDP_F32, 1, {2}}, {var, DDP_F32, 1, {3}}};
+        ddp_fsdp_state state = DDP_ZERO;
+        m.desc.buffers = tensors;
+        m.desc.buffer_names = names;
+        m.desc.buffer_count = 2;
+        m.desc.state = &state;
         m.desc.alloc_fn = counted;
         m.desc.free_fn = uncounted;
         m.desc.user = &c;
@@ -3076,8 +3084,29 @@ static ddp_result exports_fail(ddp_group *group) {
     ddp_fsdp *fsdp;
     char long_name[1200];
     RANKS_OK(group, folder_of(group, folder, 0));
+    counter c = {0, 0, 0, 0};
     blocks(&m, 2, 5, 3);
+    m.desc.alloc_fn = counted;
+    m.desc.free_fn = uncounted;
+    m.desc.user = &c;
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    snprintf(path, sizeof path, "%s/model", folder);
+    for (int rank_without = 0; rank_without < world; rank_without++) {
+        int tries = 0;
+        for (ddp_result result = DDP_ERR_NO_MEMORY; result != DDP_OK; tries++) {
+            if (rank == rank_without) c.refuse_after = -(c.calls + 1 + tries); /* only this one fails */
+            result = ddp_fsdp_export(fsdp, path);
+            c.refuse_after = 0;
+            RANKS_CHECK(group, result == DDP_OK || (result == DDP_ERR_NO_MEMORY && says("allocated")),
+                        "%d: %s", tries, ddp_last_error());
+            RANKS_CHECK(group, result == DDP_OK || rank_without || access(path, F_OK) != 0, "%d: a file",
+                        tries);
+        }
+        /* pieces, tables, a tensor; the others have one piece, and one rank none */
+        int want = (world > 1) + 2 * (rank_without == 0);
+        RANKS_CHECK(group, tries == want + 1, "rank %d: %d failures, not %d", rank_without, tries - 1, want);
+    }
+    if (rank == 0) RANKS_CHECK(group, unlink(path) == 0, "%s", path);
     memset(long_name, 'x', sizeof long_name);
     long_name[sizeof long_name - 1] = 0;
     FAILS(group, ddp_fsdp_export(NULL, "x"), DDP_ERR_INVALID, "ddp_fsdp_export", "fsdp is NULL");
@@ -3096,6 +3125,7 @@ static ddp_result exports_fail(ddp_group *group) {
     snprintf(command, sizeof command, "test \"$(ls %s)\" = folder && test -d %s/folder/kept", folder, folder);
     if (rank == 0) RANKS_CHECK(group, system(command) == 0, "%s", command);
     ddp_fsdp_destroy(fsdp);
+    RANKS_CHECK(group, c.now == 0, "%zu bytes are left", c.now);
     if (world == 2 || world == 4) {
         ddp_group *part;
         RANKS_OK(group, ddp_group_split(group, rank * 2 / world, rank, &part));
