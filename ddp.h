@@ -1598,7 +1598,8 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
     X(ddp_accumulator_destroy) X(ddp_join_step)                                                    \
     X(ddp_loader_create) X(ddp_loader_seek) X(ddp_loader_save) X(ddp_loader_load)                  \
     X(ddp_optimizer_step) X(ddp_optimizer_step_scaled) X(ddp_scaler_unscale)                       \
-    X(ddp_fsdp_create) X(ddp_fsdp_unshard) X(ddp_fsdp_reshard) X(ddp_fsdp_reduce_grads)            \
+    X(ddp_fsdp_create) X(ddp_fsdp_predict) X(ddp_fsdp_unshard) X(ddp_fsdp_reshard)                 \
+    X(ddp_fsdp_reduce_grads)                                                                       \
     X(ddp_fsdp_zero_grad) X(ddp_fsdp_mean) X(ddp_fsdp_clip_grad_norm) X(ddp_fsdp_step)             \
     X(ddp_fsdp_save) X(ddp_fsdp_save_wait) X(ddp_fsdp_load) X(ddp_fsdp_get_shard)                  \
     X(ddp_fsdp_sync_buffers) X(ddp_fsdp_get_full) X(ddp_fsdp_export) X(ddp_fsdp_destroy)           \

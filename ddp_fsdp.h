@@ -378,6 +378,14 @@ typedef struct ddp_fsdp_state {
     int64_t per_rank;
 } ddp_fsdp_state;
 
+/* For ddp_fsdp_predict: the facts that ddp_fsdp_create takes from its groups. Zero = CPU ranks of one machine
+   that read each other's memory, without replicas. */
+typedef struct ddp_fsdp_ranks {
+    int replica_count;  /* ranks of ddp_fsdp_desc.replicas; 0 = 1 */
+    int gpu;            /* 1 = GPUs of ddp_cuda.cuh, 0 = CPU memory */
+    int no_peer_memory; /* 1 = CPU ranks that do not read each other's memory, as on several machines */
+} ddp_fsdp_ranks;
+
 /* For ddp_fsdp_create. Zero means default, except for units and unit_count. */
 typedef struct ddp_fsdp_desc {
     ddp_fsdp_unit_desc *units;  /* required; copied, but their params are not */
@@ -459,6 +467,7 @@ typedef struct ddp_fsdp_desc {
     void *(*alloc_fn)(size_t size_bytes, void *user);
     void (*free_fn)(void *memory, void *user); /* of memory from alloc_fn */
     void *user;                                /* passed to alloc_fn and free_fn */
+    ddp_fsdp_ranks ranks;                      /* only ddp_fsdp_predict reads it */
 } ddp_fsdp_desc;
 
 /* Bytes by purpose, as requested from the host allocator (alloc_fn, or else the group's), from the device,
@@ -473,13 +482,15 @@ typedef struct ddp_fsdp_bytes {
                              buffers, a checkpoint's copy */
     size_t bookkeeping;   /* tables */
     size_t total;         /* of all purposes */
+    size_t device;        /* the part of total in the memory of the group's device, without bookkeeping: what
+                             must fit on a GPU. DDP_FSDP_OFFLOAD_HOST reduces it */
 } ddp_fsdp_bytes;
 
 /* Memory of this rank: see ddp_fsdp_get_memory. */
 typedef struct ddp_fsdp_memory {
     ddp_fsdp_bytes now;       /* at the time of the call */
     ddp_fsdp_bytes peak;      /* the maximum of each purpose; total: the maximum of the sum */
-    ddp_fsdp_bytes predicted; /* the expected peak by the formulas of CONCEPTS, without bookkeeping */
+    ddp_fsdp_bytes predicted; /* the expected peak: as ddp_fsdp_predict, but without bookkeeping */
     size_t group_bytes;       /* part of now.total: group memory, which does not come from an allocator */
     size_t file_bytes;        /* in the offload file; not part of any total */
 } ddp_fsdp_memory;
@@ -752,6 +763,17 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
 /* Stores the memory that this rank uses in *memory. Not collective, never blocks. */
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
+
+/* Stores the memory that rank 0 of world_size ranks will have used after some steps: the peak that
+   ddp_fsdp_get_memory then reports. No rank uses more. It needs no group, and reads no values: value.data and
+   init_fn may be NULL. desc->ranks describes the ranks; the groups of the desc are not read.
+   It assumes the training step above: one unit at a time is unsharded, twice per micro-batch. Not included: a
+   background save, f32 sums of a ddp_pipeline, and the sums that a 16-bit gradient gets when it is read or
+   clipped twice (see CONCEPTS).
+   Not collective, never blocks. It allocates only tables of the units and parameters, and frees them before
+   it returns. Errors leave *bytes unchanged: those of ddp_fsdp_create that one rank can find; DDP_ERR_INVALID
+   when world_size is below 1 or replica_count is negative. */
+DDPDEF ddp_result ddp_fsdp_predict(const ddp_fsdp_desc *desc, int world_size, ddp_fsdp_bytes *bytes);
 
 /* Waits until a background save has ended, however long it takes, and for pending calls and device work at
    most the group's timeout. Then frees everything: value.data and grad.data of the params become NULL, and
@@ -1227,12 +1249,19 @@ static int ddp__optimizer_decays(const ddp_optimizer_desc *d, int i) {
     return !d->decay_matrices_only || d->params[i].value.ndim > 1;
 }
 
-/* Fills in defaults, and checks all fields except the parameters. Fields of other kinds are ignored. */
+/* Tensors of state of each parameter. desc: with defaults. */
+static int ddp__optimizer_state_count(const ddp_optimizer_desc *desc) {
+    return ddp__optimizer_is_adam(desc) ? 2 : desc->momentum != 0;
+}
+
+/* Fills in defaults, and checks all fields except the parameters. Fields of other kinds are ignored. group
+   NULL: of a prediction, which runs no kernels. */
 static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d) {
     int lars = d->kind == DDP_OPTIMIZER_LARS;
-    const ddp_optimizer_kernels *kernels = ddp_group_device(group)->optimizer;
-    DDP_TRY(
-        ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL, "ddp_fsdp.h"));
+    const ddp_optimizer_kernels *kernels = group ? ddp_group_device(group)->optimizer : NULL;
+    if (group)
+        DDP_TRY(ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL,
+                                  "ddp_fsdp.h"));
     DDP__OPTIMIZER_CHECK((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not a ddp_optimizer_kind",
                          (int)d->kind);
     d->beta1 = ddp__optimizer_default(d->beta1, 0.9f);
@@ -1325,7 +1354,7 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
                          d->param_count);
     DDP__OPTIMIZER_CHECK(!d->state_alloc_fn == !d->state_free_fn,
                          "set both state_alloc_fn and state_free_fn, or neither");
-    o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
+    o->state_count = ddp__optimizer_state_count(&o->desc);
     o->params = (ddp__optimizer_param *)ddp_host_alloc(
         o->group, (size_t)o->desc.param_count * (sizeof *o->params + sizeof *o->tensors));
     if (!o->params) return DDP_ERR_NO_MEMORY;
@@ -3944,7 +3973,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
                      (ddp_group_peer).
        collectives   Each rank packs a block of its rows. All-gather and reduce-scatter move the blocks. */
 
-/* The fields of ddp_fsdp_bytes, in order. DDP__PURPOSE_COUNT is the total. */
+/* The fields of ddp_fsdp_bytes, in order. */
 enum {
     DDP__FOR_SHARDS,
     DDP__FOR_FULL_PARAMS,
@@ -3952,7 +3981,8 @@ enum {
     DDP__FOR_OPTIMIZER,
     DDP__FOR_COMMUNICATION,
     DDP__FOR_BOOKKEEPING,
-    DDP__PURPOSE_COUNT
+    DDP__TOTAL_BYTES,
+    DDP__DEVICE_BYTES
 };
 
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
@@ -4054,9 +4084,10 @@ typedef struct ddp__fsdp_allocation {
 typedef struct ddp__fsdp_allocator {
     ddp__fsdp_allocation *allocations; /* in order. Group memory has the same order on every rank */
     int count;
-    ddp_fsdp_bytes now, peak;
+    ddp_fsdp_bytes now, peak, predicted; /* predicted: the peak after some steps */
     size_t group_bytes, file_bytes;
-    int file; /* OFFLOAD_FILE; -1 = none */
+    int counts_only; /* a prediction: nothing is allocated */
+    int file;        /* OFFLOAD_FILE; -1 = none */
     off_t file_size;
     ddp_saved_error error; /* the first failure. create continues: no rank may miss a collective call */
 } ddp__fsdp_allocator;
@@ -4140,8 +4171,9 @@ typedef struct ddp__fsdp_saver {
 } ddp__fsdp_saver;
 
 struct ddp_fsdp {
-    ddp_fsdp_desc desc;           /* with defaults */
-    ddp_group *group, *groups[3]; /* groups: group, replicas, checkpoint_group */
+    ddp_fsdp_desc desc;            /* with defaults */
+    ddp_group *group, *groups[3];  /* groups: group, replicas, checkpoint_group. NULL in a prediction */
+    int group_size, replica_count; /* ranks of group and replicas */
     const ddp_device *device;
     const ddp_device *shard_device; /* of sent_rows and sums: the CPU with OFFLOAD_PARAMS, else device */
     int world_size, rank;           /* among the ranks that split parameters: 1 and 0 under NO_SHARD */
@@ -4217,7 +4249,7 @@ static ddp_result ddp__unit_failed(const ddp__fsdp_unit *unit, ddp_result result
 /* Adds size to the bytes of a purpose and to the total, or subtracts it. */
 static void ddp__fsdp_count_bytes(ddp_fsdp *f, int purpose, size_t size, int add) {
     size_t *now = (size_t *)(void *)&f->allocator.now, *peak = (size_t *)(void *)&f->allocator.peak;
-    const int counted[2] = {purpose, DDP__PURPOSE_COUNT};
+    const int counted[2] = {purpose, DDP__TOTAL_BYTES};
     for (int k = 0; k < 2; k++) {
         int i = counted[k];
         now[i] += add ? size : 0 - size;
@@ -4226,11 +4258,26 @@ static void ddp__fsdp_count_bytes(ddp_fsdp *f, int purpose, size_t size, int add
 }
 
 static void ddp__fsdp_count_allocation(ddp_fsdp *f, const ddp__fsdp_allocation *a, int add) {
+    ddp__fsdp_allocator *m = &f->allocator;
     size_t change = add ? a->size : 0 - a->size;
+    int on_device = a->kind == DDP__MEMORY_DEVICE || a->kind == DDP__MEMORY_GROUP;
     if (a->kind == DDP__MEMORY_HOST) ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, DDP_MALLOC_EXTRA, add);
     if (a->kind != DDP__MEMORY_FILE) ddp__fsdp_count_bytes(f, a->purpose, a->size, add);
-    if (a->kind == DDP__MEMORY_FILE) f->allocator.file_bytes += change;
-    if (a->kind == DDP__MEMORY_GROUP) f->allocator.group_bytes += change;
+    if (a->kind == DDP__MEMORY_FILE) m->file_bytes += change;
+    if (a->kind == DDP__MEMORY_GROUP) m->group_bytes += change;
+    if (a->kind == DDP__MEMORY_HOST && f->device == ddp_device_cpu()) on_device = 1;
+    if (!on_device || a->purpose == DDP__FOR_BOOKKEEPING) return;
+    m->now.device += change;
+    ddp__size_at_least(&m->peak.device, m->now.device);
+}
+
+/* Describes an allocation. Memory of a kind that the group or the device lacks is of another one. */
+static ddp__fsdp_allocation ddp__fsdp_allocation_of(const ddp_fsdp *f, int purpose, int kind, size_t size) {
+    ddp__fsdp_allocation a = {NULL, size ? size : 64, purpose, kind};
+    if (a.kind == DDP__MEMORY_GROUP && f->group_size == 1) a.kind = DDP__MEMORY_DEVICE;
+    if (a.kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) a.kind = DDP__MEMORY_HOST;
+    if (a.kind == DDP__MEMORY_PINNED && !f->device->alloc_pinned) a.kind = DDP__MEMORY_HOST;
+    return a;
 }
 
 /* Zeroed host memory from the allocator of the desc, or else of the group. The allocator of the desc receives
@@ -4276,14 +4323,16 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     return DDP_OK;
 }
 
-/* Allocates zeroed memory, which counts under its purpose until ddp__fsdp_free. *out is NULL on failure.
-   Group memory is collective. */
+/* Allocates zeroed memory, which counts under its purpose until ddp__fsdp_free. *out is NULL on failure, and
+   in a prediction. Group memory is collective. */
 static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
-    ddp__fsdp_allocation a = {NULL, size ? size : 64, purpose, kind};
+    ddp__fsdp_allocation a = ddp__fsdp_allocation_of(f, purpose, kind, size);
     ddp_result result = DDP_OK;
-    if (a.kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) a.kind = DDP__MEMORY_DEVICE;
-    if (a.kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) a.kind = DDP__MEMORY_HOST;
-    if (a.kind == DDP__MEMORY_PINNED && !f->device->alloc_pinned) a.kind = DDP__MEMORY_HOST;
+    if (f->allocator.counts_only) {
+        memcpy(out, &a.memory, sizeof a.memory);
+        ddp__fsdp_count_allocation(f, &a, 1);
+        return DDP_OK;
+    }
     if (a.kind == DDP__MEMORY_GROUP)
         result = ddp_group_alloc(f->group, a.size, &a.memory);
     else if (a.kind == DDP__MEMORY_DEVICE)
@@ -4420,7 +4469,7 @@ static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__fsdp_shard *s) {
     }
     if (tied_to)
         return DDP__SHARD_INVALID(s, "tied_to=%.80s is not the name of an earlier parameter", tied_to);
-    return value->data || f->desc.init_fn
+    return value->data || f->desc.init_fn || !f->group
                ? DDP_OK
                : DDP__SHARD_INVALID(s, "has no values; set value.data, or init_fn of the %s", "desc");
 }
@@ -5859,7 +5908,7 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
     int capacity = f->shard_count * (1 + DDP__STATES_MAX) + f->desc.buffer_count;
     saver->groups[0] = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
     saver->groups[1] = f->desc.checkpoint_group ? NULL : f->desc.replicas;
-    ranks->count = ddp_world_size(saver->groups[0]);
+    ranks->count = f->group ? ddp_world_size(saver->groups[0]) : f->group_size * f->replica_count;
     ranks->own = ddp_rank(saver->groups[0]);
     if (saver->groups[1]) {
         ranks->own += ddp_rank(saver->groups[1]) * ranks->count;
@@ -5870,7 +5919,7 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
         ddp__size_at_least(&saver->name_size, strlen(s->name) + DDP__STATE_NAME_MAX);
     (void)ddp__fsdp_table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
     (void)ddp__fsdp_table_alloc(f, capacity, saver->name_size, &saver->names);
-    return f->desc.save_in_background
+    return f->group && f->desc.save_in_background
                ? ddp_group_split(saver->groups[0], 0, ddp_rank(saver->groups[0]), &saver->thread_group)
                : DDP_OK;
 }
@@ -6124,7 +6173,7 @@ static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d,
          "reduce_dtype is not a floating-point dtype", 0},
         {d->micro_batch_count < 0, "micro_batch_count=%d; use 1 or more, or 0 for 1", d->micro_batch_count},
         {!d->alloc_fn != !d->free_fn, "set both alloc_fn and free_fn, or neither", 0},
-        {d->replicas == group,
+        {group && d->replicas == group,
          "replicas is the shard group itself; set it to the group of ranks with the same shard", 0},
         {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD,
          "quantize_gather=1 needs strategy DDP_FSDP_FULL_SHARD", 0},
@@ -6148,7 +6197,8 @@ static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d,
     return ddp__fsdp_buffers_check(group, d);
 }
 
-/* Checks and copies the desc, and derives what depends only on it and the groups. */
+/* Checks and copies the desc, and derives what depends only on it and the groups. f has group, group_size,
+   replica_count and device. */
 static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc) {
     ddp_group *group = f->group;
     ddp_fsdp_desc *d = &f->desc;
@@ -6164,25 +6214,20 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (d->prefetch > d->unit_count) d->prefetch = d->unit_count;
     if (!d->offload_dir) d->offload_dir = ".";
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
-    f->device = ddp_group_device(group);
     f->unit_count = d->unit_count;
     if (f->device == ddp_device_cpu() && d->offload != DDP_FSDP_OFFLOAD_FILE)
         d->offload = DDP_FSDP_OFFLOAD_NONE; /* everything is in host memory already */
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
-        return ddp_fail(
-            DDP_ERR_UNSUPPORTED,
-            "ddp_fsdp_create group=%s: %s needs CPU memory, but the group's device is %s; turn it off",
-            ddp_group_name(group), d->quantize_gather ? "quantize_gather" : "offload to a file",
-            f->device->name);
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, "ddp_fsdp_create", group,
+                           "%s needs CPU memory, but the group's device is %s; turn it off",
+                           d->quantize_gather ? "quantize_gather" : "offload to a file", f->device->name);
     int offloads_params = d->offload == DDP_FSDP_OFFLOAD_PARAMS;
     f->shard_device = offloads_params ? ddp_device_cpu() : f->device;
-    f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
-    f->rank = f->world_size > 1 ? ddp_rank(group) : 0;
-    if (f->world_size == 1 && ddp_world_size(group) > 1) f->replica_groups[f->replica_group_count++] = group;
-    if (d->replicas && ddp_world_size(d->replicas) > 1)
-        f->replica_groups[f->replica_group_count++] = d->replicas;
-    f->grad_divisor = (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group);
-    if (d->replicas) f->grad_divisor *= (uint64_t)ddp_world_size(d->replicas);
+    f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : f->group_size;
+    f->rank = group && f->world_size > 1 ? ddp_rank(group) : 0;
+    if (f->world_size == 1 && f->group_size > 1) f->replica_groups[f->replica_group_count++] = group;
+    if (f->replica_count > 1) f->replica_groups[f->replica_group_count++] = d->replicas;
+    f->grad_divisor = (uint64_t)d->micro_batch_count * (uint64_t)f->group_size * (uint64_t)f->replica_count;
     if (d->per_token) f->grad_divisor = 0; /* ddp_fsdp_mean sets it in every step */
     f->keeps_full_params = d->strategy != DDP_FSDP_FULL_SHARD
                            || (f->world_size == 1 && f->device != ddp_device_cpu() && !offloads_params);
@@ -6397,6 +6442,7 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
     ddp__fsdp_offload_state *o = &f->offload;
     ddp_group_desc alone = DDP_ZERO;
     int offloads_params = f->desc.offload == DDP_FSDP_OFFLOAD_PARAMS;
+    int has_events = f->group && f->device->use_stream;
     alone.init_method = "self://";
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         size_t size = ddp_dtype_size(s->master_dtype),
@@ -6406,18 +6452,17 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
         o->host_grads_bytes += ddp_round_up(s->own_count * size, 64);
         o->piece_count += (int)((s->own_count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
     }
-    DDP_TRY(ddp_group_create(&o->host_group, &alone));
+    if (f->group) DDP_TRY(ddp_group_create(&o->host_group, &alone));
     DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_PINNED, o->value_pieces_bytes,
                             &o->value_pieces));
-    for (int i = 0; i < 2 && offloads_params && f->device->use_stream; i++) {
+    for (int i = 0; i < 2 && offloads_params && has_events; i++) {
         DDP_TRY(f->device->event_create(f->group, &o->filled[i]));
         DDP_TRY(f->device->event_create(f->group, &o->emptied[i]));
     }
-    if (offloads_params)
-        return f->device->use_stream ? f->device->event_create(f->group, &o->sums_arrived) : DDP_OK;
+    if (offloads_params) return has_events ? f->device->event_create(f->group, &o->sums_arrived) : DDP_OK;
     DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_PINNED, o->host_grads_bytes, &o->host_grads));
     DDP_TRY(ddp__fsdp_table_alloc(f, o->piece_count, sizeof *o->downloaded, &o->downloaded));
-    for (int i = 0; i < o->piece_count + 2 && f->device->use_stream; i++)
+    for (int i = 0; i < o->piece_count + 2 && has_events; i++)
         DDP_TRY(f->device->event_create(f->group, i < 2 ? &o->uploaded[i] : &o->downloaded[i - 2]));
     return DDP_OK;
 }
@@ -6496,8 +6541,9 @@ static ddp_result ddp__clip_create(ddp_fsdp *f) {
     DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, on_device ? DDP__MEMORY_DEVICE : DDP__MEMORY_HOST,
                             sizeof *clip->squares + (decides ? 64 : 0), &clip->squares));
     if (!decides) return DDP_OK;
-    clip->factor = (float *)(void *)(clip->squares + 1);
     DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &clip->norm));
+    if (!f->group) return DDP_OK;
+    clip->factor = (float *)(void *)(clip->squares + 1);
     return f->device->event_create(f->group, &clip->event);
 }
 
@@ -6513,23 +6559,24 @@ static ddp_result ddp__offload_open(ddp_fsdp *f) {
                     ddp_group_name(f->group), f->desc.offload_dir, strerror(errno));
 }
 
-/* Allocates all memory. The first failure is in f->allocator.error. Collective allocations continue after
-   it. */
+/* Allocates all memory, or counts it for a prediction. The first failure is in f->allocator.error. Collective
+   allocations continue after it. */
 static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp_saved_error *error = &f->allocator.error;
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     int window = ddp__reduce_window(f);
     uint64_t *own;
-    if (f->device->use_stream && f->desc.replicas)
+    if (f->group && f->device->use_stream && f->desc.replicas)
         ddp_error_save(error, f->device->event_create(f->group, &reduce->event));
-    if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) ddp_error_save(error, ddp__offload_open(f));
+    if (f->group && f->desc.offload == DDP_FSDP_OFFLOAD_FILE) ddp_error_save(error, ddp__offload_open(f));
     (void)ddp__fsdp_table_alloc(f, f->unit_count, sizeof *f->unshard.buffers, &f->unshard.buffers);
     (void)ddp__fsdp_table_alloc(f, window, sizeof *reduce->buffers, &reduce->buffers);
     (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->optimizer_params, &f->optimizer_params);
     (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->optimizer_shards, &f->optimizer_shards);
     (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->grad_sums, &f->grad_sums);
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_alloc(f, unit);
-    f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS && f->desc.offload != DDP_FSDP_OFFLOAD_PARAMS;
+    f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS && f->desc.offload != DDP_FSDP_OFFLOAD_PARAMS
+                     && (f->group || !f->desc.ranks.no_peer_memory);
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         const unsigned char *shared = f->keeps_full_params ? unit->full_memory : unit->shard_memory;
         for (int r = 0; r < f->world_size && shared && f->peer_memory; r++)
@@ -6602,6 +6649,11 @@ static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     return o->square_count && on_host ? bytes + here + DDP_MALLOC_EXTRA : bytes;
 }
 
+static void ddp__optimizer_count_tables(ddp_fsdp *f, const ddp_optimizer *o) {
+    ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(o, 1), 1);
+    if (!f->desc.alloc_fn) ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(o, 0), 1);
+}
+
 /* The optimizer updates this rank's rows of each trained parameter. */
 static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
@@ -6646,9 +6698,7 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
         f->optimizer->params[i].copy = s->sent_rows;
         f->optimizer->params[i].copy_dtype = s->dtype;
     }
-    ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
-    if (!f->desc.alloc_fn)
-        ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);
+    ddp__optimizer_count_tables(f, f->optimizer);
     return DDP_OK;
 }
 
@@ -6681,6 +6731,29 @@ static ddp_result ddp__fsdp_broadcast_buffers(ddp_fsdp *f, int root) {
     return ddp_buffers_broadcast(f->group, d->buffers, d->buffer_count, f->buffer_message, root);
 }
 
+/* The peak after some steps, if no unit is unsharded while another one is. It adds what the first steps
+   allocate to the memory that exists. */
+static ddp_fsdp_bytes ddp__fsdp_peak_of_steps(ddp_fsdp *f) {
+    const ddp__fsdp_allocator saved = f->allocator;
+    size_t unshards = 2 * (size_t)f->unit_count * (size_t)f->desc.micro_batch_count;
+    int full = ddp__full_memory_is_per_unit(f) ? 0 : ddp__full_buffers_needed(f, 1);
+    int window = f->reduces_per_micro_batch ? ddp__prefetch_window(f) : 0, grads = 0;
+    size_t capacity = 4 * (size_t)f->unit_count;
+    void *ignored;
+    f->allocator.counts_only = 1;
+    for (int i = 0; i < full; i++)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_FULL_PARAMS, DDP__MEMORY_DEVICE, f->unshard.buffer_bytes, &ignored);
+    for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) grads += unit->trained_count > 0;
+    if (grads && f->desc.micro_batch_count > 1) grads++; /* a forward, while all reductions are in flight */
+    for (int i = 0; i < grads && i < window; i++)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, f->reduce.buffer_bytes, &ignored);
+    while (capacity < unshards) capacity *= 2;
+    (void)ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_HOST, capacity * sizeof(int), &ignored);
+    const ddp_fsdp_bytes peak = f->allocator.peak;
+    f->allocator = saved;
+    return peak;
+}
+
 /* Agreements 2 and 3. */
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     ddp_saved_error *error = &f->allocator.error;
@@ -6705,6 +6778,7 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
         p->sum.drain = ddp__reduce_drain;
     }
     ddp__fsdp_begin(f);
+    f->allocator.predicted = ddp__fsdp_peak_of_steps(f);
     return DDP_OK;
 }
 
@@ -6756,6 +6830,9 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     if (out) *out = NULL;
     DDP__FSDP_CHECK(group, "group is NULL");
     resolved.group = resolved.groups[0] = group;
+    resolved.group_size = ddp_world_size(group);
+    resolved.replica_count = desc && desc->replicas ? ddp_world_size(desc->replicas) : 1;
+    resolved.device = ddp_group_device(group);
     ddp_result result = desc ? ddp__fsdp_desc_resolve(&resolved, desc)
                              : ddp__fsdp_invalid(__func__, group, "desc is NULL");
     if (result == DDP_OK && !out) result = ddp__fsdp_invalid(__func__, group, "out is NULL");
@@ -6780,60 +6857,99 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 
 //== FSDP: predicted memory, wrapping ============================================================ >>impl-wrap
 
-/* Predicts memory by purpose for ddp_fsdp_get_memory, by the formulas of CONCEPTS, Strategy, without padding.
-   Also ddp_fsdp_wrap, which groups parameters into units by their names. */
+/* ddp_fsdp_predict runs the code that allocates memory for ddp_fsdp_create, with an allocator that only
+   counts. Memory that ddp__fsdp_alloc_all allocates is therefore predicted without further code. Also
+   ddp_fsdp_wrap, which groups parameters into units by their names.
 
-/* The formulas, summed over parameters: P / W for split tensors. */
-static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
-    ddp_fsdp_bytes out = DDP_ZERO;
-    double world = f->world_size, partial_sums = ddp__fsdp_partial_sums(f),
-           states = f->optimizer ? f->optimizer->state_count : 0;
-    double bytes[DDP__PURPOSE_COUNT] = {0};
-    int window = ddp__prefetch_window(f);
+     ddp__fsdp_alloc_all       memory of creation, except the next two
+     ddp__predict_fill         first values
+     ddp__predict_optimizer    optimizer state
+     ddp__fsdp_peak_of_steps   memory that the first steps add; ddp_fsdp_create also calls it */
+
+/* Never called: a device with these functions has streams and pinned memory. */
+static ddp_result ddp__predict_use_stream(ddp_group *group, ddp_stream_kind stream) {
+    return group && stream == DDP_STREAM_COMPUTE ? DDP_OK : DDP_ERR_UNSUPPORTED;
+}
+static ddp_result ddp__predict_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) {
+    *out = NULL;
+    return group && size_bytes ? DDP_ERR_NO_MEMORY : DDP_ERR_UNSUPPORTED;
+}
+
+/* In a prediction: the memory that ddp__fsdp_fill_shards allocates for values of init_fn, one parameter after
+   the other. */
+static void ddp__predict_fill(ddp_fsdp *f) {
+    if (f->device->host_memory || f->desc.offload != DDP_FSDP_OFFLOAD_NONE) return;
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
-        double count = (double)s->rows * (double)s->row_elements,
-               full = count * (double)ddp_dtype_size(s->dtype);
-        double master = count / world * (double)ddp_dtype_size(s->master_dtype);
-        if (s->source == s) {
-            if (f->desc.quantize_gather)
-                bytes[DDP__FOR_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
-            else
-                bytes[DDP__FOR_SHARDS] += f->keeps_full_params ? full : full / world;
-            if (s->has_master && f->allocator.file < 0) bytes[DDP__FOR_SHARDS] += master;
-            if (s->trained && f->allocator.file < 0) bytes[DDP__FOR_OPTIMIZER] += states * master;
-        }
-        if (!s->shares_full_params && !f->keeps_full_params && ddp__full_memory_is_per_unit(f))
-            bytes[DDP__FOR_FULL_PARAMS] += full;
-        if (s->trained && f->reduces_per_micro_batch) bytes[DDP__FOR_GRADIENTS] += partial_sums * master;
-        if (!s->trained || f->reduces_per_micro_batch) continue;
-        bytes[DDP__FOR_GRADIENTS] += count * (double)ddp_dtype_size(s->range[DDP__FULL_GRADS].dtype);
-        bytes[DDP__FOR_GRADIENTS] += partial_sums * count * (double)ddp_dtype_size(s->reduce_dtype);
-        if (!s->sum_in_full_grads && partial_sums == 0) bytes[DDP__FOR_GRADIENTS] += master;
+        if (s->source != s || !s->own_count || s->user_param->param.value.data) continue;
+        const ddp__fsdp_allocation rows = ddp__fsdp_allocation_of(
+            f, DDP__FOR_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * ddp_dtype_size(s->master_dtype));
+        for (int add = 1; add >= 0; add--) ddp__fsdp_count_allocation(f, &rows, add);
     }
-    if (!ddp__full_memory_is_per_unit(f))
-        bytes[DDP__FOR_FULL_PARAMS] += (double)ddp__full_buffers_needed(f, 1)
-                                       * (double)f->unshard.buffer_bytes;
-    if (f->reduces_per_micro_batch)
-        bytes[DDP__FOR_GRADIENTS] += (double)window * (double)f->reduce.buffer_bytes;
-    bytes[DDP__FOR_GRADIENTS] += (double)f->offload.host_grads_bytes;
-    if (f->offload.staged_sums)
-        bytes[DDP__FOR_GRADIENTS] += (f->desc.micro_batch_count > 1 ? 2.0 : 1.0)
-                                     * (double)f->offload.sums_bytes;
-    if (f->offload.staged_rows) bytes[DDP__FOR_COMMUNICATION] += 2.0 * (double)f->offload.staged_bytes;
-    bytes[DDP__FOR_COMMUNICATION] += (double)(f->reduce.cast_grads_bytes + f->reduce.tile_bytes
-                                              + f->offload.value_pieces_bytes + f->send_bytes + f->recv_bytes
-                                              + f->buffer_message_bytes
-                                              + (size_t)f->unshard.gather_buffer_count
-                                                    * f->unshard.gather_bytes);
-    for (int i = 0; i < DDP__PURPOSE_COUNT; i++)
-        out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
-    return out;
+}
+
+/* In a prediction: the memory of ddp__fsdp_create_optimizer. */
+static ddp_result ddp__predict_optimizer(ddp_fsdp *f) {
+    ddp_optimizer o = DDP_ZERO;
+    ddp_exact_sum square;
+    size_t bytes = 0;
+    o.desc = f->desc.optimizer;
+    o.desc.param_count = 0;
+    o.device = f->desc.offload == DDP_FSDP_OFFLOAD_NONE ? f->device : ddp_device_cpu();
+    DDP_TRY(ddp__optimizer_resolve(NULL, &o.desc));
+    o.state_count = ddp__optimizer_state_count(&o.desc);
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
+        if (s->source != s || !s->trained) continue;
+        o.desc.param_count++;
+        o.desc.params = &s->user_param->param;
+        if (ddp__optimizer_has_trust(&o.desc) && ddp__optimizer_decays(&o.desc, 0)) o.square_count += 2;
+        bytes += (size_t)o.state_count * ddp_round_up(s->own_count * ddp_dtype_size(s->master_dtype), 64);
+    }
+    if (!o.desc.param_count) return DDP_OK;
+    if (bytes) (void)ddp__fsdp_state_alloc(bytes, f);
+    if (o.square_count && f->world_size > 1 && o.device != f->device) o.host_squares = &square;
+    ddp__optimizer_count_tables(f, &o);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_predict(const ddp_fsdp_desc *desc, int world_size, ddp_fsdp_bytes *bytes) {
+    DDP_PUBLIC_CALL(ddp_fsdp_predict);
+    ddp_fsdp resolved = DDP_ZERO, *f = NULL;
+    ddp_device gpu = *ddp_device_cpu();
+    DDP__FSDP_CHECK(desc && bytes, "desc or bytes is NULL");
+    DDP__FSDP_CHECK(world_size > 0, "world_size=%d; use 1 or more", world_size);
+    DDP__FSDP_CHECK(desc->ranks.replica_count >= 0, "ranks.replica_count=%d; use 1 or more, or 0 for 1",
+                    desc->ranks.replica_count);
+    gpu.name = "cuda";
+    gpu.host_memory = 0;
+    gpu.use_stream = ddp__predict_use_stream;
+    gpu.alloc_pinned = ddp__predict_alloc_pinned;
+    ddp_fsdp_desc alone = *desc;
+    alone.replicas = alone.checkpoint_group = NULL;
+    alone.ranks.no_peer_memory |= alone.ranks.gpu; /* NCCL has no peer memory */
+    resolved.group_size = world_size;
+    resolved.replica_count = desc->ranks.replica_count > 0 ? desc->ranks.replica_count : 1;
+    resolved.device = desc->ranks.gpu ? &gpu : ddp_device_cpu();
+    DDP_TRY(ddp__fsdp_desc_resolve(&resolved, &alone));
+    ddp_result result = ddp__fsdp_describe(&resolved, &f);
+    if (result == DDP_OK) {
+        f->allocator.counts_only = 1;
+        ddp__fsdp_alloc_all(f);
+        ddp__predict_fill(f);
+        result = ddp__predict_optimizer(f);
+    }
+    if (result == DDP_OK) *bytes = ddp__fsdp_peak_of_steps(f);
+    while (f && f->allocator.count)
+        ddp__fsdp_free(f, f->allocator.allocations[f->allocator.count - 1].memory);
+    if (f) ddp__fsdp_host_free(&resolved, f);
+    return result;
 }
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory) {
     DDP__FSDP_CHECK(fsdp && memory, "fsdp or memory is NULL");
     const ddp__fsdp_allocator *m = &fsdp->allocator;
-    const ddp_fsdp_memory out = {m->now, m->peak, ddp__fsdp_predict(fsdp), m->group_bytes, m->file_bytes};
+    ddp_fsdp_memory out = {m->now, m->peak, m->predicted, m->group_bytes, m->file_bytes};
+    out.predicted.total -= out.predicted.bookkeeping;
+    out.predicted.bookkeeping = 0;
     *memory = out;
     return DDP_OK;
 }

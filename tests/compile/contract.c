@@ -172,6 +172,7 @@ FUNCTION(ddp_fsdp_sync_buffers, ddp_result, (ddp_fsdp *, int));
 FUNCTION(ddp_fsdp_get_full, ddp_result, (ddp_fsdp *, int, int, int, ddp_tensor *));
 FUNCTION(ddp_fsdp_export, ddp_result, (ddp_fsdp *, const char *));
 FUNCTION(ddp_fsdp_get_memory, ddp_result, (const ddp_fsdp *, ddp_fsdp_memory *));
+FUNCTION(ddp_fsdp_predict, ddp_result, (const ddp_fsdp_desc *, int, ddp_fsdp_bytes *));
 FUNCTION(ddp_fsdp_destroy, void, (ddp_fsdp *));
 FUNCTION(ddp_fsdp_wrap, int, (const ddp_param *, int, const ddp_fsdp_wrap_desc *, ddp_fsdp_unit_desc *, int));
 FUNCTION(ddp_scaler_init, ddp_result, (ddp_scaler *, const ddp_scaler_desc *));

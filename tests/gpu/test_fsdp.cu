@@ -182,6 +182,9 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
     int early = 0, number;
 #endif
     float norm;
+    ddp_fsdp_bytes predicted;
+    desc.ranks.gpu = 1;
+    RANKS_OK(world, ddp_fsdp_predict(&desc, ddp_world_size(d->group), &predicted));
     RANKS_OK(world, ddp_fsdp_create(&fsdp, d->group, &desc));
     RANKS_CHECK(world,
                 ddp_fsdp_get_norm(fsdp, &norm) == DDP_ERR_INVALID
@@ -218,6 +221,16 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
     RANKS_OK(world, ddp_fsdp_get_memory(fsdp, &after));
     RANKS_CHECK(world, memcmp(&before, &after, sizeof before) == 0, "%s: memory was taken in a later step",
                 strategies[desc.strategy]);
+    for (size_t i = 0; i < sizeof predicted / sizeof(size_t) && ddp_rank(world) == 0; i++) {
+        double have = (double)((const size_t *)(const void *)&after.peak)[i];
+        double want = (double)((const size_t *)(const void *)&predicted)[i];
+        RANKS_CHECK(world, fabs(have - want) <= 0.02 * have,
+                    "%s, way %d: field %d: peak %.0f, predicted %.0f", strategies[desc.strategy], way, (int)i,
+                    have, want);
+    }
+    size_t elsewhere = after.now.total - after.now.bookkeeping - after.now.device;
+    RANKS_CHECK(world, (way == OFFLOADED) == (elsewhere > 0), "%s, way %d: %zu bytes in host memory",
+                strategies[desc.strategy], way, elsewhere);
     for (int i = 0; i < STEADY_PARAMS; i++) {
         ddp_tensor rows;
         float near[STEADY_MOST];

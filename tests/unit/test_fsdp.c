@@ -197,6 +197,16 @@ static void uncounted(void *memory, void *user) {
 
 //== bad input ==============================================================================
 
+/* ddp_fsdp_predict finds the errors of a desc without a group. */
+static ddp_result refuse_predict(ddp_group *group, const model *m, const char *const words[3]) {
+    ddp_fsdp_bytes bytes = {1, 1, 1, 1, 1, 1, 1, 1};
+    const ddp_fsdp_bytes before = bytes;
+    FAILS(group, ddp_fsdp_predict(&m->desc, 4, &bytes), DDP_ERR_INVALID, "ddp_fsdp_predict");
+    RANKS_CHECK(group, says(words[0]), "no \"%s\" in: %s", words[0], ddp_last_error());
+    RANKS_CHECK(group, memcmp(&bytes, &before, sizeof bytes) == 0, "an error changes the bytes");
+    return DDP_OK;
+}
+
 /* One change at a time to a valid model; on every rank, or only on the last one. */
 static ddp_result refuse(ddp_group *group, int only_last) {
     static const char *const words[][3] = {
@@ -240,6 +250,7 @@ static ddp_result refuse(ddp_group *group, int only_last) {
     static const char *const shared[] = {"mean", "var"};
     static const char *const no_name[] = {"mean", NULL}, *const twice[] = {"mean", "mean"};
     static const char *const of_param[] = {"mean", "b.w"}, *const not_utf8[] = {"caf\xe9", "var"};
+    enum { OWN_REPLICAS = 8, NO_VALUES = 15 };
     double memory[12] = {0};
     char name[9902] = "";
     for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
@@ -317,6 +328,7 @@ static ddp_result refuse(ddp_group *group, int only_last) {
             break;
         default: break;
         }
+        if (bad && i != NO_VALUES && i != OWN_REPLICAS) RANKS_OK(group, refuse_predict(group, &m, words[i]));
         ddp_result result = ddp_fsdp_create(&fsdp, group, &m.desc);
         RANKS_CHECK(group, result == DDP_ERR_INVALID && !fsdp, "case %d: %s: %s", (int)i,
                     ddp_result_name(result), ddp_last_error());
@@ -1470,45 +1482,168 @@ static double bytes_formula(ddp_fsdp_strategy strategy, int half, double p, doub
 }
 
 static ddp_result bytes_predicted(ddp_group *group) {
-    if (512 % ddp_world_size(group)) return DDP_OK;
-    for (int turn = 0; turn < 24; turn++) {
+    for (int turn = 0; turn < 96; turn++) {
         model m;
-        ddp_fsdp *fsdp;
-        ddp_fsdp_memory memory;
-        void *values[4];
-        double peak, predicted, formula;
-        int half = turn >= 8, levels = turn >= 16 ? 2 : 0, ahead = !(turn & 1);
+        ddp_fsdp_bytes bytes;
+        int half = turn % 24 >= 8, levels = turn % 24 >= 16 ? 2 : 0, ahead = !(turn & 1),
+            ranks = 1 << turn / 24;
         blocks(&m, 4, 512, 512);
-        m.desc.init_fn = NULL;
-        for (int u = 0; u < 4; u++)
-            m.params[u].param.value.data = values[u] = calloc(512 * 512, sizeof(float));
         m.desc.strategy = (ddp_fsdp_strategy)(turn % 8 / 2);
         m.desc.prefetch = ahead ? 1 : -1;
-        m.desc.overwrite_gradients = 1;
         m.desc.micro_batch_count = 1 << levels;
         if (half) m.desc.param_dtype = DDP_BF16;
-        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
-        for (int u = 0; u < 4; u++) free(values[u]);
-        for (int s = 0; s < 2; s++) {
-            for (int u = 0; u < 8 << levels; u++) {
-                int forward = u % 8 < 4, unit = forward ? u % 8 : 7 - u % 8;
-                RANKS_OK(group, ddp_fsdp_unshard(fsdp, unit));
-                if (!forward) RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, unit));
-                RANKS_OK(group, ddp_fsdp_reshard(fsdp, unit));
-            }
-            RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
-        }
-        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-        formula = bytes_formula(m.desc.strategy, half, 4.0 * 512 * 512, 512 * 512, ddp_world_size(group),
-                                levels, ahead ? 2 : 1);
-        peak = (double)(memory.peak.total - memory.peak.bookkeeping);
-        predicted = (double)memory.predicted.total;
+        RANKS_OK(group, ddp_fsdp_predict(&m.desc, ranks, &bytes));
+        double predicted = (double)(bytes.total - bytes.bookkeeping);
+        double formula = bytes_formula(m.desc.strategy, half, 4.0 * 512 * 512, 512 * 512, ranks, levels,
+                                       ahead ? 2 : 1);
         RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula,
                     "turn %d: predicted %.0f, the formula gives %.0f", turn, predicted, formula);
-        RANKS_CHECK(group, fabs(peak - predicted) < 0.02 * predicted, "turn %d: peak %.0f, predicted %.0f",
-                    turn, peak, predicted);
-        ddp_fsdp_destroy(fsdp);
     }
+    return DDP_OK;
+}
+
+/* Predicts without a group or values, then makes a step and compares each purpose of the peak. */
+static ddp_result predict_and_train(ddp_group *group, ddp_group *shards, model *m, const char *name) {
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory memory;
+    ddp_fsdp_desc unseen = m->desc;
+    ddp_fsdp_bytes bytes;
+    unseen.replicas = NULL;
+    if (!unseen.ranks.gpu) unseen.init_fn = NULL;
+    RANKS_OK(group, ddp_fsdp_predict(&unseen, ddp_world_size(shards), &bytes));
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, shards, &m->desc));
+    RANKS_OK(group, train(group, fsdp, m, 1, 3));
+    RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+    for (size_t i = 0; i < sizeof bytes / sizeof(size_t); i++) {
+        double have = (double)((const size_t *)(const void *)&memory.peak)[i];
+        double want = (double)((const size_t *)(const void *)&bytes)[i];
+        /* ranks after the first may have fewer rows */
+        if (ddp_rank(shards) > 0 && have <= want) continue;
+        RANKS_CHECK(group, fabs(have - want) <= 0.02 * have, "%s: field %d: peak %.0f, predicted %.0f", name,
+                    (int)i, have, want);
+    }
+    RANKS_CHECK(group, memory.predicted.total == bytes.total - bytes.bookkeeping || ddp_rank(shards) > 0,
+                "%s: get_memory predicts %zu, ddp_fsdp_predict %zu", name, memory.predicted.total,
+                bytes.total - bytes.bookkeeping);
+    ddp_fsdp_destroy(fsdp);
+    return ddp_barrier(group);
+}
+
+/* Units of different sizes, one of them frozen; rows that do not divide evenly; a tied parameter. */
+static void uneven_units(model *m) {
+    memset(m, 0, sizeof *m);
+    add(m, "a", "a.w", DDP_F32, 50, 12);
+    add(m, NULL, "a.b", DDP_F32, 50, 0);
+    add(m, "b", "b.w", DDP_F32, 33, 20)->frozen = 1;
+    add(m, NULL, "b.v", DDP_F64, 7, 30);
+    add(m, "c", "c.w", DDP_F32, 64, 8)->param.grad.dtype = DDP_F32;
+    add(m, "d", "d.w", DDP_F32, 50, 12)->tied_to = "a.w";
+    add(m, "e", "e.w", DDP_F32, 3, 70)->frozen = 1;
+}
+
+static const struct option {
+    const char *name;
+    int micro_batches, sequential, prefetch, optimizer, keep, quantize, file, hybrid;
+    float momentum;
+    ddp_dtype reduce_dtype;
+} options[] = {
+    {"plain", 1, 0, 0, 0, 0, 0, 0, 0, 0, DDP_DTYPE_DEFAULT},
+    {"3 micro-batches", 3, 0, 0, 0, 0, 0, 0, 0, 0, DDP_DTYPE_DEFAULT},
+    {"4, sequential", 4, 1, 0, 0, 0, 0, 0, 0, 0, DDP_DTYPE_DEFAULT},
+    {"prefetch", 4, 0, 8, 0, 0, 0, 0, 0, 0, DDP_DTYPE_DEFAULT},
+    {"no prefetch, LAMB", 1, 0, -1, DDP_OPTIMIZER_LAMB, 0, 0, 0, 0, 0, DDP_DTYPE_DEFAULT},
+    {"SGD", 1, 0, 0, DDP_OPTIMIZER_SGD, 0, 0, 0, 0, 0, DDP_DTYPE_DEFAULT},
+    {"momentum, rounded sums", 2, 0, 0, DDP_OPTIMIZER_SGD, 0, 0, 0, 0, 0.9f, DDP_BF16},
+    {"LARS, kept values", 1, 0, 8, DDP_OPTIMIZER_LARS, 1, 0, 0, 0, 0, DDP_DTYPE_DEFAULT},
+    {"offload to a file", 1, 0, 0, 0, 0, 0, 1, 0, 0, DDP_DTYPE_DEFAULT},
+    {"hybrid", 1, 0, 0, 0, 0, 0, 0, 1, 0, DDP_DTYPE_DEFAULT},
+    {"hybrid, rounded sums", 3, 0, 0, 0, 0, 0, 0, 1, 0, DDP_BF16},
+    {"8-bit gathers", 1, 0, 0, 0, 0, 1, 0, 0, 0, DDP_DTYPE_DEFAULT}, /* only FULL_SHARD */
+};
+enum { OPTION_COUNT = sizeof options / sizeof options[0] };
+
+static void set_options(model *m, int option, int dtype) {
+    const struct option *o = &options[option];
+    ddp_fsdp_desc *d = &m->desc;
+    static const ddp_dtype dtypes[] = {DDP_DTYPE_DEFAULT, DDP_BF16, DDP_F16};
+    d->param_dtype = dtypes[dtype];
+    d->reduce_dtype = o->reduce_dtype;
+    d->micro_batch_count = o->micro_batches;
+    d->sequential_accumulation = o->sequential;
+    d->prefetch = o->prefetch;
+    d->optimizer.kind = (ddp_optimizer_kind)o->optimizer;
+    d->optimizer.momentum = o->momentum;
+    d->optimizer.decay_matrices_only = 1;
+    d->no_reshard_after_forward = o->keep;
+    d->quantize_gather = o->quantize;
+    d->offload = o->file ? DDP_FSDP_OFFLOAD_FILE : DDP_FSDP_OFFLOAD_NONE;
+    d->offload_dir = "/tmp";
+}
+
+/* Every strategy with every option that changes memory. Transport and dtype change from run to run. */
+static ddp_result peaks_predicted(ddp_group *group) {
+    int rank = ddp_rank(group), half = ddp_world_size(group) == 4 ? 2 : 1, turn = 0;
+    ddp_group *parts[2], *far[2], *replicas;       /* all ranks; those of a hybrid */
+    if (ddp_world_size(group) == 2) return DDP_OK; /* a hybrid of 4 ranks has groups of 2 */
+    RANKS_OK(group, ddp_group_split(group, 0, rank, &parts[0]));
+    RANKS_OK(group, ddp_group_split(group, rank / half, rank, &parts[1]));
+    RANKS_OK(group, ddp_group_split(group, rank % half, rank, &replicas));
+    for (int i = 0; i < 2; i++) RANKS_OK(group, relay_over(&far[i], parts[i]));
+    for (int option = 0; option < OPTION_COUNT; option++)
+        for (int strategy = 0; strategy <= DDP_FSDP_NO_SHARD; strategy++, turn++) {
+            model m;
+            char name[128];
+            int hybrid = options[option].hybrid, relayed = turn / 4 % 2, dtype = turn % 3;
+            if (options[option].quantize && strategy != DDP_FSDP_FULL_SHARD) continue;
+            uneven_units(&m);
+            set_options(&m, option, dtype);
+            m.desc.strategy = (ddp_fsdp_strategy)strategy;
+            m.desc.ranks.no_peer_memory = relayed;
+            m.desc.ranks.replica_count = hybrid ? ddp_world_size(replicas) : 0;
+            m.desc.replicas = hybrid ? replicas : NULL;
+            snprintf(name, sizeof name, "strategy %d, %s, dtype %d, relayed %d", strategy,
+                     options[option].name, dtype, relayed);
+            RANKS_OK(group, predict_and_train(group, relayed ? far[hybrid] : parts[hybrid], &m, name));
+        }
+    for (int i = 0; i < 2; i++) ddp_group_destroy(far[i]);
+    for (int i = 0; i < 2; i++) ddp_group_destroy(parts[i]);
+    ddp_group_destroy(replicas);
+    return DDP_OK;
+}
+
+static void *no_alloc(size_t size_bytes, void *user) {
+    (void)size_bytes;
+    (void)user;
+    return NULL;
+}
+
+/* Bad arguments of ddp_fsdp_predict. Its tables come from alloc_fn, are small, and are freed. */
+static ddp_result predictions_refused(ddp_group *group) {
+    model m;
+    counter c = {0, 0, 0, 0};
+    ddp_fsdp_bytes bytes;
+    blocks(&m, 3, 100000, 10000);
+    FAILS(group, ddp_fsdp_predict(NULL, 2, &bytes), DDP_ERR_INVALID, "ddp_fsdp_predict", "desc or bytes");
+    FAILS(group, ddp_fsdp_predict(&m.desc, 2, NULL), DDP_ERR_INVALID, "ddp_fsdp_predict", "desc or bytes");
+    FAILS(group, ddp_fsdp_predict(&m.desc, 0, &bytes), DDP_ERR_INVALID, "ddp_fsdp_predict", "world_size=0");
+    m.desc.ranks.replica_count = -2;
+    FAILS(group, ddp_fsdp_predict(&m.desc, 2, &bytes), DDP_ERR_INVALID, "ddp_fsdp_predict",
+          "ranks.replica_count=-2");
+    m.desc.ranks.replica_count = 0;
+    m.desc.ranks.gpu = 1;
+    m.desc.quantize_gather = 1;
+    FAILS(group, ddp_fsdp_predict(&m.desc, 2, &bytes), DDP_ERR_UNSUPPORTED, "ddp_fsdp_predict",
+          "quantize_gather needs CPU memory", "cuda");
+    m.desc.quantize_gather = 0;
+    m.desc.alloc_fn = no_alloc;
+    m.desc.free_fn = uncounted;
+    FAILS(group, ddp_fsdp_predict(&m.desc, 2, &bytes), DDP_ERR_NO_MEMORY, "ddp_fsdp_predict",
+          "could not be allocated");
+    m.desc.alloc_fn = counted;
+    m.desc.user = &c;
+    RANKS_OK(group, ddp_fsdp_predict(&m.desc, 2, &bytes));
+    RANKS_CHECK(group, c.now == 0 && c.peak < 64 << 10 && bytes.total > (size_t)24 << 30,
+                "%zu bytes are left of %zu, predicted %zu", c.now, c.peak, bytes.total);
     return DDP_OK;
 }
 
@@ -3238,6 +3373,8 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(hooks);
     CASE(half_gradients_are_sums);
     CASE(bytes_predicted);
+    CASE(peaks_predicted);
+    CASE(predictions_refused);
     CASE(bytes_of_few_units);
     CASE(bytes_limited);
     CASE(no_memory_somewhere);
