@@ -483,7 +483,7 @@ typedef struct ddp_fsdp_bytes {
     size_t bookkeeping;   /* tables */
     size_t total;         /* of all purposes */
     size_t device;        /* the part of total in the memory of the group's device, without bookkeeping: what
-                             must fit on a GPU. DDP_FSDP_OFFLOAD_HOST reduces it */
+                             must fit on a GPU. Offloading reduces it */
 } ddp_fsdp_bytes;
 
 /* Memory of this rank: see ddp_fsdp_get_memory. */

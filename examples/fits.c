@@ -1,9 +1,8 @@
 /*  fits.c - the largest batch that fits on a GPU, for each strategy and number of ranks
 
         cc -O3 -march=native examples/fits.c -o fits -lm -lpthread
-        ./fits                                     GPT-2 on 4 GPUs of 16 GiB, f32, AdamW
+        ./fits                          GPT-2 on 4 GPUs of 16 GiB, f32, AdamW; --help prints the options
         ./fits --model t5-3b --memory 80 --ranks 2,4,8 --dtype bf16
-        ./fits --help                              all options
 
     ddp_fsdp_predict gives the memory of values, gradients and optimizer; no GPU and no group is needed.
     Activations are yours to give: bytes per sample of a block (--unit-bytes), of the input of a block, which
@@ -15,7 +14,8 @@
     Memory of a GPU:
         reserve       CUDA's context, kernels, and the workspace of matrix products: --reserve
         workspace     with more than one rank: up to 32 MiB of ddp_cuda.cuh, and NCCL's buffers: --workspace
-        state         what ddp_fsdp_predict counts on the device
+        state         what ddp_fsdp_predict counts on the device. "Offload" is DDP_FSDP_OFFLOAD_HOST; with
+                      ZeRO-3, DDP_FSDP_OFFLOAD_PARAMS
         activations   batch per rank times bytes per sample. With recompute: the inputs of all blocks, and
                       the activations of the largest block, which backward computes again
 
@@ -156,7 +156,7 @@ static ddp_result largest_batch(model *m, const settings *s, const row *r, int r
     desc.param_dtype = s->dtype ? DDP_BF16 : DDP_DTYPE_DEFAULT;
     desc.optimizer.kind = s->optimizer ? DDP_OPTIMIZER_SGD : DDP_OPTIMIZER_ADAMW;
     desc.optimizer.momentum = s->optimizer == 2 ? 0.9f : 0;
-    desc.offload = offload ? DDP_FSDP_OFFLOAD_HOST : DDP_FSDP_OFFLOAD_NONE;
+    if (offload) desc.offload = r->strategy ? DDP_FSDP_OFFLOAD_HOST : DDP_FSDP_OFFLOAD_PARAMS;
     desc.ranks.gpu = 1;
     DDP_TRY(ddp_fsdp_predict(&desc, r->on_one_rank ? 1 : ranks, &bytes));
     *state = (double)bytes.device;

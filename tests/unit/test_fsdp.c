@@ -1509,7 +1509,7 @@ static ddp_result predict_and_train(ddp_group *group, ddp_group *shards, model *
     ddp_fsdp_desc unseen = m->desc;
     ddp_fsdp_bytes bytes;
     unseen.replicas = NULL;
-    if (!unseen.ranks.gpu) unseen.init_fn = NULL;
+    unseen.init_fn = NULL;
     RANKS_OK(group, ddp_fsdp_predict(&unseen, ddp_world_size(shards), &bytes));
     RANKS_OK(group, ddp_fsdp_create(&fsdp, shards, &m->desc));
     RANKS_OK(group, train(group, fsdp, m, 1, 3));
@@ -1583,7 +1583,11 @@ static void set_options(model *m, int option, int dtype) {
 /* Every strategy with every option that changes memory. Transport and dtype change from run to run. */
 static ddp_result peaks_predicted(ddp_group *group) {
     int rank = ddp_rank(group), half = ddp_world_size(group) == 4 ? 2 : 1, turn = 0;
-    ddp_group *parts[2], *far[2], *replicas;       /* all ranks; those of a hybrid */
+    ddp_group *parts[2], *far[2], *replicas; /* all ranks; those of a hybrid */
+    static const char *const buffer_names[] = {"mean", "var"};
+    float numbers[600] = {0};
+    const ddp_tensor buffers[2] = {{numbers, DDP_F32, 1, {300}}, {numbers + 300, DDP_F32, 1, {300}}};
+    ddp_fsdp_state state = DDP_ZERO;
     if (ddp_world_size(group) == 2) return DDP_OK; /* a hybrid of 4 ranks has groups of 2 */
     RANKS_OK(group, ddp_group_split(group, 0, rank, &parts[0]));
     RANKS_OK(group, ddp_group_split(group, rank / half, rank, &parts[1]));
@@ -1597,6 +1601,11 @@ static ddp_result peaks_predicted(ddp_group *group) {
             if (options[option].quantize && strategy != DDP_FSDP_FULL_SHARD) continue;
             uneven_units(&m);
             set_options(&m, option, dtype);
+            m.desc.state = turn & 1 ? &state : NULL;
+            m.desc.buffers = buffers;
+            m.desc.buffer_names = buffer_names;
+            m.desc.buffer_count = turn / 2 % 3;
+            if (!m.desc.buffer_count) m.desc.buffers = NULL;
             m.desc.strategy = (ddp_fsdp_strategy)strategy;
             m.desc.ranks.no_peer_memory = relayed;
             m.desc.ranks.replica_count = hybrid ? ddp_world_size(replicas) : 0;
