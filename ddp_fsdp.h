@@ -6038,18 +6038,21 @@ static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *call, const char *
     return ddp_agree_groups(f->saver.groups, 2, call, result, (uint64_t)per_rank, description);
 }
 
-/* Gathers the numbers of each rank: over the ranks that write together, then over the replicas. */
+/* Gathers the numbers of each rank: over the ranks that write together, then over the replicas. Broadcasts may
+   be larger than one message. */
 static ddp_result ddp__saver_gather_states(ddp_fsdp *f) {
     ddp__fsdp_saver *saver = &f->saver;
     ddp__rank_numbers *own = &saver->ranks.numbers[saver->ranks.own];
-    ddp__rank_numbers *first = own - ddp_rank(saver->groups[0]);
     size_t words = sizeof *own / sizeof(uint64_t);
+    int ranks = ddp_world_size(saver->groups[0]);
     memcpy(own->rng, saver->state.rng, sizeof own->rng);
     memcpy(own->user, saver->state.user, sizeof own->user);
-    for (int i = 0; i < 2 && saver->groups[i]; i++) {
-        DDP_TRY(ddp_host_collective(saver->groups[i], DDP_CALL_ALL_GATHER, i ? first : own,
-                                    i ? saver->ranks.numbers : first, words, DDP_U64, DDP_OP_SUM, -1));
-        words *= (size_t)ddp_world_size(saver->groups[i]);
+    DDP_TRY(ddp_host_collective(saver->groups[0], DDP_CALL_ALL_GATHER, own, own - ddp_rank(saver->groups[0]),
+                                words, DDP_U64, DDP_OP_SUM, -1));
+    for (int r = 0; saver->groups[1] && r < ddp_world_size(saver->groups[1]); r++) {
+        ddp__rank_numbers *block = saver->ranks.numbers + (size_t)r * (size_t)ranks;
+        DDP_TRY(ddp_host_collective(saver->groups[1], DDP_CALL_BROADCAST, block, block, (size_t)ranks * words,
+                                    DDP_U64, DDP_OP_SUM, r));
     }
     return DDP_OK;
 }

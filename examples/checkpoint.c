@@ -21,7 +21,8 @@
             file.seek(8 + size + begin)
             weights[name] = struct.unpack("<%df" % ((end - begin) // 4), file.read(end - begin))
 
-    With the package: safetensors.numpy.load_file("saved_model/model-00001-of-00001.safetensors"). */
+    With the package: safetensors.numpy.load_file("saved_model/model-00001-of-00001.safetensors").
+    ddp_fsdp_export writes only the model, as one file: see fsdp.c. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "../ddp_fsdp.h"
