@@ -6038,8 +6038,8 @@ static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *call, const char *
     return ddp_agree_groups(f->saver.groups, 2, call, result, (uint64_t)per_rank, description);
 }
 
-/* Gathers the numbers of each rank: over the ranks that write together, then over the replicas. Broadcasts may
-   be larger than one message. */
+/* Gathers the numbers of each rank: over the ranks that write together, then over the replicas. A broadcast
+   may be larger than one message. */
 static ddp_result ddp__saver_gather_states(ddp_fsdp *f) {
     ddp__fsdp_saver *saver = &f->saver;
     ddp__rank_numbers *own = &saver->ranks.numbers[saver->ranks.own];
