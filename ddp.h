@@ -1399,6 +1399,11 @@ DDPDEF const ddp_device *ddp_device_cpu(void);
 DDPDEF ddp_result ddp_device_begin(ddp_group *group);
 /* Called after them: returns the first failure of this thread's calls. group NULL: the CPU. */
 DDPDEF ddp_result ddp_device_check(ddp_group *group);
+/* Blocks the host until the device has reached the event, which is one of the group's device. until 0: a
+   failure of the group ends the wait, with its result. Otherwise only the time `until` (see ddp_now) ends it,
+   with DDP_ERR_TIMEOUT: the caller is about to free memory, also of a group that has failed. event NULL:
+   returns DDP_OK. */
+DDPDEF ddp_result ddp_event_wait_host(ddp_group *group, void *event, double until);
 
 enum { DDP_COPY_RANGES = 64 }; /* ranges that a ddp_copy_list collects */
 /* Collects copies and casts for copy_many. Zero-initialise it and set device. */
@@ -5837,6 +5842,16 @@ DDPDEF ddp_result ddp_device_begin(ddp_group *group) {
 
 DDPDEF ddp_result ddp_device_check(ddp_group *group) {
     return group && group->device->check ? group->device->check(group) : DDP_OK;
+}
+DDPDEF ddp_result ddp_event_wait_host(ddp_group *group, void *event, double until) {
+    const struct timespec nap = {0, 20000};
+    for (int done = !event; !done;) {
+        DDP_TRY(group->device->event_test(group, event, &done));
+        if (!done && until == 0) DDP_TRY(ddp_group_status(group));
+        if (!done && until > 0 && ddp_now() > until) return DDP_ERR_TIMEOUT;
+        if (!done) nanosleep(&nap, NULL);
+    }
+    return DDP_OK;
 }
 
 DDPDEF void ddp_copy_list_end(ddp_copy_list *list) {

@@ -4404,19 +4404,6 @@ static ddp_result ddp__fsdp_use_stream(const ddp_fsdp *f, ddp_stream_kind stream
     return f->device->use_stream ? f->device->use_stream(f->group, stream) : DDP_OK;
 }
 
-/* Blocks until the stream has reached the event. until 0: a failure of the group ends the wait. Otherwise
-   only the time `until` ends it: the caller is about to free memory, also of a group that has failed. */
-static ddp_result ddp__fsdp_event_wait(const ddp_fsdp *f, void *event, double until) {
-    const struct timespec nap = {0, 20000};
-    for (int done = !event; !done;) {
-        DDP_TRY(f->device->event_test(f->group, event, &done));
-        if (!done && until == 0) DDP_TRY(ddp_group_status(f->group));
-        if (!done && until > 0 && ddp_now() > until) return DDP_ERR_TIMEOUT;
-        if (!done) nanosleep(&nap, NULL);
-    }
-    return DDP_OK;
-}
-
 /* Copies between the device and pinned memory. Does not wait, if the device can do that. */
 static void ddp__fsdp_copy_async(const ddp_fsdp *f, void *dst, const void *src, size_t size_bytes) {
     (f->device->copy_async ? f->device->copy_async : f->device->copy)(dst, src, size_bytes);
@@ -5586,7 +5573,7 @@ static void ddp__grads_detach(ddp__fsdp_unit *unit) {
 static ddp_result ddp__offload_wait_sums(const ddp_fsdp *f) {
     if (f->desc.offload != DDP_FSDP_OFFLOAD_PARAMS) return DDP_OK;
     DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, f->offload.sums_arrived));
-    return ddp__fsdp_event_wait(f, f->offload.sums_arrived, 0);
+    return ddp_event_wait_host(f->group, f->offload.sums_arrived, 0);
 }
 
 /* Finishes the reductions of a step: divides the sums once, adds the uses of tied parameters, and unscales.
@@ -5713,7 +5700,7 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_CHECK(fsdp && norm, "fsdp or norm is NULL");
     DDP__FSDP_CHECK(fsdp->clip.has_norm, "no norm is available; call ddp_fsdp_clip_grad_norm first");
-    DDP_TRY(ddp__fsdp_event_wait(fsdp, fsdp->clip.event, 0));
+    DDP_TRY(ddp_event_wait_host(fsdp->group, fsdp->clip.event, 0));
     *norm = fsdp->clip.factor ? *fsdp->clip.norm : fsdp->clip.last_norm;
     return DDP_OK;
 }
@@ -5741,7 +5728,7 @@ static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, siz
     for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload_index ^= 1) {
         unsigned char *piece = o->value_pieces + (size_t)o->upload_index * o->value_pieces_bytes / 2;
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
-        DDP_TRY(ddp__fsdp_event_wait(f, o->uploaded[o->upload_index], 0));
+        DDP_TRY(ddp_event_wait_host(f->group, o->uploaded[o->upload_index], 0));
         ddp_device_cpu()->cast(piece, s->dtype, s->master_rows + from * ddp_dtype_size(s->master_dtype),
                                s->master_dtype, n);
         ddp__fsdp_copy_async(f, s->sent_rows + from * size, piece, n * size);
@@ -5848,7 +5835,7 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
     DDP_TRY(result != DDP_OK ? result : stream_result);
     o->next_piece = 0;
     return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS
-               ? ddp__fsdp_event_wait(f, o->downloaded[o->piece_count - 1], 0)
+               ? ddp_event_wait_host(f->group, o->downloaded[o->piece_count - 1], 0)
                : DDP_OK;
 }
 
@@ -5857,7 +5844,7 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
 static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     return stepped ? ddp__offload_upload(f, f->optimizer_shards[i], from, count)
-                   : ddp__fsdp_event_wait(f, f->offload.downloaded[f->offload.next_piece++], 0);
+                   : ddp_event_wait_host(f->group, f->offload.downloaded[f->offload.next_piece++], 0);
 }
 
 /* The step, once all ranks have agreed to it. Allocates nothing. */
@@ -6788,7 +6775,7 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
 /* Waits until the event has been reached, or until the time `until`, and frees it. NULL is ignored. */
 static void ddp__fsdp_event_destroy(const ddp_fsdp *f, void *event, double until) {
     if (!event) return;
-    ddp__fsdp_event_wait(f, event, until);
+    ddp_event_wait_host(f->group, event, until);
     f->device->event_destroy(f->group, event);
 }
 

@@ -41,8 +41,8 @@ CONTENTS      (search for the tags)
     >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw  >>impl-schedule-svg
     >>impl-schedule-trace  >>impl-schedule-balance  >>impl-pipeline-structs  >>impl-pipeline-check
     >>impl-pipeline-gradients  >>impl-pipeline-links  >>impl-pipeline-memory
-    >>impl-pipeline-messages  >>impl-pipeline-callbacks  >>impl-pipeline-step  >>impl-pipeline-create
-    >>impl-pipeline-report  >>impl-public
+    >>impl-pipeline-messages  >>impl-pipeline-offload  >>impl-pipeline-callbacks  >>impl-pipeline-step
+    >>impl-pipeline-create  >>impl-pipeline-report  >>impl-public
 
 CONCEPTS
     Stage      A contiguous part of the model, numbered from 0. With v chunks per rank, p ranks have p*v
@@ -61,7 +61,8 @@ CONCEPTS
                runner without lookahead needs them; ddp_pipeline_create does not.
     Edge       A tensor that one stage sends to a later one, once per micro-batch. Its gradient comes back.
     In flight  A micro-batch between the start of its F on a stage and the end of its W or B there. The stage
-               keeps its inputs and saved memory.
+               keeps its inputs and saved memory. recompute or offload_saved keep no saved memory on the
+               device.
     Version    PipeDream and PipeDream-2BW update weights while micro-batches are in flight: a backward uses
                the weights of its forward.
     Update     Gradients are added over update_interval micro-batches: all of the step, except for those two
@@ -311,6 +312,12 @@ typedef struct ddp_pipeline_stage {
     ddp_pipeline_fn input_grad, weight_grad; /* required if the schedule has I, and W */
     void *user;                              /* passed to all callbacks and hooks of the stage */
     size_t saved_bytes;                      /* per micro-batch in flight; 0 = none */
+    /* 1 = for devices with their own memory: the device has two buffers of saved_bytes, for any number of
+       micro-batches in flight (Rajbhandari et al. 2021). After F, and after I, saved memory is copied to
+       pinned host memory, unless the stage's next action is of the same micro-batch. It is copied back while
+       the stage's previous action computes. No copy blocks the host. Bits are the same. Without effect: on
+       the CPU; with at most two micro-batches in flight. Not with recompute. May differ between stages */
+    int offload_saved;
     int recompute; /* 1 = saved memory is freed after F, and F runs again before I or B (Chen et al.
                            2016). Inputs are kept */
     /* W or B writes (not adds) the gradients of one micro-batch to param->grad.data. The runner adds them
@@ -395,6 +402,7 @@ typedef struct ddp_pipeline_stats {
     size_t activation_bytes;      /* allocated on this rank: outputs, saved memory, gradients to send, and
                                      inputs that are not read in place */
     size_t accumulation_bytes, version_bytes; /* partial sums of gradients; copies of older weights */
+    size_t offloaded_bytes;                   /* pinned host memory of offload_saved; in no other field */
 } ddp_pipeline_stats;
 
 /* For ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD of a layer, and returns when the device
@@ -3172,6 +3180,7 @@ typedef struct ddp__pipe_pool {
     /* Free slots: LOCAL, IN, and OUT in place. */
     int free_count, *free_slots;
     int *slot;             /* per micro-batch; -1 = none */
+    int buffer_count;      /* slots with memory; 0 = all. See ddp__pipe_offload */
     unsigned char *memory; /* in place: the shared memory of the sender */
     size_t offset;         /* OUT: of the first slot in the shared memory */
     int *order;            /* OUT, IN: per micro-batch, its index in the queue */
@@ -3239,12 +3248,27 @@ typedef struct ddp__pipe_versions {
     void **values; /* the parameters' own pointers while a copy replaces them */
 } ddp__pipe_versions;
 
+/* offload_saved: the slots of saved memory are in pinned host memory. The device has two buffers. An action
+   uses one of them; the other one receives what the stage's next action needs. `buffers` below:
+
+     compute stream   F2 uses 0            B0 uses 1            F3 uses 0           B1 uses 1
+     copy stream      0 to buffer 1        buffer 0 to slot 2   1 to buffer 1       buffer 0 to slot 3
+
+   The compute stream waits for the last copy from or to its buffer, and a copy for the buffer's last use. */
+typedef struct ddp__pipe_offload {
+    unsigned char *slots;      /* NULL = not offloaded */
+    int microbatch[2];         /* content of the buffers; -1 = none */
+    int current;               /* the buffer of the action that runs, or ran last */
+    void *copied[2], *used[2]; /* events: the last copy of a buffer; the last action that used it */
+} ddp__pipe_offload;
+
 typedef struct ddp__pipe_stage {
     ddp_pipeline_stage desc;
     int stage_index;           /* -1 = on another rank; the other fields are then empty */
     ddp__pipe_link **links[2]; /* [0]: of inputs, [1]: of outputs */
     int link_count[2];
     ddp__pipe_pool saved;
+    ddp__pipe_offload offload;     /* of saved */
     unsigned kinds;                /* 1 << kind for each action of the stage */
     int first, last, last_forward; /* positions in this rank's list */
     ddp__pipe_sums sums;
@@ -3462,6 +3486,12 @@ static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int stage_index) {
     if (ddp__pipe_is_asynchronous(p) && s->recompute)
         return DDP__PIPE_INVALID("%s: recompute=1 cannot be combined with %s", label.text,
                                  ddp_schedule_kind_name(p->schedule->kind));
+    if (s->offload_saved && s->recompute)
+        return DDP__PIPE_INVALID(
+            "%s: offload_saved=1 and recompute=1; recompute keeps no saved memory, so set only one of them",
+            label.text);
+    if (s->offload_saved && !s->saved_bytes)
+        return DDP__PIPE_INVALID("%s: offload_saved=1, but saved_bytes=0; set saved_bytes", label.text);
     for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, stage_index, i, label.text));
     return DDP_OK;
 }
@@ -4185,7 +4215,7 @@ static ddp_result ddp__pipe_pool_alloc(ddp_pipeline *p, ddp__pipe_pool *pool, si
         DDP__PIPE_NEW(p, pool->offsets.return_works, ddp_work, returns);
         if (pool->kind == DDP__PIPE_IN) return DDP_OK;
     }
-    bytes = pool->stride * (size_t)pool->count;
+    bytes = pool->stride * (size_t)(pool->buffer_count ? pool->buffer_count : pool->count);
     p->run.current->stats.activation_bytes += bytes;
     if (pool->kind != DDP__PIPE_OUT) return ddp__pipe_alloc_device(p, bytes, (void **)&pool->memory);
     pool->offset = *shared;
@@ -4211,11 +4241,43 @@ static ddp_result ddp__pipe_place_sums(ddp_pipeline *p, ddp__pipe_stage *s) {
     return DDP_OK;
 }
 
+/* Allocates the pinned memory and the events of offload_saved, if the stage needs it. */
+static ddp_result ddp__pipe_offload_alloc(ddp_pipeline *p, ddp__pipe_stage *s) {
+    ddp__pipe_offload *o = &s->offload;
+    size_t bytes = s->saved.stride * (size_t)s->saved.count;
+    void *slots;
+    if (!s->desc.offload_saved || s->saved.count <= 2 || p->device == ddp_device_cpu()) return DDP_OK;
+    s->saved.buffer_count = 2;
+    for (int k = 0; k < 2 && p->device->use_stream; k++) {
+        DDP_TRY(p->device->event_create(p->group, &o->copied[k]));
+        DDP_TRY(p->device->event_create(p->group, &o->used[k]));
+    }
+    if (p->device->alloc_pinned)
+        DDP_TRY(p->device->alloc_pinned(p->group, bytes, &slots));
+    else
+        slots = ddp__pipe_alloc_host(p, bytes, 1);
+    o->slots = (unsigned char *)slots;
+    p->run.current->stats.offloaded_bytes += bytes;
+    return slots ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
+/* Frees them, when the device uses them no more: at the latest at the time `until`. */
+static void ddp__pipe_offload_free(const ddp_pipeline *p, ddp__pipe_offload *o, double until) {
+    for (int k = 0; k < 2; k++) {
+        if (!o->used[k]) continue;
+        ddp_event_wait_host(p->group, o->copied[k], until);
+        p->device->event_destroy(p->group, o->copied[k]);
+        p->device->event_destroy(p->group, o->used[k]);
+    }
+    if (o->slots && p->device->alloc_pinned) p->device->free_pinned(o->slots);
+}
+
 /* Allocates memory of a stage: saved memory, gradients, partial sums, weight copies, scratch outputs. */
 static ddp_result ddp__pipe_stage_alloc(ddp_pipeline *p, ddp__pipe_stage *s) {
     ddp__pipe_sums *sums = &s->sums;
     size_t sum_bytes, unused = 0;
     size_t version_bytes = (size_t)s->versions.count * s->versions.bytes;
+    DDP_TRY(ddp__pipe_offload_alloc(p, s));
     DDP_TRY(ddp__pipe_pool_alloc(p, &s->saved, &unused));
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp__pipe_grad_place *g = &s->sums.gradients[i];
@@ -4418,6 +4480,91 @@ static ddp_result ddp__pipe_wait_all(ddp__pipe_messages *m, int wait_returns) {
     return ddp_error_restore(&first);
 }
 
+//== runner: offload of saved memory ============================================ >>impl-pipeline-offload
+/* offload_saved: copies saved memory between the two device buffers of a stage and its slots in host memory.
+   ddp__pipe_action calls ddp__pipe_offload_begin before the callbacks of an action, and ddp__pipe_offload_end
+   after them. */
+
+/* The stage's next action with a callback, after `position` of this rank's list. NULL = none, or an
+   evaluation, which keeps nothing. */
+static const ddp_action *ddp__pipe_next_action(const ddp_pipeline *p, int stage, int position) {
+    for (int i = position + 1; i < p->list_count && !p->run.evaluating; i++)
+        if (p->list[i].stage == stage && ddp__action_computes(p->list[i].kind)) return &p->list[i];
+    return NULL;
+}
+
+static unsigned char *ddp__pipe_saved_data(const ddp__pipe_stage *s, int microbatch) {
+    return s->offload.slots ? s->saved.memory + (size_t)s->offload.current * s->saved.stride
+                            : (unsigned char *)ddp__pipe_data(&s->saved, microbatch);
+}
+
+/* Copies a buffer to the slot of its micro-batch, or back, on the copy stream and after its last use. */
+static ddp_result ddp__pipe_offload_copy(ddp_pipeline *p, ddp__pipe_stage *s, int k, int fetches) {
+    const ddp_device *d = p->device;
+    ddp__pipe_offload *o = &s->offload;
+    unsigned char *buffer = s->saved.memory + (size_t)k * s->saved.stride;
+    unsigned char *slot = o->slots + (size_t)s->saved.slot[o->microbatch[k]] * s->saved.stride;
+    void *dst = slot, *src = buffer;
+    if (fetches) {
+        dst = buffer;
+        src = slot;
+    }
+    if (!d->use_stream) {
+        d->copy(dst, src, s->desc.saved_bytes);
+        return DDP_OK;
+    }
+    ddp_result result = d->use_stream(p->group, DDP_STREAM_COPY);
+    if (result == DDP_OK) result = d->event_wait(p->group, DDP_STREAM_COPY, o->used[k]);
+    if (result == DDP_OK) (d->copy_async ? d->copy_async : d->copy)(dst, src, s->desc.saved_bytes);
+    if (result == DDP_OK) result = d->event_record(p->group, DDP_STREAM_COPY, o->copied[k]);
+    DDP_TRY(ddp_device_begin(p->group)); /* also on error: the compute stream is current again */
+    return result;
+}
+
+/* The buffer that has the micro-batch. -1 = none. */
+static int ddp__pipe_offload_find(const ddp__pipe_offload *o, int microbatch) {
+    for (int k = 0; k < 2; k++)
+        if (o->microbatch[k] == microbatch) return k;
+    return -1;
+}
+
+/* Chooses the buffer of an action and fetches its content. Starts to fetch what the next action needs. */
+static ddp_result ddp__pipe_offload_begin(ddp_pipeline *p, ddp__pipe_stage *s, int position) {
+    ddp__pipe_offload *o = &s->offload;
+    const ddp_action *a = &p->list[position], *next;
+    if (!o->slots) return DDP_OK;
+    next = ddp__pipe_next_action(p, a->stage, position);
+    int k = ddp__pipe_offload_find(o, a->microbatch), other;
+    if (k < 0) { /* not the buffer that the next action reads */
+        k = !o->current;
+        if (next && o->microbatch[k] == next->microbatch) k = !k;
+        o->microbatch[k] = a->microbatch;
+        if (a->kind != DDP_ACTION_FORWARD) DDP_TRY(ddp__pipe_offload_copy(p, s, k, 1));
+    }
+    o->current = k;
+    other = !k;
+    if (next && next->kind != DDP_ACTION_FORWARD && ddp__pipe_offload_find(o, next->microbatch) < 0) {
+        o->microbatch[other] = next->microbatch;
+        DDP_TRY(ddp__pipe_offload_copy(p, s, other, 1));
+    }
+    return o->copied[k] ? p->device->event_wait(p->group, DDP_STREAM_COMPUTE, o->copied[k]) : DDP_OK;
+}
+
+/* Copies the buffer of an action to host memory, if a later action needs it and the next one does not. */
+static ddp_result ddp__pipe_offload_end(ddp_pipeline *p, ddp__pipe_stage *s, int position) {
+    ddp__pipe_offload *o = &s->offload;
+    const ddp_action *a = &p->list[position], *next;
+    int k = o->current;
+    if (!o->slots) return DDP_OK;
+    if (o->used[k]) DDP_TRY(p->device->event_record(p->group, DDP_STREAM_COMPUTE, o->used[k]));
+    next = ddp__pipe_next_action(p, a->stage, position);
+    if (ddp__action_ends(a->kind) || !next) {
+        o->microbatch[k] = -1;
+        return DDP_OK;
+    }
+    return next->microbatch == a->microbatch ? DDP_OK : ddp__pipe_offload_copy(p, s, k, 0);
+}
+
 //== runner: callbacks ======================================================= >>impl-pipeline-callbacks
 /* Calls the functions of the user: forward, input_grad, weight_grad, backward, loss and hooks, with the
    tensors of an action. A failure poisons the group, so that no rank waits for this one. Called by the
@@ -4525,7 +4672,7 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
                               NULL,
                               NULL,
                               NULL,
-                              ddp__pipe_data(&s->saved, i),
+                              ddp__pipe_saved_data(s, i),
                               NULL,
                               (int)version};
     if (kind == DDP_ACTION_FORWARD) {
@@ -4676,7 +4823,11 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     if (!ddp__pipe_stage_has(s, DDP_ACTION_UNSHARD) && position == s->first)
         DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard"));
     DDP_TRY(ddp__pipe_prepare_action(p, s, a));
+    DDP_TRY(
+        ddp__pipe_fail(p, ddp__pipe_offload_begin(p, s, position), "", a, " could not fetch saved memory"));
     DDP_TRY(ddp__pipe_compute(p, s, a, time));
+    DDP_TRY(
+        ddp__pipe_fail(p, ddp__pipe_offload_end(p, s, position), "", a, " could not offload saved memory"));
     DDP_TRY(ddp__pipe_finish_action(p, s, a));
     if (ddp__pipe_stage_has(s, DDP_ACTION_RESHARD)
         || position != (p->run.evaluating ? s->last_forward : s->last))
@@ -4730,6 +4881,10 @@ static ddp_result ddp__pipe_status(ddp_pipeline *p) {
 /* Runs this rank's list and completes the update. */
 static ddp_result ddp__pipe_run_list(ddp_pipeline *p) {
     for (int peer = 0; peer < p->world_size; peer++) p->messages.queues[peer].next = 0;
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        ddp__pipe_offload *o = &p->stages[stage].offload;
+        o->microbatch[0] = o->microbatch[1] = -1;
+    }
     DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all_receives(&p->messages), "", NULL,
                            "receives could not be posted"));
     for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position));
@@ -4957,6 +5112,9 @@ static void ddp__pipe_free(ddp_pipeline *p) {
         while (p->tie_groups[k] != p->tie_groups[i]) k++;
         if (k == i) ddp_group_destroy(p->tie_groups[i]);
     }
+    double until = ddp_now() + ddp_group_timeout_ms(p->group) * 1e-3;
+    for (int stage = 0; stage < p->stage_count && p->stages; stage++)
+        ddp__pipe_offload_free(p, &p->stages[stage].offload, until);
     if (p->messages.shared) ddp_group_free(p->group, p->messages.shared);
     while (p->allocations) {
         ddp__pipe_allocation *allocation = p->allocations;

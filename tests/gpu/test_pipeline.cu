@@ -230,6 +230,7 @@ static ddp_result compare(device_rank *d, both *b, const ddp_schedule *s, varian
     pipe_build(&b->near, stages, v.with_loss);
     for (int stage = 0; stage < stages; stage++) {
         b->near.stage[stage].recompute = v.recompute && stage % 3 != 1;
+        b->near.stage[stage].offload_saved = !b->near.stage[stage].recompute && stage % 4 != 2;
         b->near.stage[stage].zero_gradients = stage % 2;
         b->near.stage[stage].update = inside ? near_update : NULL;
         if (v.placed) b->near.params[stage][0].grad.data = NULL;
@@ -335,8 +336,110 @@ static ddp_result without_memory(device_rank *d, both *b) {
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
 #else
-    (void)d, (void)b; /* a real device does not report it */
+    (void)d, (void)b;     /* a real device does not report it */
 #endif
+    return DDP_OK;
+}
+
+//== saved memory on the host ================================================================
+
+#if defined(DDP_TEST_ON_CPU)
+/* The copies of one step: their number and size. While a copy from the host runs, the compute stream has other
+   work, before it waits for the copy. */
+static ddp_result offload_copies(device_rank *d, const std::string &record, const std::string &copy, int down,
+                                 int up) {
+    const std::string compute = fake_name(d->stream), size = std::to_string(sizeof(pipe_saved));
+    int to_host = 0, to_device = 0, device;
+    RANKS_CHECK(d->cpu, device_get(&device) == cudaSuccess, "no device");
+    for (size_t at = 0, end; (end = record.find('\n', at)) != std::string::npos; at = end + 1) {
+        const std::string line = record.substr(at, end - at);
+        int is_device = 0;
+        if (line.find("cudaMemcpyAsync(") != 0 || line.find(", " + copy + ")") == std::string::npos) continue;
+        RANKS_CHECK(d->cpu, line.find(", " + size + ", ") != std::string::npos, "other bytes: %s",
+                    line.c_str());
+        const std::string name = line.substr(16, line.find_first_of("+,") - 16);
+        pthread_mutex_lock(&fake.lock);
+        for (const std::pair<const uintptr_t, fake_block> &b : fake.blocks)
+            is_device |= b.second.live && b.second.is_device && b.second.name == name
+                         && b.second.device == device;
+        pthread_mutex_unlock(&fake.lock);
+        to_host += !is_device;
+        to_device += is_device;
+        if (!is_device) continue;
+        size_t done = record.find("cudaEventRecord(", end) + 16;
+        const std::string event = record.substr(done, record.find(',', done) - done);
+        size_t waits = record.find("cudaStreamWaitEvent(" + compute + ", " + event + ")", done);
+        size_t work = record.find(", " + compute + ")\n", record.find('\n', done));
+        RANKS_CHECK(d->cpu, waits != std::string::npos && work < waits, "nothing overlaps with %s in\n%s",
+                    line.c_str(), record.c_str());
+    }
+    RANKS_CHECK(d->cpu, to_host == down && to_device == up, "%d copies to the host, %d back; want %d and %d",
+                to_host, to_device, down, up);
+    return DDP_OK;
+}
+#endif
+
+/* One step, after a first one. Of each stage, `down` copies go to the host, and `up` come back. */
+static ddp_result offload_step(device_rank *d, both *b, const ddp_schedule *s, int offloads, int down, int up,
+                               ddp_pipeline_stats *stats) {
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    pipe_build(&b->near, ddp_schedule_stage_count(s), 1);
+    for (int stage = 0; stage < b->near.stages; stage++) b->near.stage[stage].offload_saved = offloads;
+    PIPE_TRY(far_build(&b->far, d, &b->near));
+    far_desc(&b->far, s, &desc);
+    RANKS_OK(d->cpu, ddp_pipeline_create(&pipeline, d->group, &desc));
+    RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
+#if defined(DDP_TEST_ON_CPU)
+    const ddp__cuda_streams *streams = ddp__cuda_streams_of(d->group);
+    int device;
+    RANKS_CHECK(d->cpu, device_get(&device) == cudaSuccess, "no device");
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    fake_record_from_here();
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
+    std::string record = fake_record(device);
+    for (const char *call : {"cudaMalloc(", "cudaHostAlloc(", "cudaEventCreate", "cudaStreamCreate"})
+        RANKS_CHECK(d->cpu, record.find(call) == std::string::npos, "%s in a later step", call);
+    if (offloads)
+        RANKS_RUN(d->cpu, offload_copies(d, record, fake_name(streams->stream[DDP_STREAM_COPY]), down, up));
+#else
+    (void)down, (void)up; /* a real device does not report them */
+#endif
+    RANKS_OK(d->cpu, ddp_pipeline_get_stats(pipeline, stats));
+    ddp_pipeline_destroy(pipeline);
+    return DDP_OK;
+}
+
+/* Device memory of saved data is two buffers for any number of micro-batches; the rest is on the host. */
+static ddp_result offloaded(device_rank *d, both *b) {
+    const size_t slot = (sizeof(pipe_saved) + 63) / 64 * 64;
+    ddp_pipeline_stats plain, stats;
+    ddp_schedule *s;
+    for (int m = 4; m <= 8; m += 4) {
+        ddp_schedule_desc shape = DDP_ZERO;
+        shape.kind = DDP_SCHEDULE_GPIPE, shape.rank_count = ddp_world_size(d->cpu),
+        shape.microbatch_count = m;
+        RANKS_OK(d->cpu, ddp_schedule_create(&s, &shape));
+        RANKS_RUN(d->cpu, offload_step(d, b, s, 0, 0, 0, &plain));
+        RANKS_RUN(d->cpu, offload_step(d, b, s, 1, m, m, &stats));
+        ddp_schedule_destroy(s);
+        RANKS_CHECK(d->cpu, plain.offloaded_bytes == 0 && stats.offloaded_bytes == (size_t)m * slot,
+                    "%zu bytes on the host", stats.offloaded_bytes);
+        RANKS_CHECK(d->cpu, plain.activation_bytes - stats.activation_bytes == (size_t)(m - 2) * slot,
+                    "%zu bytes of activations, %zu without offload", stats.activation_bytes,
+                    plain.activation_bytes);
+    }
+    if (ddp_world_size(d->cpu) > 1) return DDP_OK;
+    /* a backward that follows its forward finds its saved memory in a buffer, and so does the next one */
+    RANKS_OK(d->cpu, ddp_schedule_parse(&s, "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n"));
+    RANKS_RUN(d->cpu, offload_step(d, b, s, 1, 3, 2, &stats));
+    ddp_schedule_destroy(s);
+    /* two buffers are enough without copies */
+    RANKS_OK(d->cpu, ddp_schedule_parse(&s, "0F0,0F1,0B0,0F2,0B1,0B2\n"));
+    RANKS_RUN(d->cpu, offload_step(d, b, s, 1, 0, 0, &stats));
+    RANKS_CHECK(d->cpu, stats.offloaded_bytes == 0, "%zu bytes on the host", stats.offloaded_bytes);
+    ddp_schedule_destroy(s);
     return DDP_OK;
 }
 
@@ -550,7 +653,7 @@ static ddp_result untied(device_rank *d, both *b) {
     RANKS_CHECK(d->cpu, fired > 0, "no event was made");
     ddp_schedule_destroy(s);
 #else
-    (void)d, (void)b; /* the fake GPU fails no call */
+    (void)d, (void)b;     /* the fake GPU fails no call */
 #endif
     return DDP_OK;
 }
@@ -566,6 +669,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, every_schedule(&d, b));
     RANKS_RUN(world, own_orders(&d, b));
     RANKS_RUN(world, without_memory(&d, b));
+    RANKS_RUN(world, offloaded(&d, b));
     RANKS_RUN(world, replicas(&d));
     RANKS_RUN(world, failing(&d, b));
     RANKS_RUN(world, untied(&d, b));

@@ -914,6 +914,12 @@ static ddp_result bad_input(ddp_group *world) {
     m.stage[1].grad_division = DDP_DIVIDE_DEFAULT;
     m.stage[1].forward = NULL; /* on one rank only: the others return its error */
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: forward is NULL");
+    m.stage[1].offload_saved = 1;
+    m.stage[1].recompute = 1;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: offload_saved=1 and recompute=1");
+    m.stage[1].offload_saved = 1;
+    m.stage[1].saved_bytes = 0;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: offload_saved=1, but saved_bytes=0");
     m.stage[0].name = "embedding", m.stage[0].weight_grad = NULL;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID,
                "stage 0 (embedding): weight_grad is NULL, but the schedule has W");
