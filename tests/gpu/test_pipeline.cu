@@ -344,8 +344,8 @@ static ddp_result without_memory(device_rank *d, both *b) {
 //== saved memory on the host ================================================================
 
 #if defined(DDP_TEST_ON_CPU)
-/* The copies of one step: their number and size. While a copy from the host runs, the compute stream has other
-   work, before it waits for the copy. */
+/* The copies of one step: their number and size. While a copy from the host runs, the compute stream has
+   other work, before it waits for the copy. */
 static ddp_result offload_copies(device_rank *d, const std::string &record, const std::string &copy, int down,
                                  int up) {
     const std::string compute = fake_name(d->stream), size = std::to_string(sizeof(pipe_saved));
@@ -418,7 +418,8 @@ static ddp_result offloaded(device_rank *d, both *b) {
     ddp_schedule *s;
     for (int m = 4; m <= 8; m += 4) {
         ddp_schedule_desc shape = DDP_ZERO;
-        shape.kind = DDP_SCHEDULE_GPIPE, shape.rank_count = ddp_world_size(d->cpu),
+        shape.kind = DDP_SCHEDULE_GPIPE;
+        shape.rank_count = ddp_world_size(d->cpu);
         shape.microbatch_count = m;
         RANKS_OK(d->cpu, ddp_schedule_create(&s, &shape));
         RANKS_RUN(d->cpu, offload_step(d, b, s, 0, 0, 0, &plain));
