@@ -80,8 +80,9 @@ typedef struct run_options {
     double loss_scale;
     const char *gpus, *schedule, *dtype, *order, *reduce_dtype, *tied_grads, *timeline, *gemm_table;
     const char *init, *write_random;
-    const char *export_file; /* only for train_gpt_fsdp */
-    char wrong[512];         /* the error in the command line; "" = none */
+    const char *export_file;  /* only for train_gpt_fsdp */
+    const char *offload_name; /* only for train_gpt_fsdp and train_gpt_pipeline */
+    char wrong[512];          /* the error in the command line; "" = none */
 } run_options;
 
 typedef enum flag_kind { FLAG_SWITCH, FLAG_INT32, FLAG_INT64, FLAG_DOUBLE, FLAG_TEXT } flag_kind;

@@ -28,6 +28,9 @@ A STEP
     computes. Master values, gradients and moments stay f32, also in checkpoints, so a run can continue with
     another --param-dtype. The hash is that of the 16-bit values. It does not depend on strategy and ranks.
 
+    --offload changes where tensors are stored, and no bits: file is for a CPU, params for a device with its
+    own memory. See ddp_fsdp_offload.
+
     Initial values are computed on the rank that stores them, and validation and the sample unshard
     unit by unit: with full, no rank ever holds the whole model. */
 #define DDP_IMPLEMENTATION
@@ -47,6 +50,10 @@ static const flag FLAGS[] = {
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0,
      "DIR continue from a checkpoint, with any --strategy and number of ranks" RESUMED_FLAGS},
     RECOMPUTE_FLAG("blocks"),
+    {"--offload", FLAG_TEXT, NOT_SAVED, AT(offload_name), 0, 0,
+     "NAME file: moments and master values are in a file here, for a model larger than memory;\n"
+     "                        params (--strategy full): a GPU streams parameters from host memory. A\n"
+     "                        CPU has them there already; none (default)"},
     {"--param-dtype", FLAG_TEXT, NOT_SAVED, AT(dtype), 0, 0,
      "NAME of unsharded parameters: f32 (default), or bf16 or f16, which halve the bytes of an unshard;\n"
      "                        master values, gradients and products stay f32"},
@@ -57,13 +64,27 @@ static const flag FLAGS[] = {
 static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks",
                                     FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-/* Checks --strategy and --param-dtype, and sets the assignment of micro-batches that the strategy needs. */
+/* The number of an --offload, by its name. -1 = there is none. */
+static int find_offload(const char *name) {
+    if (!name || !strcmp(name, "none")) return DDP_FSDP_OFFLOAD_NONE;
+    if (!strcmp(name, "file")) return DDP_FSDP_OFFLOAD_FILE;
+    return strcmp(name, "params") ? -1 : DDP_FSDP_OFFLOAD_PARAMS;
+}
+
+/* Checks --strategy, --param-dtype and --offload, and sets the assignment of micro-batches that the strategy needs. */
 static void check_names(run_options *o) {
     int s = find_strategy(o->strategy);
     if (s == STRATEGY_COUNT && !o->wrong[0])
         snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: give full, grad, optim or none", o->strategy);
     if (!find_dtype(o->dtype, DDP_F32) && !o->wrong[0])
         snprintf(o->wrong, sizeof o->wrong, "--param-dtype %.60s: give f32, bf16 or f16", o->dtype);
+    int offload = find_offload(o->offload_name);
+    if (offload < 0 && !o->wrong[0])
+        snprintf(o->wrong, sizeof o->wrong, "--offload %.60s: give none, file or params", o->offload_name);
+    if (offload == DDP_FSDP_OFFLOAD_PARAMS && s != DDP_FSDP_FULL_SHARD && !o->wrong[0])
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--offload params keeps no full parameters, as --strategy %.60s does; use --strategy full",
+                 o->strategy);
     o->round_robin = s == DDP_FSDP_FULL_SHARD || s == DDP_FSDP_SHARD_GRAD;
 }
 
@@ -194,6 +215,7 @@ static ddp_result build_parallel(trainer *t) {
     desc.replicas = t->replica_group;
     desc.micro_batch_count = r->micro_count;
     desc.overwrite_gradients = 1; /* backward overwrites every gradient */
+    desc.offload = (ddp_fsdp_offload)find_offload(r->options->offload_name);
     desc.optimizer.beta2 = 0.95f;
     desc.optimizer.weight_decay = 0.1f;
     desc.optimizer.decay_matrices_only = 1;

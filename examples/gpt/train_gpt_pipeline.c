@@ -41,11 +41,27 @@ static const flag FLAGS[] = {
      "N micro-batches per step; default --batch / --micro-batch"},
     CHECKPOINT_FLAGS,
     RECOMPUTE_FLAG("stages"),
+    {"--offload", FLAG_TEXT, NOT_SAVED, AT(offload_name), 0, 0,
+     "NAME saved: a GPU keeps the activations of micro-batches in flight in host memory. A CPU\n"
+     "                        has them there already; none (default). Not with --recompute"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "print this text"},
 };
 static const run_program PROGRAM = {"train_gpt_pipeline",
                                     "trains a byte-level GPT on text with pipeline parallelism", FLAGS,
                                     (int)(sizeof FLAGS / sizeof FLAGS[0])};
+
+static int offloads_saved(const run_options *o) {
+    return o->offload_name && !strcmp(o->offload_name, "saved");
+}
+
+static void check_offload(run_options *o) {
+    int saved = offloads_saved(o);
+    if (o->offload_name && strcmp(o->offload_name, "none") && !saved && !o->wrong[0])
+        snprintf(o->wrong, sizeof o->wrong, "--offload %.60s: give none or saved", o->offload_name);
+    if (saved && o->recompute && !o->wrong[0])
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--offload saved, but --recompute keeps no activations; use one of them");
+}
 
 //== trainer ================================================================================== >>trainer
 
@@ -544,6 +560,7 @@ static ddp_result build_parallel(trainer *t) {
         stages[s].user = t;
         stages[s].saved_bytes = place_units(t, s, NULL) * sizeof(float);
         stages[s].recompute = r->options->recompute;
+        stages[s].offload_saved = offloads_saved(r->options);
         stages[s].params = t->pointers + begin;
         stages[s].param_count = end - begin;
         tie.second_param = stages[s].param_count - 1; /* after the loop: head.weight, in the last stage */
@@ -731,6 +748,7 @@ int main(int argc, char **argv) {
     job j;
     memset(&j, 0, sizeof j);
     parse_options(&PROGRAM, argc, argv, &j.options);
+    check_offload(&j.options);
     return run_main(&j, rank_main);
 }
 

@@ -31,6 +31,10 @@ tables='/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d'
     done
     train_with hybrid "$program" $run --batch 8 --steps 60 --ranks 4 --replicas 2
     same eight hybrid
+    for offload in file params; do
+        train_with $offload "$program" $run --batch 8 --steps 60 --ranks 2 --offload $offload
+        same eight $offload
+    done
     # A unit that was released is gathered again before its forward runs again.
     train_with deep "$whole" $run --layers 3 --batch 8 --steps 6 --ranks 1
     for strategy in full grad none; do
@@ -142,6 +146,8 @@ for ranks in 1 2; do
     small="$run --batch 8 --steps 2 --ranks $ranks"
     wrong "give full, grad, optim or none" $small --strategy zero text
     wrong "--param-dtype bf8: give f32, bf16 or f16" $small --param-dtype bf8 text
+    wrong "--offload disk: give none, file or params" $small --offload disk text
+    wrong "use --strategy full" $small --offload params --strategy grad text
     wrong "it is not a folder" $small --checkpoint text text
     wrong "No such file" $small --checkpoint missing/new text
     wrong "holds other files" $small --checkpoint other text

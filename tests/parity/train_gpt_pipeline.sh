@@ -111,7 +111,7 @@ printf '\357\273\277"0F0","0F1","0F2","0F3","0B1","0B0","0B3","0B2"\r\n1F0,1F1,1
 # shellcheck disable=SC2086
 {
     train_with eight "$whole" $run --batch 8 --steps $steps --ranks 1
-    train_with own "$program" $run --steps $steps --ranks 2 --schedule own.csv
+    train_with own "$program" $run --steps $steps --ranks 2 --schedule own.csv --offload saved
     same eight own
     mkdir lists
     cp own.csv lists/no_ending
@@ -133,6 +133,8 @@ head -c 600 half.ckpt > short.ckpt
 before=$(state)
 # shellcheck disable=SC2086
 {
+    wrong "--offload params: give none or saved" --ranks 2 --offload params $run text
+    wrong "use one of them" --ranks 2 --offload saved --recompute $run text
     wrong "truncated" --ranks 2 --resume short.ckpt text
     wrong "other text" --ranks 2 --resume half.ckpt text text
     wrong "was trained with --batch 12, not 8" --ranks 2 --batch 8 --resume half.ckpt text
