@@ -53,8 +53,9 @@ static const fake_block *steady_block(int device, const std::string &name) {
     return NULL;
 }
 
-/* With offload, gradients go to the host in pieces on one stream, values to the device on another. still:
-   nothing else is copied; the shards of a single rank are the gathered values. */
+/* With offload, gradients go to the host in pieces, at least one per parameter and step, on one stream, and
+   values to the device on another. still: nothing else is copied; the shards of a single rank are the
+   gathered values. */
 static ddp_result steady_copies(ddp_group *world, int device, const std::string &record, int way, int still,
                                 const char *what) {
     std::string downs, ups;
@@ -75,7 +76,7 @@ static ddp_result steady_copies(ddp_group *world, int device, const std::string 
         if (!src->is_device) RANKS_CHECK(world, ups == stream, "%s: values go up on several streams", what);
     }
     RANKS_CHECK(world,
-                way == OFFLOADED ? down > 2 * STEADY_PARAMS && up == down && ups != downs : down + up == 0,
+                way == OFFLOADED ? down >= 2 * STEADY_PARAMS && up == down && ups != downs : down + up == 0,
                 "%s: %d copies down on %s, %d up on %s", what, down, downs.c_str(), up, ups.c_str());
     return DDP_OK;
 }
