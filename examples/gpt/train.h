@@ -76,7 +76,7 @@ typedef struct run_options {
     int round_robin;  /* 1 = micro-batch i belongs to rank i % world_size; 0 = each rank has a block */
     int reads_tokens; /* 1 = this program accepts token shards */
     /* only for train_gpt_cuda */
-    int32_t offload, memory_limit, no_graphs, profile;
+    int32_t offload, offload_params, memory_limit, no_graphs, profile;
     double loss_scale;
     const char *gpus, *schedule, *dtype, *order, *reduce_dtype, *tied_grads, *timeline, *gemm_table;
     const char *init, *write_random;

@@ -148,6 +148,8 @@ static const flag FLAGS[] = {
     RECOMPUTE_FLAG("blocks"),
     {"--offload", FLAG_SWITCH, NOT_SAVED, AT(offload), 0, 1,
      "keep master weights and moments in host memory"},
+    {"--offload-params", FLAG_SWITCH, NOT_SAVED, AT(offload_params), 0, 1,
+     "also parameters and sums of gradients, for a model larger than the GPU; needs --strategy full"},
     {"--memory-limit", FLAG_INT32, NOT_SAVED, AT(memory_limit), 1, 1e9,
      "MIB GPU memory available to the ranks of a GPU; default: its free memory. CUDA's\n"
      "                        own memory for graphs and libraries is not counted"},
@@ -231,9 +233,13 @@ static int check_flags(run_options *o) {
     ddp_dtype dtype = find_dtype(o->dtype, DDP_BF16), reduce_dtype = find_dtype(o->reduce_dtype, DDP_F32);
     o->reads_tokens = 1;
     o->round_robin = !(o->stages > 1) && (strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD);
+    if (o->offload_params) o->offload = 1;
     if (o->wrong[0]) return 1;
     if (strategy == STRATEGY_COUNT)
         snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: use full, grad, optim or none", o->strategy);
+    else if (o->offload_params && (strategy != DDP_FSDP_FULL_SHARD || o->stages > 1))
+        snprintf(o->wrong, sizeof o->wrong,
+                 "--offload-params streams one unit at a time; use --strategy full and leave out --stages");
     else if (!dtype)
         snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: use bf16, f16 or f32", o->dtype);
     else if (dtype != DDP_F16 && o->loss_scale)
@@ -742,6 +748,7 @@ static double tree_bytes(double payload) {
 static double fsdp_bytes(const trainer *t) {
     const ddp_fsdp_strategy strategy = fsdp_strategy(t);
     int full_values = strategy != DDP_FSDP_FULL_SHARD, offload = t->run.options->offload, levels = 0;
+    int offload_params = t->run.options->offload_params;
     /* these two strategies reduce gradients after each micro-batch */
     int reduce_each = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD;
     double all = 0, largest = 0, own, bytes = 0, sums, buffers;
@@ -758,20 +765,26 @@ static double fsdp_bytes(const trainer *t) {
     if (t->pp > 1) largest = all;
     for (int64_t m = t->pp > 1 ? 1 : t->micro_count; m > 1; m >>= 1) levels++;
     own = all - tied;
-    bytes += full_values ? own * element : own * element / shards;
+    if (full_values)
+        bytes += own * element;
+    else if (!offload_params)
+        bytes += own * element / shards;
+    else /* two buffers of rows on several ranks, two of sums */
+        bytes += (t->dp > 1 ? 2 * largest * element / shards : 0) + 2 * largest * 4 / shards;
     if (!offload && element < 4) bytes += own * 4 / shards; /* master weights */
     if (!offload) bytes += own * 8 / shards;                /* moments */
     if (!full_values) {                                     /* unsharded: one unit in use, two prefetched */
         if (t->pp > 1)
             bytes += largest * element;
-        else if (t->dp > 1)
+        else if (t->dp > 1 || offload_params)
             bytes += (3 + t->merges_tied) * largest * element;
     }
     if (reduce_each) {
         buffers = t->dp > 1 ? 3 : 2;
         if (t->pp > 1) buffers = 1;
         buffers += t->merges_tied; /* unit 0 keeps one */
-        bytes += buffers * largest * grad_element + (levels + 1) * all * 4 / shards;
+        bytes += buffers * largest * grad_element;
+        if (!offload_params) bytes += (levels + 1) * all * 4 / shards;
     } else {
         sums = levels; /* f32; a single micro-batch is summed in place */
         if (!levels && grad_element < 4) sums = 1 / shards;
@@ -801,7 +814,7 @@ static double needed_bytes(const trainer *t) {
     return bytes;
 }
 
-#define LESS_MEMORY "use --recompute, --offload or a smaller --micro-batch"
+#define LESS_MEMORY "use --recompute, --offload, --offload-params or a smaller --micro-batch"
 
 /* GPU and memory of one rank, as gathered from all ranks. */
 typedef struct gpu_use {
@@ -1058,7 +1071,10 @@ static ddp_result build_shards(trainer *t) {
     desc.reduce_dtype = t->reduce_dtype;
     desc.micro_batch_count = t->pp > 1 ? 1 : t->micro_count;
     desc.overwrite_gradients = 1; /* backward writes every gradient of a unit */
-    desc.offload = o->offload ? DDP_FSDP_OFFLOAD_HOST : DDP_FSDP_OFFLOAD_NONE;
+    if (o->offload_params)
+        desc.offload = DDP_FSDP_OFFLOAD_PARAMS;
+    else if (o->offload)
+        desc.offload = DDP_FSDP_OFFLOAD_HOST;
     desc.optimizer.beta2 = 0.95f;
     desc.optimizer.weight_decay = 0.1f;
     desc.optimizer.decay_matrices_only = 1;

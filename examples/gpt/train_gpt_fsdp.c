@@ -64,14 +64,15 @@ static const flag FLAGS[] = {
 static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks",
                                     FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-/* The number of an --offload, by its name. -1 = there is none. */
+/* The number of an --offload, by its name. -1 = invalid. */
 static int find_offload(const char *name) {
     if (!name || !strcmp(name, "none")) return DDP_FSDP_OFFLOAD_NONE;
     if (!strcmp(name, "file")) return DDP_FSDP_OFFLOAD_FILE;
     return strcmp(name, "params") ? -1 : DDP_FSDP_OFFLOAD_PARAMS;
 }
 
-/* Checks --strategy, --param-dtype and --offload, and sets the assignment of micro-batches that the strategy needs. */
+/* Checks --strategy, --param-dtype and --offload. Sets the assignment of micro-batches that the strategy
+   needs. */
 static void check_names(run_options *o) {
     int s = find_strategy(o->strategy);
     if (s == STRATEGY_COUNT && !o->wrong[0])

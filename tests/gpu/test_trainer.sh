@@ -59,7 +59,7 @@ one_rank() {
     train_with offloaded "$program" $run --strategy none --offload
     same_hash one offloaded
     before=$(state)
-    refused "use --recompute, --offload or a smaller --micro-batch" $large --offload --memory-limit 1 text
+    refused "use --recompute, --offload, --offload-params or a smaller --micro-batch" $large --offload --memory-limit 1 text
     [ -z "$problem" ] || fail "a GPU that is too small: $problem: $output"
     needed=$(printf '%s\n' "$output" | sed -n 's/.* 1 rank(s) need \([0-9]*\).*/\1/p')
     limit_mib=$((needed + 1))

@@ -152,7 +152,9 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     grep -q '^ranks share a GPU' shared.all || fail "nothing says that ranks share a GPU: $(cat shared.all)"
     if grep 'share a GPU' one.all 'full 2.all'; then fail "no ranks shared a GPU"; fi
     cuda offloaded $short --offload --ranks 2
+    cuda streamed $short --offload-params --ranks 2 --strategy full
     same_hash one offloaded
+    same_hash one streamed
 
     train_with whole4 "$trainers/train_gpt" $short --ranks 1
     cuda cut $short --dtype f32 --tp 2
@@ -194,9 +196,14 @@ rm stages.json
     needed=$("$program" --threads-as-ranks $short --offload --memory-limit 1 text 2>&1 | sed -n 's/.* 1 rank(s) need \([0-9]*\).*/\1/p')
     mib=$((needed + 1))
     before=$(state)
-    wrong "use --recompute, --offload or a smaller --micro-batch" $short --threads-as-ranks --memory-limit $mib text
+    wrong "use --recompute, --offload, --offload-params or a smaller --micro-batch" $short --threads-as-ranks --memory-limit $mib text
     cuda limited $short --offload --memory-limit $mib
     same_hash limited large
+    cuda streams $short --offload-params --layers 6
+    cuda streamed $short --offload --strategy full --layers 6
+    same_hash streams streamed
+    # 4 layers of 12 x 96 x 96 parameters: 2 bytes each, and 4 of a sum per level
+    [ "$(number streams held)" -lt $(($(number streamed held) - 4 * 12 * 96 * 96 * 6)) ] || fail "$(number streams held) bytes were held with --offload-params, $(number streamed held) with --offload"
     [ "$(number large held)" -gt $((mib * 1048576)) ] || fail "$(number large held) bytes were held without a limit of $mib MiB"
     [ "$(number limited held)" -le $((mib * 1048576)) ] || fail "$mib MiB were the limit, $(number limited held) bytes were held"
     before=$(state)
@@ -322,6 +329,7 @@ before=$(state)
 {
     short="$run --steps 2 --threads-as-ranks"
     wrong "use full, grad, optim or none" $short --strategy zero text
+    wrong "use --strategy full and leave out --stages" $short --offload-params --strategy grad text
     wrong "use bf16, f16 or f32" $short --dtype f64 text
     wrong "use bf16, or --dtype f16" $short --reduce-dtype f16 text
     wrong "use a folder: --checkpoint new/" $short --dtype f16 --checkpoint new text
@@ -336,7 +344,7 @@ before=$(state)
     wrong "put commas between devices: --gpus 0,2" $short --gpus 0 2 text
     wrong "device 9 does not exist" $short --gpus 9 text
     wrong "is too small: 1 rank(s) need " $short --memory-limit 1 text
-    wrong "but 1.0 MiB are available; use --recompute, --offload or a smaller --micro-batch" $short --memory-limit 1 text
+    wrong "but 1.0 MiB are available; use --recompute, --offload, --offload-params or a smaller --micro-batch" $short --memory-limit 1 text
     wrong "is too small: 2 rank(s) need " $short --gpus 0,0 --memory-limit 1 text
     wrong "use --ranks 6" $short --stages 3 --ranks 4 text
     wrong "use --layers 5 or more" $short --stages 7 text
