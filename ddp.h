@@ -900,7 +900,8 @@ DDPDEF void ddp_join_destroy(ddp_join *join);
                                     rank 0: 4 1  3 9  6 2        rank 1: 7 5  0 8  4 1
    desc.weights gives ranks of unequal speed unequal blocks of the same global batches. The block of rank r is
    the entries from U C[r] / C[W] to U C[r+1] / C[W], each rounded down. C[r] is the sum of weights[0] to
-   weights[r-1]. The length of a block differs from U weights[r] / C[W] by less than 1:
+   weights[r-1]. The length of a block differs from U weights[r] / C[W] by less than 1, so equal weights give
+   equal blocks if W divides U:
        N=10 W=2 global_batch 4      order [4 1 7 5] [3 9 0 8] [6 2 | 4 1]
        weights 3 1                  rank 0: 4 1 7  3 9 0  6 2 4     rank 1: 5  8  1
    A step must then average over samples, not over ranks. Set ddp_reducer_desc.per_token, and call
@@ -1916,6 +1917,7 @@ typedef struct ddp__job {
        value, even a rank that runs in an emulator. */
     uint32_t is_amd;
     uint32_t failed_rank_plus_1; /* the first rank that returned an error */
+    uint32_t cause_rank_plus_1;  /* the first one with another error than DDP_ERR_POISONED */
     uint64_t world;              /* heap offset of the world's control memory */
     ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
 } ddp__job;
@@ -10947,11 +10949,14 @@ typedef struct ddp__launch {
 
 static void ddp__record_failure(const ddp__launch *launch, int rank, ddp_result result) {
     ddp__job *job = launch->heap->job;
-    uint32_t none = 0;
+    uint32_t *const first[] = {&job->failed_rank_plus_1, &job->cause_rank_plus_1};
     snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
     job->rank[rank].result = (int32_t)result;
-    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &none, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL,
-                                __ATOMIC_ACQUIRE);
+    for (int i = 0; i < 1 + (result != DDP_ERR_POISONED); i++) {
+        uint32_t none = 0;
+        __atomic_compare_exchange_n(first[i], &none, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE);
+    }
 }
 
 typedef struct ddp__rank_thread {
@@ -11107,12 +11112,11 @@ static void ddp__launch_threads(ddp__launch *launch) {
 }
 
 /* All ranks have ended: returns the failure to report, see ddp_launch. */
-static ddp_result ddp__launch_result(const ddp__job *job, int world_size) {
-    int failed = (int)ddp__load(&job->failed_rank_plus_1) - 1;
-    if (failed < 0) return DDP_OK;
-    for (int r = 0; r < world_size && job->rank[failed].result == DDP_ERR_POISONED; r++)
-        if (job->rank[r].result != DDP_OK && job->rank[r].result != DDP_ERR_POISONED) failed = r;
-    return ddp_fail((ddp_result)job->rank[failed].result, "%s", job->rank[failed].text);
+static ddp_result ddp__launch_result(const ddp__job *job) {
+    uint32_t failed = ddp__load(&job->cause_rank_plus_1);
+    if (!failed) failed = ddp__load(&job->failed_rank_plus_1);
+    if (!failed) return DDP_OK;
+    return ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text);
 }
 
 /* Runs one attempt, with its own heap. */
@@ -11130,7 +11134,7 @@ static ddp_result ddp__launch_attempt(ddp__launch *launch) {
     else
         ddp__launch_processes(launch);
     ddp__restore_pools(&launch->plan);
-    ddp_result result = ddp__launch_result(job, world_size);
+    ddp_result result = ddp__launch_result(job);
     ddp__heap_release(launch->heap);
     return result;
 }
@@ -12974,6 +12978,13 @@ static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
 
 #define DDP__SAMPLER_NEED(condition, ...) DDP_CHECK("ddp_sampler_init", NULL, condition, __VA_ARGS__)
 
+/* Rounds U C[r] / C[W] down. Sums of weights have a relative error of up to about W 1e-16, so a quotient just
+   below an integer stands for that integer: with equal weights of 0.7 and U = 6 it is 2.9999999999999996. */
+static int64_t ddp__round_quotient_down(double quotient, int replicas) {
+    int64_t down = (int64_t)quotient;
+    return (double)(down + 1) - quotient <= quotient * replicas * 1e-15 ? down + 1 : down;
+}
+
 /* Sets the block of this rank by desc.weights. Rounding is monotonic, so the blocks of a batch are adjacent,
    and the last one ends with the batch. */
 static ddp_result ddp__sampler_set_weighted_block(ddp_sampler *s) {
@@ -12994,7 +13005,8 @@ static ddp_result ddp__sampler_set_weighted_block(ddp_sampler *s) {
     int64_t start = 0;
     for (int r = 0; r < replicas; r++) {
         sum += weights[r];
-        int64_t end = r + 1 < replicas ? (int64_t)((double)batch * sum / total) : batch;
+        int64_t end = batch;
+        if (r + 1 < replicas) end = ddp__round_quotient_down((double)batch * sum / total, replicas);
         DDP__SAMPLER_NEED(end > start,
                           "weights[%d]=%g leaves rank %d no sample of global_batch=%lld; use a larger weight "
                           "or a larger global_batch",

@@ -772,7 +772,7 @@ DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *mem
    clipped twice (see CONCEPTS).
    Not collective, never blocks. It allocates only tables of the units and parameters, and frees them before
    it returns. Errors leave *bytes unchanged: those of ddp_fsdp_create that one rank can find; DDP_ERR_INVALID
-   when world_size is below 1 or replica_count is negative. */
+   when world_size is below 1, replica_count is negative, or their product is above INT32_MAX. */
 DDPDEF ddp_result ddp_fsdp_predict(const ddp_fsdp_desc *desc, int world_size, ddp_fsdp_bytes *bytes);
 
 /* Waits until a background save has ended, however long it takes, and for pending calls and device work at
@@ -6909,6 +6909,9 @@ DDPDEF ddp_result ddp_fsdp_predict(const ddp_fsdp_desc *desc, int world_size, dd
     DDP__FSDP_CHECK(world_size > 0, "world_size=%d; use 1 or more", world_size);
     DDP__FSDP_CHECK(desc->ranks.replica_count >= 0, "ranks.replica_count=%d; use 1 or more, or 0 for 1",
                     desc->ranks.replica_count);
+    DDP__FSDP_CHECK(desc->ranks.replica_count <= INT32_MAX / world_size,
+                    "world_size=%d times ranks.replica_count=%d is too large; use at most %d ranks",
+                    world_size, desc->ranks.replica_count, INT32_MAX);
     gpu.name = "cuda";
     gpu.host_memory = 0;
     gpu.use_stream = ddp__predict_use_stream;

@@ -3,8 +3,11 @@
     Once, a rank that failed alone and then freed its objects lost the cause: ddp_reducer_destroy failed as
     well, since the other ranks were in another call, and its line replaced that of the failure. ddp_launch
     then reported "ranks made different calls" instead of the file that could not be written. Destroys now
-    leave the line of their thread as it is. After a ddp_group_abort, ddp_launch reports the failure of the rank
-    that called it, also if another rank returns first. */
+    leave the line of their thread as it is.
+
+    After a ddp_group_abort, ddp_launch reports the failure of the rank that called it, also if another rank
+    returns first. Once, it then reported the lowest rank that had another error than DDP_ERR_POISONED, even if
+    that rank failed last. */
 #include "../../ddp.h"
 #include "../../ddp_fsdp.h"
 #include "../support/ranks.h"
@@ -57,13 +60,17 @@ static ddp_result run(ddp_group *world, void *user) {
     return result;
 }
 
-/* Rank 0 fails alone. Rank 1 waits for it. */
+/* Rank 1 fails, and aborts the group. Rank 2, which waits for it, fails first. Rank 0 fails last. */
 static ddp_result abort_one(ddp_group *world, void *user) {
     (void)user;
-    if (ddp_rank(world) == 1) return ddp_barrier(world);
+    if (ddp_rank(world) == 2) return ddp_barrier(world);
+    if (ddp_rank(world) == 0) {
+        ranks_sleep_us(600000);
+        return ddp_fail(DDP_ERR_TIMEOUT, "a consequence");
+    }
     ddp_result result = ddp_fail(DDP_ERR_SYSTEM, "%s", own_error);
     RANKS_OK(world, ddp_group_abort(world));
-    ranks_sleep_us(100000); /* rank 1 fails first */
+    ranks_sleep_us(100000); /* rank 2 fails first */
     return result;
 }
 
@@ -81,6 +88,7 @@ int main(void) {
             ddp_result result = ddp_launch(&desc, run, &which);
             EXPECT(result != DDP_OK && result != DDP_ERR_CORRUPT, "object %d: %s", what, ddp_last_error());
             if (what) continue;
+            desc.world_size = 3;
             EXPECT(ddp_launch(&desc, abort_one, NULL) == DDP_ERR_SYSTEM && says(ddp_last_error(), own_error),
                    "an abort hides the cause: %s", ddp_last_error());
         }

@@ -1638,6 +1638,9 @@ static ddp_result predictions_refused(ddp_group *group) {
     m.desc.ranks.replica_count = -2;
     FAILS(group, ddp_fsdp_predict(&m.desc, 2, &bytes), DDP_ERR_INVALID, "ddp_fsdp_predict",
           "ranks.replica_count=-2");
+    m.desc.ranks.replica_count = 1 << 12; /* a product of 2^32 once became a table of 0 ranks */
+    FAILS(group, ddp_fsdp_predict(&m.desc, 1 << 20, &bytes), DDP_ERR_INVALID, "ddp_fsdp_predict",
+          "world_size=1048576", "ranks.replica_count=4096", "too large");
     m.desc.ranks.replica_count = 0;
     m.desc.ranks.gpu = 1;
     m.desc.quantize_gather = 1;
