@@ -372,9 +372,10 @@ typedef struct ddp_fsdp_state {
     uint64_t rng[4];           /* for the caller */
     double user[8];            /* for the caller */
     /* Set by the caller, the same on every rank. 1 = rng and user differ between ranks, such as the state of
-       a random-number generator: a save stores those of each rank, and a load gives each rank its own. That
-       load is DDP_ERR_MISMATCH if the checkpoint was saved with 0, or on another number of ranks times
-       replicas. Set 0 for it: every rank receives those of rank 0, and seeds its generator again */
+       a random-number generator: a save stores those of each rank, and a load gives each rank its own. A load
+       with 1 returns DDP_ERR_MISMATCH if the checkpoint was saved with 0, or on another number of ranks times
+       replicas. A load with 0 reads it: every rank receives those of rank 0, and must seed its generator
+       again */
     int64_t per_rank;
 } ddp_fsdp_state;
 
@@ -425,8 +426,8 @@ typedef struct ddp_fsdp_desc {
        where shards do */
     int quantize_gather;
     ddp_fsdp_offload offload; /* 0 = none. On the CPU, HOST and PARAMS change nothing: memory is the host's */
-    const char *offload_dir;  /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of it
-                                     */
+    /* OFFLOAD_FILE: folder of the file; NULL = ".". The file has no name, and nothing remains of it */
+    const char *offload_dir;
     ddp_optimizer_desc optimizer; /* zero = AdamW; its params, shard_group and allocators are not read */
     /* NULL = none; outlives the ddp_fsdp. ddp_fsdp_clip_grad_norm or ddp_fsdp_step then unscales: do not call
        ddp_scaler_unscale. Call ddp_scaler_update after every ddp_fsdp_step, and not before it. A step with an
@@ -687,8 +688,8 @@ DDPDEF ddp_result ddp_fsdp_sync_buffers(ddp_fsdp *fsdp, int root);
    out: read on the receiving rank; may be NULL on others. dtype is f32, or f64 for an f64 parameter. ndim and
    shape are those of param.value. data is the caller's host memory for ddp_tensor_count elements.
    Collective, with the same arguments except out; blocks the hosts. Call it between steps: the values are
-   those after the last ddp_fsdp_step. Units stay as they are. Each call allocates
-   the pieces and frees them.
+   those after the last ddp_fsdp_step. It unshards and reshards no unit. Each call allocates the pieces and
+   frees them.
    Errors, on every rank: DDP_ERR_INVALID (unit, param or root is out of range; out differs from the
    parameter); DDP_ERR_MISMATCH when ranks pass different arguments; DDP_ERR_NO_MEMORY. The groups stay
    usable. DDP_ERR_INVALID only on this rank between the first ddp_fsdp_reduce_grads of a step and its
@@ -4179,8 +4180,8 @@ struct ddp_fsdp {
     int world_size, rank;           /* among the ranks that split parameters: 1 and 0 under NO_SHARD */
     ddp_group *replica_groups[2];   /* of ranks that hold the same rows */
     int replica_group_count;
-    int keeps_full_params; /* full parameters stay: not FULL_SHARD, or one rank on a device that holds its
-                                    shard */
+    /* full parameters stay: not FULL_SHARD, or one rank on a device that holds its shard */
+    int keeps_full_params;
     int reduces_per_micro_batch; /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
     int peer_memory;             /* the transport; 0 = collectives */
     ddp_result (*unshard_task)(ddp_group *group, void *unit); /* fills the full parameters of a unit */
@@ -6169,8 +6170,7 @@ static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d,
          "quantize_gather=1 needs strategy DDP_FSDP_FULL_SHARD", 0},
         {d->offload == DDP_FSDP_OFFLOAD_PARAMS && d->strategy != DDP_FSDP_FULL_SHARD,
          "offload=DDP_FSDP_OFFLOAD_PARAMS needs strategy DDP_FSDP_FULL_SHARD: the others keep full "
-         "parameters "
-         "on the device; use DDP_FSDP_OFFLOAD_HOST",
+         "parameters on the device; use DDP_FSDP_OFFLOAD_HOST",
          0},
         {d->prefetch < -1, "prefetch=%d; use 1 or more units, 0 for 1 or -1 for none", d->prefetch},
         {d->keep_checkpoints < 0, "keep_checkpoints=%d; use 1 or more, or 0 for 1", d->keep_checkpoints},

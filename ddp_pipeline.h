@@ -318,8 +318,8 @@ typedef struct ddp_pipeline_stage {
        the stage's previous action computes. No copy blocks the host. Bits are the same. Without effect: on
        the CPU; with at most two micro-batches in flight. Not with recompute. May differ between stages */
     int offload_saved;
-    int recompute; /* 1 = saved memory is freed after F, and F runs again before I or B (Chen et al.
-                           2016). Inputs are kept */
+    /* 1 = saved memory is freed after F, and F runs again before I or B (Chen et al. 2016). Inputs stay */
+    int recompute;
     /* W or B writes (not adds) the gradients of one micro-batch to param->grad.data. The runner adds them
        pairwise by index and leaves the sum there. NULL = no parameters, or the callbacks accumulate and
        divide gradients themselves.
@@ -4264,10 +4264,9 @@ static ddp_result ddp__pipe_offload_alloc(ddp_pipeline *p, ddp__pipe_stage *s) {
 /* Frees them, when the device uses them no more: at the latest at the time `until`. */
 static void ddp__pipe_offload_free(const ddp_pipeline *p, ddp__pipe_offload *o, double until) {
     for (int k = 0; k < 2; k++) {
-        if (!o->used[k]) continue;
-        ddp_event_wait_host(p->group, o->copied[k], until);
-        p->device->event_destroy(p->group, o->copied[k]);
-        p->device->event_destroy(p->group, o->used[k]);
+        (void)ddp_event_wait_host(p->group, o->copied[k], until);
+        if (o->copied[k]) p->device->event_destroy(p->group, o->copied[k]);
+        if (o->used[k]) p->device->event_destroy(p->group, o->used[k]);
     }
     if (o->slots && p->device->alloc_pinned) p->device->free_pinned(o->slots);
 }

@@ -5,7 +5,7 @@
         ./fits --model t5-3b --memory 80 --ranks 2,4,8 --dtype bf16
 
     ddp_fsdp_predict gives the memory of values, gradients and optimizer; no GPU and no group is needed.
-    Activations are yours to give: bytes per sample of a block (--unit-bytes), of the input of a block, which
+    You give the activations: bytes per sample of a block (--unit-bytes), of the input of a block, which
     recompute keeps (--boundary-bytes), and of the outputs (--output-bytes). By default they follow from
     --tokens, as Korthikanti et al. 2022 count them: 34 t d + 5 a t t bytes in 16 bits for t tokens, width d
     and a heads. A block with cross-attention has the attention part twice. --fit N scales them, so that
@@ -196,7 +196,7 @@ static ddp_result run(model *m, settings *s) {
         DDP_TRY(largest_batch(m, s, &rows[0], 1, 0, 0, &state, &ignored));
         double blocks = (s->memory - s->reserve - state) / s->fit - m->outputs;
         if (blocks <= 0)
-            return ddp_fail(DDP_ERR_INVALID, "--fit %.0f: so many samples have no room; use more --memory",
+            return ddp_fail(DDP_ERR_INVALID, "--fit %.0f: no room for that many samples; use more --memory",
                             s->fit);
         s->scale *= blocks / (m->activations - m->outputs);
         build(m, s);
@@ -209,8 +209,8 @@ static ddp_result run(model *m, settings *s) {
     return DDP_OK;
 }
 
-/* Reads numbers from min to max with commas between them, at most cap, and returns how many, or 0. Several
-   are whole numbers. */
+/* Reads up to cap numbers from min to max, with commas between them. Returns how many, or 0 on error. With a
+   cap above 1 they must be whole numbers. */
 static int read_numbers(const char *text, double min, double max, double *out, int cap) {
     for (int i = 0; i < cap; i++) {
         char *rest;
@@ -265,7 +265,7 @@ static ddp_result read_option(settings *s, const char *flag, const char *value) 
             if (!strcmp(value, choices[i].names[*k])) return DDP_OK;
         return ddp_fail(DDP_ERR_INVALID, "%s %s: no such name; see --help", flag, value);
     }
-    return ddp_fail(DDP_ERR_INVALID, "%s is no option, or lacks its value; see --help", flag);
+    return ddp_fail(DDP_ERR_INVALID, "%s: unknown option, or its value is missing; see --help", flag);
 }
 
 static const char help[] = "usage: fits [OPTION VALUE]...\n"

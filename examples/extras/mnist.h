@@ -83,8 +83,9 @@ static inline ddp_result mnist_open(const char *folder, mnist *train, mnist *tes
     return test ? mnist__open_set(folder, "t10k", MNIST_TEST, test) : DDP_OK;
 }
 
-/* Makes a data set without files: noise, and a bright stripe of two rows at the height of the label. The counts
-   are 1 or more; without test (NULL) test_count is 0. The same counts give the same bits. Errors: DDP_ERR_NO_MEMORY. */
+/* Makes a data set without files: noise, and a bright stripe of two rows at the height of the label. The
+   counts are 1 or more. test may be NULL if test_count is 0. The same counts give the same bits. Errors:
+   DDP_ERR_NO_MEMORY. */
 static inline ddp_result mnist_synthetic(int64_t train_count, int64_t test_count, mnist *train, mnist *test) {
     int64_t count = train_count + test_count, pixels = count * MNIST_PIXELS;
     void *memory = mmap(NULL, (size_t)(pixels + count), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,

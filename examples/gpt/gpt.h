@@ -816,7 +816,8 @@ static inline void gpt__dropout(const gpt_pass *pass, int place, float *out, con
     }
 }
 
-/* Returns d, or with dropout memory with the gradient of its input. */
+/* The gradient of a dropout's input, from d of its output: d without dropout, otherwise `memory`, which it
+   fills. */
 static inline const float *gpt__dropout_backward(const gpt_pass *pass, int place, float *memory,
                                                  const float *d) {
     if (pass->dropout == 0) return d;

@@ -620,17 +620,20 @@ static ddp_result untied(device_rank *d, both *b) {
     ddp_pipeline_tie tie = {0, 1, 1, 1};
     ddp_schedule_desc shape = DDP_ZERO;
     ddp_schedule *s;
-    shape.rank_count = w, shape.microbatch_count = 2;
+    shape.kind = DDP_SCHEDULE_GPIPE;
+    shape.rank_count = w;
+    shape.microbatch_count = 3; /* in flight: more than two, so that saved memory is offloaded */
     if (w != 3) return DDP_OK;
     RANKS_CHECK(d->cpu, device_get(&device) == cudaSuccess, "no device");
     RANKS_OK(d->cpu, ddp_schedule_create(&s, &shape));
-    for (int nth = 1; nth <= 4; nth++) {
+    for (int nth = 1; nth <= 8; nth++) {
         ddp_pipeline_desc desc;
         ddp_pipeline *pipeline;
         ddp_group *group;
         ddp_result result;
         RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
         pipe_build(&b->near, w, 1);
+        for (int stage = 0; stage < b->near.stages; stage++) b->near.stage[stage].offload_saved = 1;
         PIPE_TRY(far_build(&b->far, d, &b->near));
         far_desc(&b->far, s, &desc);
         desc.ties = &tie, desc.tie_count = 1;

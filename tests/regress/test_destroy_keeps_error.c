@@ -6,7 +6,7 @@
     leave the line of their thread as it is.
 
     After a ddp_group_abort, ddp_launch reports the failure of the rank that called it, also if another rank
-    returns first. Once, it then reported the lowest rank that had another error than DDP_ERR_POISONED, even if
+    returns first. Once, it then reported the lowest rank with an error other than DDP_ERR_POISONED, even if
     that rank failed last. */
 #include "../../ddp.h"
 #include "../../ddp_fsdp.h"
