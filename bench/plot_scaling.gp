@@ -5,8 +5,11 @@ set style data histograms
 set style histogram clustered gap 1
 set style fill solid 0.9 border -1
 set datafile missing "NaN"
-stats "scaling.dat" using 2 nooutput name "DDP"
-top = DDP_max > 105 ? DDP_max : 105
+top = 100
+do for [column = 2:3] {
+    stats "scaling.dat" using (valid(column) ? column(column) : 0) nooutput
+    top = STATS_max > top ? STATS_max : top
+}
 set yrange [0:top * 1.12]
 set ytics 20
 set grid y lc rgb "#dddddd"
