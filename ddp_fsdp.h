@@ -59,9 +59,9 @@ CONCEPTS
        weight |rows 0-1|rows 2-3| -----> |rows 0 1 2 3| -------> |grad 0-3||grad 0-3| ----> |sum 0-1||sum 2-3|
 
     Strategy   What is split, and what each rank keeps in full. Bytes per rank for P parameters, W ranks and
-               AdamW, without bookkeeping. 16-bit: param_dtype is BF16 or F16; master values, sums of
-               gradients and moments are f32. U: parameters of the largest unit times 1 + prefetch (2 by
-               default); all units share its buffers.
+               AdamW, without bookkeeping; ddp_fsdp_predict computes them for any desc. 16-bit: param_dtype is
+               BF16 or F16; master values, sums of gradients and moments are f32. U: parameters of the largest
+               unit times 1 + prefetch (2 by default); all units share its buffers.
 
                                                                f32                    16-bit
                    NO_SHARD      nothing: data parallelism     16 P                   20 P

@@ -744,74 +744,61 @@ static double tree_bytes(double payload) {
     return bytes;
 }
 
-/* GPU memory of ddp_fsdp in bytes, by the formulas of its opening comment. */
-static double fsdp_bytes(const trainer *t) {
-    const ddp_fsdp_strategy strategy = fsdp_strategy(t);
-    int full_values = strategy != DDP_FSDP_FULL_SHARD, offload = t->run.options->offload, levels = 0;
-    int offload_params = t->run.options->offload_params;
-    /* these two strategies reduce gradients after each micro-batch */
-    int reduce_each = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD;
-    double all = 0, largest = 0, own, bytes = 0, sums, buffers;
-    double element = (double)element_bytes(t), grad_element = t->pp > 1 ? 4 : element;
-    double reduce_element = (double)ddp_dtype_size(t->reduce_dtype);
-    double sent_element = reduce_element > element ? reduce_element : element;
-    double shards = strategy == DDP_FSDP_NO_SHARD ? 1 : t->dp;
-    double tied = t->pp > 1 || t->merges_tied ? 0 : (double)t->run.infos[0].count;
+/* The fields of ddp_fsdp_desc that memory depends on. */
+static ddp_fsdp_desc fsdp_desc(trainer *t) {
+    ddp_fsdp_desc desc = DDP_ZERO;
+    desc.units = t->units;
+    desc.unit_count = t->pp > 1 ? 1 : t->unit_count;
+    desc.strategy = fsdp_strategy(t);
+    desc.param_dtype = t->dtype;
+    desc.reduce_dtype = t->reduce_dtype;
+    desc.micro_batch_count = t->pp > 1 ? 1 : t->micro_count;
+    desc.overwrite_gradients = 1; /* backward writes every gradient of a unit */
+    if (t->run.options->offload_params)
+        desc.offload = DDP_FSDP_OFFLOAD_PARAMS;
+    else if (t->run.options->offload)
+        desc.offload = DDP_FSDP_OFFLOAD_HOST;
+    desc.scaler = t->dtype == DDP_F16 ? &t->scaler : NULL;
+    return desc;
+}
+
+/* GPU memory in bytes: of ddp_fsdp, of its reductions, and of ddp_pipeline's gradients. */
+static ddp_result fsdp_bytes(trainer *t, double *bytes) {
+    ddp_fsdp_desc desc = fsdp_desc(t);
+    ddp_fsdp_bytes predicted;
+    double all = 0, largest = 0, element = (double)element_bytes(t);
+    desc.ranks.gpu = 1;
+    DDP_TRY(ddp_fsdp_predict(&desc, t->dp, &predicted));
+    *bytes = (double)predicted.device;
     for (int u = t->first_unit; u < t->end_unit; u++) {
         double elements = (double)unit_elements(t, u);
         all += elements;
         if (elements > largest) largest = elements;
     }
+    if (t->merges_tied) *bytes += 2 * largest * element; /* unit 0 keeps its values and gradients */
     if (t->pp > 1) largest = all;
-    for (int64_t m = t->pp > 1 ? 1 : t->micro_count; m > 1; m >>= 1) levels++;
-    own = all - tied;
-    if (full_values)
-        bytes += own * element;
-    else if (!offload_params)
-        bytes += own * element / shards;
-    else /* two buffers of rows on several ranks, two of sums */
-        bytes += (t->dp > 1 ? 2 * largest * element / shards : 0) + 2 * largest * 4 / shards;
-    if (!offload && element < 4) bytes += own * 4 / shards; /* master weights */
-    if (!offload) bytes += own * 8 / shards;                /* moments */
-    if (!full_values) {                                     /* unsharded: one unit in use, two prefetched */
-        if (t->pp > 1)
-            bytes += largest * element;
-        else if (t->dp > 1 || offload_params)
-            bytes += (3 + t->merges_tied) * largest * element;
-    }
-    if (reduce_each) {
-        buffers = t->dp > 1 ? 3 : 2;
-        if (t->pp > 1) buffers = 1;
-        buffers += t->merges_tied; /* unit 0 keeps one */
-        bytes += buffers * largest * grad_element;
-        if (!offload_params) bytes += (levels + 1) * all * 4 / shards;
-    } else {
-        sums = levels; /* f32; a single micro-batch is summed in place */
-        if (!levels && grad_element < 4) sums = 1 / shards;
-        bytes += all * grad_element + sums * all * 4;
-    }
-    if (grad_element < 4 && !reduce_each) /* cast before the reduction */
-        bytes += largest * (levels > 0 || strategy == DDP_FSDP_NO_SHARD ? 4 : grad_element);
-    if (t->dp > 1 && strategy != DDP_FSDP_NO_SHARD) bytes += 2 * largest * sent_element; /* send, receive */
-    if (t->dp > 1 && t->order == DDP_ORDER_TREE) bytes += tree_bytes(largest * reduce_element);
+    if (t->dp > 1 && t->order == DDP_ORDER_TREE)
+        *bytes += tree_bytes(largest * (double)ddp_dtype_size(t->reduce_dtype));
     for (int64_t m = t->pp > 1 ? t->micro_count : 0; m > 0; m >>= 1)
-        bytes += all * 4;                                     /* ddp_pipeline's sums */
-    if (t->pp > 1 && element < 4) bytes += largest * element; /* half_grads */
-    return bytes;
+        *bytes += all * 4;                                     /* ddp_pipeline's sums */
+    if (t->pp > 1 && element < 4) *bytes += largest * element; /* half_grads */
+    return DDP_OK;
 }
 
 /* GPU memory of this rank in bytes, without what CUDA uses for graphs and libraries. */
-static double needed_bytes(const trainer *t) {
+static ddp_result needed_bytes(trainer *t, double *needed) {
     const run_config *c = &t->run.plan.config;
-    double tokens = (double)c->micro_batch * c->context;
+    double tokens = (double)c->micro_batch * c->context, bytes;
     double boundary = tokens * c->channels * (double)element_bytes(t); /* activations between two stages */
-    double bytes = (double)gpt_cuda_bytes(&t->desc) + fsdp_bytes(t);
+    DDP_TRY(fsdp_bytes(t, &bytes));
+    bytes += (double)gpt_cuda_bytes(&t->desc);
     if (t->end_unit > 1) bytes += (double)DDP_CUDA_GEMM_WORKSPACE_BYTES; /* an embedding has no product */
     bytes += 0.5 * MIB; /* sums of squares, flags and other small buffers */
     bytes += (2.0 * t->micro_count + t->slots) * (double)gpt_cuda_batch_ints((int)tokens) * 4;
     if (t->pp > 1) bytes += (2.0 * t->slots + 4) * 2 * boundary;
     if (t->tp > 1 && t->order == DDP_ORDER_TREE) bytes += tree_bytes(boundary);
-    return bytes;
+    *needed = bytes;
+    return DDP_OK;
 }
 
 #define LESS_MEMORY "use --recompute, --offload, --offload-params or a smaller --micro-batch"
@@ -864,7 +851,7 @@ static ddp_result check_memory(trainer *t) {
     if (gethostname(mine.host, sizeof mine.host - 1) != 0) snprintf(mine.host, sizeof mine.host, "unknown");
     CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
     mine.device = t->device;
-    mine.needed = needed_bytes(t);
+    DDP_TRY(needed_bytes(t, &mine.needed));
     mine.available = (double)free_bytes;
     if (r->options->memory_limit && mine.available > r->options->memory_limit * MIB)
         mine.available = r->options->memory_limit * MIB;
@@ -1059,26 +1046,14 @@ static ddp_result build_shards(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
     size_t unit = 0;
-    ddp_fsdp_desc desc = DDP_ZERO;
+    ddp_fsdp_desc desc = fsdp_desc(t);
     t->full_param = (float *)malloc(run_largest_param(r) * sizeof(float));
     if (!t->full_param) return run_out_of_memory();
     if (o->init && r->rank != 0) DDP_TRY(llmc_open(&t->init, o->init));
     if (r->plan.first_step > 0 && !is_folder(o->resume)) DDP_TRY(map_checkpoint(t));
-    desc.units = t->units;
-    desc.unit_count = t->pp > 1 ? 1 : t->unit_count;
-    desc.strategy = fsdp_strategy(t);
-    desc.param_dtype = t->dtype;
-    desc.reduce_dtype = t->reduce_dtype;
-    desc.micro_batch_count = t->pp > 1 ? 1 : t->micro_count;
-    desc.overwrite_gradients = 1; /* backward writes every gradient of a unit */
-    if (o->offload_params)
-        desc.offload = DDP_FSDP_OFFLOAD_PARAMS;
-    else if (o->offload)
-        desc.offload = DDP_FSDP_OFFLOAD_HOST;
     desc.optimizer.beta2 = 0.95f;
     desc.optimizer.weight_decay = 0.1f;
     desc.optimizer.decay_matrices_only = 1;
-    desc.scaler = t->loss_scale ? &t->scaler : NULL;
     desc.init_fn = fill_rows;
     desc.init_user = t;
     desc.state = &t->state;
