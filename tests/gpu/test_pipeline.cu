@@ -436,6 +436,10 @@ static ddp_result offloaded(device_rank *d, both *b) {
     RANKS_OK(d->cpu, ddp_schedule_parse(&s, "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n"));
     RANKS_RUN(d->cpu, offload_step(d, b, s, 1, 3, 2, &stats));
     ddp_schedule_destroy(s);
+    /* F3 takes the buffer of micro-batch 1, which has ended, and leaves 2 for the next action */
+    RANKS_OK(d->cpu, ddp_schedule_parse(&s, "0F0,0F1,0F2,0B1,0F3,0B2,0B3,0B0\n"));
+    RANKS_RUN(d->cpu, offload_step(d, b, s, 1, 4, 1, &stats));
+    ddp_schedule_destroy(s);
     /* two buffers are enough without copies */
     RANKS_OK(d->cpu, ddp_schedule_parse(&s, "0F0,0F1,0B0,0F2,0B1,0B2\n"));
     RANKS_RUN(d->cpu, offload_step(d, b, s, 1, 0, 0, &stats));
