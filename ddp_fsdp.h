@@ -656,8 +656,9 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
    Ownership: the memory belongs to the ddp_fsdp. value is valid until ddp_fsdp_destroy, and is stored where
    desc.offload states. grad is too, with OFFLOAD_PARAMS; otherwise it is in the device's memory. grad is
    valid until ddp_fsdp_step or ddp_fsdp_zero_grad. The caller may change grad, equally on all replicas. It
-   may change values between steps. The full parameters of all ranks have the new values after the next
-   ddp_fsdp_step; parameters without a separate master copy may show them earlier. */
+   may change values between steps. With OFFLOAD_PARAMS it first waits for the device, which may still read
+   them for an evaluation. The full parameters of all ranks have the new values after the next ddp_fsdp_step;
+   parameters without a separate master copy may show them earlier. */
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row);
 
