@@ -394,7 +394,7 @@ static ddp_result full_run(ddp_group *world, device_rank *d, int turn, const flo
     int want = last > 0;
     RANKS_CHECK(world, !device_uses_nccl() || (sent == want && kernels == want), "%d broadcasts, %d kernels",
                 sent, kernels);
-    RANKS_OK(world, ddp_barrier(world)); /* no rank goes on before all have read */
+    RANKS_OK(world, ddp_barrier(world)); /* no rank continues before all have read */
 #endif
     RANKS_OK(world, buffers_check(world, d, memory, 20 + last, what));
     RANKS_OK(world, full_check(world, fsdp, params, on_host, what));

@@ -1,6 +1,6 @@
 /*  test_destroy_keeps_error.c - after a failure on one rank, its cause is still in ddp_last_error at the end.
 
-    Once, a rank that failed alone and then freed its objects lost the cause: ddp_reducer_destroy failed as
+    Once, the only rank that failed lost the cause when it freed its objects: ddp_reducer_destroy failed as
     well, since the other ranks were in another call, and its line replaced that of the failure. ddp_launch
     then reported "ranks made different calls" instead of the file that could not be written. Destroys now
     leave the line of their thread as it is.
