@@ -12979,7 +12979,7 @@ static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
 #define DDP__SAMPLER_NEED(condition, ...) DDP_CHECK("ddp_sampler_init", NULL, condition, __VA_ARGS__)
 
 /* Rounds U C[r] / C[W] down. Sums of weights have a relative error of up to about W 1e-16, so a quotient just
-   below an integer stands for that integer: with equal weights of 0.7 and U = 6 it is 2.9999999999999996. */
+   below an integer represents that integer: with equal weights of 0.7 and U = 6 it is 2.9999999999999996. */
 static int64_t ddp__round_quotient_down(double quotient, int replicas) {
     int64_t down = (int64_t)quotient;
     return (double)(down + 1) - quotient <= quotient * replicas * 1e-15 ? down + 1 : down;

@@ -17,7 +17,7 @@
     bits. Later losses and the parameters differ by rounding only, because gradients are added in another
     order. At the end the same speeds cut the layers of a pipeline into stages.
 
-    A sleep stands for the work, so that ranks that share a core keep their speed. */
+    The work of a sample is a sleep, so that ranks that share a core keep their speed. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "../ddp_pipeline.h"

@@ -113,7 +113,8 @@ static ddp_result check_export(const char *path) {
     const char *slash = strrchr(path, '/');
     char folder[1100];
     struct stat info;
-    snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+    snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 0, path);
+    if (!slash) snprintf(folder, sizeof folder, ".");
     if (access(folder, W_OK) != 0)
         return ddp_fail(DDP_ERR_INVALID, "--export %.900s: %s; give a file in a folder that exists", path,
                         strerror(errno));
