@@ -366,7 +366,13 @@ static ddp_result offload_copies(device_rank *d, const std::string &record, cons
         to_host += !is_device;
         to_device += is_device;
         if (!is_device) continue;
-        size_t done = record.find("cudaEventRecord(", end) + 16;
+        /* The next event of the copy stream. The communication thread may record others in between. */
+        size_t done = record.find("cudaEventRecord(", end);
+        while (done != std::string::npos
+               && record.compare(record.find(',', done), copy.size() + 3, ", " + copy + ")") != 0)
+            done = record.find("cudaEventRecord(", done + 16);
+        RANKS_CHECK(d->cpu, done != std::string::npos, "no event after %s", line.c_str());
+        done += 16;
         const std::string event = record.substr(done, record.find(',', done) - done);
         size_t waits = record.find("cudaStreamWaitEvent(" + compute + ", " + event + ")", done);
         size_t work = record.find(", " + compute + ")\n", record.find('\n', done));
