@@ -203,8 +203,8 @@ static ddp_result run_epoch(trainer *t, int epoch, const ddp_lr_desc *lr, int64_
     return run_test(t, tested);
 }
 
-/* After an epoch: rank 0 saves the weights if no earlier epoch had a lower test loss. *is_over 1: two epochs in
-   a row have not improved it. All ranks get the same answer, so they end together. */
+/* After an epoch: rank 0 saves the weights if no earlier epoch had a lower test loss. *is_over 1: two epochs
+   in a row have not improved it. All ranks get the same answer, so they end together. */
 static ddp_result keep_best(trainer *t, double loss, int *is_over) {
     ddp_tensor weights = {t->value, DDP_F32, 2, {PARAMS, PIXELS * HIDDEN}};
     int is_best = 0;
