@@ -10947,16 +10947,19 @@ typedef struct ddp__launch {
         launch, rank,                                     \
         ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->desc.world_size, __VA_ARGS__))
 
+/* Stores the rank, unless another one was first. */
+static void ddp__store_first(uint32_t *rank_plus_1, int rank) {
+    uint32_t none = 0;
+    __atomic_compare_exchange_n(rank_plus_1, &none, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL,
+                                __ATOMIC_ACQUIRE);
+}
+
 static void ddp__record_failure(const ddp__launch *launch, int rank, ddp_result result) {
     ddp__job *job = launch->heap->job;
-    uint32_t *const first[] = {&job->failed_rank_plus_1, &job->cause_rank_plus_1};
     snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
     job->rank[rank].result = (int32_t)result;
-    for (int i = 0; i < 1 + (result != DDP_ERR_POISONED); i++) {
-        uint32_t none = 0;
-        __atomic_compare_exchange_n(first[i], &none, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL,
-                                    __ATOMIC_ACQUIRE);
-    }
+    ddp__store_first(&job->failed_rank_plus_1, rank);
+    if (result != DDP_ERR_POISONED) ddp__store_first(&job->cause_rank_plus_1, rank);
 }
 
 typedef struct ddp__rank_thread {
@@ -11859,9 +11862,10 @@ DDPDEF ddp_result ddp_buffers_broadcast(ddp_group *group, const ddp_tensor *buff
 /* Broadcasts the buffers from root. The first call allocates the message. */
 static ddp_result ddp__reducer_broadcast_buffers(ddp_reducer *reducer, int root) {
     const ddp_reducer_desc *d = &reducer->desc;
-    size_t message_bytes = ddp_buffers_message_bytes(d->buffers, d->buffer_count);
-    if (reducer->group->world_size > 1 && message_bytes && !reducer->packed_buffers)
-        DDP_TRY(ddp_group_alloc(reducer->group, message_bytes, &reducer->packed_buffers));
+    if (reducer->group->world_size > 1 && !reducer->packed_buffers) {
+        size_t message_bytes = ddp_buffers_message_bytes(d->buffers, d->buffer_count);
+        if (message_bytes) DDP_TRY(ddp_group_alloc(reducer->group, message_bytes, &reducer->packed_buffers));
+    }
     return ddp_buffers_broadcast(reducer->group, d->buffers, d->buffer_count, reducer->packed_buffers, root);
 }
 

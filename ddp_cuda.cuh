@@ -3813,14 +3813,15 @@ static const char *const ddp__cuda_epilogue_names[] = {"none", "bias", "gelu", "
 static void ddp__cuda_lt_print(char line[DDP__CUDA_LT_LINE_MAX], const ddp__cuda_product *p,
                                const ddp_cuda_gemm_algo *algo) {
     const ddp_cuda_gemm_desc *d = &p->desc;
+    char a = d->trans_a ? 't' : 'n';
+    char b = d->trans_b ? 't' : 'n';
     int used = snprintf(
         line, DDP__CUDA_LT_LINE_MAX,
         "%s %c%c m=%lld n=%lld k=%lld lda=%lld ldb=%lld ldc=%lld epilogue=%s addend=%d tf32=%d "
         "align=%u separate=%d algo=",
-        ddp_dtype_name(d->dtype), "nt"[d->trans_a != 0], "nt"[d->trans_b != 0], (long long)d -> m,
-        (long long)d -> n, (long long)d -> k, (long long)d -> lda, (long long)d -> ldb, (long long)d -> ldc,
-        ddp__cuda_epilogue_names[d->epilogue], d -> addend != NULL, d -> allow_tf32 != 0, p -> align,
-        algo -> separate != 0);
+        ddp_dtype_name(d->dtype), a, b, (long long)d->m, (long long)d->n, (long long)d->k, (long long)d->lda,
+        (long long)d->ldb, (long long)d->ldc, ddp__cuda_epilogue_names[d->epilogue], d->addend != NULL,
+        d->allow_tf32 != 0, p->align, algo->separate != 0);
     for (int i = 0; i < 8; i++)
         used += snprintf(line + used, (size_t)(DDP__CUDA_LT_LINE_MAX - used), i ? " %016llx" : "%016llx",
                          (unsigned long long)algo->data[i]);

@@ -352,7 +352,7 @@ static ddp_result check_writable(const char *path) {
     struct stat info;
     int existed, fd;
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
-    if (stat(path, &info) == 0 && !S_ISREG(info.st_mode))
+    if (!path[0] || (stat(path, &info) == 0 && !S_ISREG(info.st_mode)))
         return ddp_fail(DDP_ERR_INVALID,
                         "%s cannot be written: it is not a regular file; remove it or choose another path",
                         path);

@@ -108,21 +108,6 @@ typedef struct trainer {
     double unshard_seconds;
 } trainer;
 
-/* Checks that a file can be created at this path, or replaced. */
-static ddp_result check_export(const char *path) {
-    const char *slash = strrchr(path, '/');
-    char folder[1100];
-    struct stat info;
-    snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 0, path);
-    if (!slash) snprintf(folder, sizeof folder, ".");
-    if (access(folder, W_OK) != 0)
-        return ddp_fail(DDP_ERR_INVALID, "--export %.900s: %s; give a file in a folder that exists", path,
-                        strerror(errno));
-    if (!path[0] || (stat(path, &info) == 0 && !S_ISREG(info.st_mode)))
-        return ddp_fail(DDP_ERR_INVALID, "--export %.900s: not a file; give the path of a file", path);
-    return DDP_OK;
-}
-
 /* Rank 0: checks all input before training, and before any file is written. */
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
@@ -142,7 +127,7 @@ static ddp_result plan_run(trainer *t) {
             "replica",
             replicas, r->world_size, inner);
     if (o->checkpoint) DDP_TRY(folder_check(o->checkpoint));
-    if (o->export_file) DDP_TRY(check_export(o->export_file));
+    if (o->export_file) DDP_TRY(check_writable(o->export_file));
     if (o->resume) DDP_TRY(folder_read(r->options, &saved));
     if (o->resume)
         DDP_TRY(folder_check_qkv(o->resume, 0, "use train_gpt_3d, or train_gpt_cuda with --tp 2 or more"));

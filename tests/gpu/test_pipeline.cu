@@ -366,7 +366,7 @@ static ddp_result offload_copies(device_rank *d, const std::string &record, cons
         to_host += !is_device;
         to_device += is_device;
         if (!is_device) continue;
-        /* The next event of the copy stream. The communication thread may record others in between. */
+        /* The next event of the copy stream; the communication thread may record others before it. */
         size_t done = record.find("cudaEventRecord(", end);
         while (done != std::string::npos
                && record.compare(record.find(',', done), copy.size() + 3, ", " + copy + ")") != 0)

@@ -151,8 +151,8 @@ for ranks in 1 2; do
     wrong "it is not a folder" $small --checkpoint text text
     wrong "No such file" $small --checkpoint missing/new text
     wrong "holds other files" $small --checkpoint other text
-    wrong "No such file" $small --export missing/new text
-    wrong "not a file" $small --export other text
+    wrong "missing/new cannot be written: No such file" $small --export missing/new text
+    wrong "other cannot be written: it is not a regular file" $small --export other text
     wrong "No such file" $small --resume missing text
     wrong "not a checkpoint of train_gpt_fsdp" --ranks $ranks --resume older text
     wrong "use train_gpt_3d" --ranks $ranks --resume apart text
