@@ -9884,14 +9884,16 @@ typedef struct ddp__mpi_message {
     MPI_Request request;
 } ddp__mpi_message;
 
+enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
+enum { DDP__MPI_ALL_REDUCE, DDP__MPI_REDUCE, DDP__MPI_REDUCE_SCATTER, DDP__MPI_SUMS };
 typedef struct ddp__mpi {
     MPI_Comm comm;
     ddp_group *local; /* the ranks of this machine */
     int rank, world_size;
     int one_thread;        /* 1 = only the main thread may call MPI, or one thread at a time */
     int ranks_per_machine; /* if every machine holds the same 2^k consecutive ranks; otherwise 1 */
-    int stride;            /* the ranks that it divides take part in the transfer, as rank / stride */
-    uint64_t *machine_of;  /* of each rank: the first rank of its machine */
+    int stride, offset;   /* ranks offset, offset + stride, ... take part in the transfer, as rank / stride */
+    uint64_t *machine_of; /* of each rank: the first rank of its machine */
     /* Failures */
     ddp__mpi_control control[DDP__CONTROL_KINDS]; /* of each kind, as sent: MPI may still read them */
     unsigned char *rank_state;                    /* DDP_RANK_... of each rank, by its CONTROL_REPLY */
@@ -9900,7 +9902,7 @@ typedef struct ddp__mpi {
     uint64_t departed_after; /* seq of its last call */
     /* The collective in flight */
     ddp_call call;
-    int method;            /* of an all_reduce: rank 0 chooses it, and sends it with the hash of its call */
+    int method;            /* of a sum: one rank chooses it, and sends it with the hash of its call */
     MPI_Request *requests; /* at most four per rank */
     int request_count;
     int cancellable;   /* 1 = the requests are messages, not a collective of MPI */
@@ -9909,10 +9911,10 @@ typedef struct ddp__mpi {
     unsigned char *scratch;  /* two chunks and one pointer per rank */
     size_t rank_chunk_bytes; /* bytes of scratch for one chunk of one rank */
     size_t chunk_bytes;      /* rank_chunk_bytes, or a multiple of it if fewer ranks take part */
-    float *f32_chunk;        /* a chunk of 16-bit floats, converted */
-    ddp_tuner tuner[16];     /* by size */
+    unsigned char
+        *machine_sums; /* of the method by machine: rank_chunk_bytes per rank. NULL before its use */
+    ddp_tuner tuner[DDP__MPI_SUMS][16]; /* by size */
 } ddp__mpi;
-enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
 /* Worlds that are open, or that have failed after their ranks began to communicate. MPI is not finalised
    before they are closed. */
 static uint32_t ddp__mpi_open_worlds;
@@ -10040,7 +10042,7 @@ static ddp_result ddp__mpi_check_wait(ddp_group *group, ddp__mpi *s, double star
     ddp_result cause = ddp_group_check_lost(group);
     if (cause != DDP_OK) ddp__mpi_fail(s, cause);
     if (is_overdue && ddp_group_cause(s->local) == DDP_OK)
-        ddp__mpi_find_silent_ranks(group, s, &s->call, 0, s->world_size - 1, s->stride);
+        ddp__mpi_find_silent_ranks(group, s, &s->call, s->offset, s->world_size - 1, s->stride);
     cause = ddp_group_cause(s->local);
     return cause == DDP_OK ? DDP_OK : ddp__mpi_fail(s, cause);
 }
@@ -10052,7 +10054,7 @@ static ddp_result ddp__mpi_check_wait(ddp_group *group, ddp__mpi *s, double star
    Calls that add use one of three methods:
 
      native      all_reduce and reduce in any order, of the types that MPI has: MPI computes them
-     by machine  all_reduce, if every machine holds 2^k consecutive ranks: their sum is a subtree
+     by machine  if every machine holds 2^k consecutive ranks: their sum is a subtree
      flat        all others. ddp_tuner chooses between this method and the one by machine
 
    Flat, three ranks with the data a, b and c. Chunk by chunk, each rank receives its share of every rank's
@@ -10063,11 +10065,18 @@ static ddp_result ddp__mpi_check_wait(ddp_group *group, ddp__mpi *s, double star
        rank 1    b0 b1 b2          a1 + b1 + c1 = s1        s0 s1 s2
        rank 2    c0 c1 c2          a2 + b2 + c2 = s2        s0 s1 s2
 
-   By machine, two machines of four ranks:
+   By machine, an all_reduce on two machines of four ranks:
 
        ranks 0 1 2 3   reduce to 0 --+           +-- broadcast from 0 to 0 1 2 3
                                      +-- flat ---+
-       ranks 4 5 6 7   reduce to 4 --+           +-- broadcast from 4 to 4 5 6 7 */
+       ranks 4 5 6 7   reduce to 4 --+           +-- broadcast from 4 to 4 5 6 7
+
+   A reduce to rank 6 adds on ranks 2 and 6, and ends there. A reduce_scatter has one flat exchange per rank
+   of a machine:
+
+       ranks 0 1 2 3   reduce_scatter: rank 1 holds this machine's sums of blocks 1 and 5 --+
+                                                                                            +-- flat
+       ranks 4 5 6 7   reduce_scatter: rank 5 holds this machine's sums of blocks 1 and 5 --+ */
 
 #if defined(DDP_USE_MPI)
 /* Waits for all requests that have been started. */
@@ -10122,8 +10131,9 @@ static ddp_result ddp__mpi_start_message(ddp__mpi *s, int sends, void *memory, s
 static ddp_result ddp__mpi_start_piece(ddp__mpi *s, int sends, const void *memory, size_t size_bytes,
                                        int peer) {
     if (!size_bytes) return DDP_OK;
-    DDP_TRY(ddp__mpi_start_message(s, sends, (void *)(uintptr_t)memory, 0, 0, size_bytes, peer * s->stride,
-                                   DDP__MPI_DATA, &s->requests[s->request_count]));
+    DDP_TRY(ddp__mpi_start_message(s, sends, (void *)(uintptr_t)memory, 0, 0, size_bytes,
+                                   peer * s->stride + s->offset, DDP__MPI_DATA,
+                                   &s->requests[s->request_count]));
     s->request_count++;
     s->cancellable = 1;
     return DDP_OK;
@@ -10192,7 +10202,7 @@ static ddp_result ddp__mpi_reduce_and_start_gather(ddp__mpi *s, const ddp_call *
                                                    unsigned char *arrived) {
     const int rank = s->rank / s->stride, ranks = s->world_size / s->stride;
     const int scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
-    const int receives = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
+    const int receives = scatters || ddp_call_receives(call, rank, rank).size > 0;
     const void **sources = (const void **)(void *)s->scratch;
     unsigned char *recv = (unsigned char *)call->recv;
     ddp_bytes share = ddp__mpi_reduced_chunk(s, call, rank, k);
@@ -10211,17 +10221,18 @@ static ddp_result ddp__mpi_reduce_and_start_gather(ddp__mpi *s, const ddp_call *
     return DDP_OK;
 }
 
-/* The flat method, among all ranks or among the ranks that `stride` divides. While chunk k arrives, the rank
-   adds and sends chunk k - 1:
+/* The flat method, among all ranks, or among ranks offset, offset + stride, ... While chunk k arrives, the
+   rank adds and sends chunk k - 1:
 
        k    arrives      added and sent
        0    chunk 0
        1    chunk 1      chunk 0
        2                 chunk 1 */
-static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int stride) {
+static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int stride, int offset) {
     unsigned char *chunks = s->scratch + (size_t)s->world_size * sizeof(void *);
     size_t half, remaining = 1;
     s->stride = stride;
+    s->offset = offset;
     s->chunk_bytes = s->rank_chunk_bytes * (size_t)stride; /* fewer ranks: more memory for each */
     half = (size_t)(s->world_size / stride) * s->chunk_bytes;
     for (size_t k = 0; remaining; k++) {
@@ -10234,36 +10245,82 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     return DDP_OK;
 }
 
-/* all_reduce by machine: a reduce to the first rank of each machine, the flat method among these, and a
-   broadcast on each machine. Partial sums of 16-bit floats are f32. */
-static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+/* all_reduce and reduce by machine, in pieces: a reduce to one rank of each machine, the leader; the flat
+   method among the leaders; in an all_reduce, a broadcast on each machine. The leaders include the root. */
+static ddp_result ddp__mpi_reduce_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call,
+                                             ddp_dtype sum_dtype) {
     const ddp_device *cpu = ddp_device_cpu();
-    const ddp_dtype sum_dtype = ddp_sum_dtype(call->dtype);
     const ddp_op sum_op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op; /* the flat method divides */
-    const int is_leader = ddp_rank(s->local) == 0, converts = sum_dtype != call->dtype;
+    const int to_all = call->kind == DDP_CALL_ALL_REDUCE, converts = sum_dtype != call->dtype;
+    const int receives = to_all || s->rank == call->root;
+    const int leader = to_all ? 0 : call->root % s->ranks_per_machine;
     const size_t element = ddp_dtype_size(call->dtype);
-    const size_t max_count = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(sum_dtype);
+    const size_t max_count = (size_t)s->world_size * s->rank_chunk_bytes / ddp_dtype_size(sum_dtype);
     ddp_call part = *call;
     part.dtype = sum_dtype;
-    if (converts && !s->f32_chunk) {
-        s->f32_chunk = (float *)ddp_host_alloc(group, max_count * sizeof(float));
-        if (!s->f32_chunk) return DDP_ERR_NO_MEMORY;
-    }
+    if (!to_all) part.root = call->root / s->ranks_per_machine;
     for (size_t first = 0; first < call->count; first += part.count) {
         const unsigned char *send = (const unsigned char *)call->send + first * element;
-        unsigned char *recv = (unsigned char *)call->recv + first * element;
-        void *sum = converts ? (void *)s->f32_chunk : recv;
+        unsigned char *recv = receives ? (unsigned char *)call->recv + first * element : NULL;
+        void *sum = converts || !receives ? s->machine_sums : recv;
         const void *own = converts ? sum : send;
         part.count = call->count - first < max_count ? call->count - first : max_count;
         part.send = sum;
         part.recv = sum;
-        if (converts) cpu->cast(sum, DDP_F32, send, call->dtype, part.count);
-        DDP_TRY(ddp_reduce(s->local, own, sum, part.count, sum_dtype, sum_op, 0, NULL));
-        if (is_leader) DDP_TRY(ddp__mpi_flat(group, s, &part, s->ranks_per_machine));
-        if (is_leader && converts) cpu->cast(recv, call->dtype, sum, DDP_F32, part.count);
-        DDP_TRY(ddp_broadcast(s->local, recv, part.count, call->dtype, 0, NULL));
+        if (converts) cpu->cast(sum, sum_dtype, send, call->dtype, part.count);
+        DDP_TRY(ddp_reduce(s->local, own, sum, part.count, sum_dtype, sum_op, leader, NULL));
+        if (ddp_rank(s->local) == leader)
+            DDP_TRY(ddp__mpi_flat(group, s, &part, s->ranks_per_machine, leader));
+        if (ddp_rank(s->local) == leader && receives)
+            cpu->cast(recv, call->dtype, sum, sum_dtype, part.count);
+        if (to_all) DDP_TRY(ddp_broadcast(s->local, recv, part.count, call->dtype, 0, NULL));
     }
     return DDP_OK;
+}
+
+/* reduce_scatter by machine, in pieces of each block: a reduce_scatter on each machine, then the flat method
+   among peers, the ranks at the same position on their machines. Between the two, a rank has its machine's
+   sums of its own block and of the blocks of its peers. These are adjacent in machine_sums. */
+static ddp_result ddp__mpi_reduce_scatter_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call,
+                                                     ddp_dtype sum_dtype) {
+    const ddp_device *cpu = ddp_device_cpu();
+    const ddp_op sum_op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op; /* the flat method divides */
+    const int per_machine = s->ranks_per_machine, local = ddp_rank(s->local);
+    const size_t machines = (size_t)(s->world_size / per_machine), machine = (size_t)(s->rank / per_machine);
+    const size_t element = ddp_dtype_size(call->dtype), sum_element = ddp_dtype_size(sum_dtype);
+    const size_t max_count = s->rank_chunk_bytes / sum_element;
+    ddp_call part = *call;
+    part.dtype = sum_dtype;
+    for (size_t first = 0; first < call->count; first += part.count) {
+        part.count = call->count - first < max_count ? call->count - first : max_count;
+        const size_t block_bytes = part.count * sum_element, peers_bytes = machines * block_bytes;
+        for (int r = 0; r < s->world_size; r++)
+            cpu->cast(s->machine_sums + (size_t)(r % per_machine) * peers_bytes
+                          + (size_t)(r / per_machine) * block_bytes,
+                      sum_dtype,
+                      (const unsigned char *)call->send + ((size_t)r * call->count + first) * element,
+                      call->dtype, part.count);
+        unsigned char *own = s->machine_sums + (size_t)local * peers_bytes;
+        DDP_TRY(ddp_reduce_scatter(s->local, s->machine_sums, own, machines * part.count, sum_dtype, sum_op,
+                                   NULL));
+        part.send = own;
+        part.recv = own + machine * block_bytes;
+        DDP_TRY(ddp__mpi_flat(group, s, &part, per_machine, local));
+        cpu->cast((unsigned char *)call->recv + first * element, call->dtype, part.recv, sum_dtype,
+                  part.count);
+    }
+    return DDP_OK;
+}
+
+/* A sum by machine. Partial sums of 16-bit floats are f32. */
+static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    const ddp_dtype sum_dtype = ddp_sum_dtype(call->dtype);
+    if (!s->machine_sums)
+        s->machine_sums = (unsigned char *)ddp_host_alloc(group, (size_t)s->world_size * s->rank_chunk_bytes);
+    if (!s->machine_sums) return DDP_ERR_NO_MEMORY;
+    return call->kind == DDP_CALL_REDUCE_SCATTER
+               ? ddp__mpi_reduce_scatter_by_machine(group, s, call, sum_dtype)
+               : ddp__mpi_reduce_by_machine(group, s, call, sum_dtype);
 }
 
 /* Returns the MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. MPI never computes MIN and
@@ -10313,18 +10370,26 @@ static ddp_result ddp__mpi_native(ddp_group *group, ddp__mpi *s, const ddp_call 
 /* Runs collectives, sends and receives. A collective begins with an MPI_Iallreduce that compares the calls of
    all ranks:
 
-       every rank   MPI_Iallreduce(MAX)  hash of the call, its complement, method (rank 0 proposes it)
+       every rank   MPI_Iallreduce(MAX)  hash of the call, its complement, method (one rank chooses it)
                     all hashes are equal: the transfer
                     otherwise:            MPI_Iallgather of the calls; the error line names two that differ
 
    The data of a message begins with dtype and count, so that the receiver can compare them. */
 
 #if defined(DDP_USE_MPI)
-/* Returns the tuner for the size of a call: one for each factor of four, from 1 KiB. */
+/* Returns the tuner for the size of a sum: one for each factor of four, from 1 KiB. */
 static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
-    int size = 0;
+    int sum = DDP__MPI_ALL_REDUCE, size = 0;
+    if (call->kind == DDP_CALL_REDUCE) sum = DDP__MPI_REDUCE;
+    if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = DDP__MPI_REDUCE_SCATTER;
     while (size < 15 && call->count * ddp_dtype_size(call->dtype) >> (2 * size + 10)) size++;
-    return &s->tuner[size];
+    return &s->tuner[sum][size];
+}
+
+/* Returns 1 on the rank that chooses the method of a sum: the root, which ends last, or rank 0. */
+static int ddp__mpi_chooses_method(const ddp__mpi *s, const ddp_call *call) {
+    int root = call->kind == DDP_CALL_REDUCE ? call->root : 0;
+    return s->rank == root && s->ranks_per_machine > 1 && ddp_call_adds(call);
 }
 
 /* Compares the calls of all ranks: on DDP_OK they are the same. In an all_to_all_v each rank also compares
@@ -10332,11 +10397,11 @@ static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
 static ddp_result ddp__mpi_compare_calls(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     uint64_t *own_call = s->words, *own_max = s->words + 3, *max = s->words + 6,
              *all = (uint64_t *)(void *)s->scratch;
-    int proposes = s->rank == 0 && s->ranks_per_machine > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
+    int chooses = ddp__mpi_chooses_method(s, call), other = 1;
     ddp_call_pack(call, own_call);
     own_call[2] = own_max[0] = ddp_call_hash(call, s->world_size);
     own_max[1] = ~own_max[0]; /* its maximum is the minimum of hash[0] */
-    own_max[2] = proposes ? (uint64_t)ddp_tuner_pick(ddp__mpi_tuner(s, call), DDP__MPI_METHODS) : 0;
+    own_max[2] = chooses ? (uint64_t)ddp_tuner_pick(ddp__mpi_tuner(s, call), DDP__MPI_METHODS) : 0;
     DDP__MPI_TRY_COLLECTIVE(group, s, MPI_Iallreduce, own_max, max, 3, MPI_UINT64_T, MPI_MAX);
     s->method = s->ranks_per_machine > 1 ? (int)max[2] : DDP__MPI_FLAT;
     if (max[0] != own_max[0] || max[1] != own_max[1]) {
@@ -10368,11 +10433,11 @@ static ddp_result ddp__mpi_execute(ddp_group *group, ddp__mpi *s, const ddp_call
     if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL)
         return ddp__mpi_native(group, s, call, type);
     if (!ddp_call_adds(call)) return ddp__mpi_exchange(group, s, call);
-    if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
     double start = ddp_now();
-    DDP_TRY(s->method == DDP__MPI_FLAT ? ddp__mpi_flat(group, s, call, 1)
+    DDP_TRY(s->method == DDP__MPI_FLAT ? ddp__mpi_flat(group, s, call, 1, 0)
                                        : ddp__mpi_by_machine(group, s, call));
-    ddp_tuner_learn(ddp__mpi_tuner(s, call), s->method, ddp_now() - start);
+    if (ddp__mpi_chooses_method(s, call))
+        ddp_tuner_learn(ddp__mpi_tuner(s, call), s->method, ddp_now() - start);
     return DDP_OK;
 }
 
@@ -10381,6 +10446,7 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
     for (int i = 0; i < DDP__CONTROL_KINDS; i++) s->control[i].seq = call->seq;
     s->call = *call;
     s->stride = 1;
+    s->offset = 0;
     s->request_count = 0;
     ddp_result result = ddp__mpi_execute(group, s, call);
     if (result == DDP_OK) return DDP_OK;
@@ -10463,7 +10529,7 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp_group_destroy(s->local);
     if (cause != DDP_OK) return;
     ddp_host_free(group, s->scratch);
-    ddp_host_free(group, s->f32_chunk);
+    ddp_host_free(group, s->machine_sums);
 }
 
 /* Each rank sends these to all others when a group opens: its machine, a random number for the token of the

@@ -34,6 +34,8 @@ int MPI_Iallreduce(const void *send, void *recv, int count, MPI_Datatype type, M
 /* A word of shared memory: 1 while the leader of a machine sleeps in its transfer, until its neighbour probes
    and sets 2. probes: by this rank meanwhile. */
 static int *leader_sleeps, is_sleepy_leader, probes;
+static int64_t bytes_across; /* of data that this rank has sent to other machines */
+enum { DATA_TAG = 0 };       /* DDP__MPI_DATA of ddp.h */
 
 int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm,
               MPI_Request *request) {
@@ -45,6 +47,11 @@ int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, M
             ranks_sleep_us(1000);
         __atomic_store_n(leader_sleeps, 0, __ATOMIC_RELEASE);
     }
+    int rank, element;
+    MPI_Comm_rank(comm, &rank);
+    MPI_Type_size(type, &element);
+    if (tag == DATA_TAG && rank / ranks_per_machine() != to / ranks_per_machine())
+        bytes_across += (int64_t)count * element;
     return PMPI_Isend(data, count, type, to, tag, comm, request);
 }
 
@@ -173,6 +180,42 @@ static ddp_result probing(void) {
     leader_sleeps = NULL;
     MPI_Win_free(&window);
     ddp_group_destroy(g);
+    return DDP_OK;
+}
+
+/* Elements that all ranks send to other machines in a sum of COUNT elements, on two machines of two ranks. The
+   method by machine sends those of one rank per machine instead of two. */
+static ddp_result across(void) {
+    enum { COUNT = 4096, ROOT = 1 };
+    static const struct {
+        const char *name;
+        int64_t flat, by_machine;
+    } sums[] = {{"all_reduce", 4 * COUNT, 2 * COUNT},
+                {"reduce", 5 * COUNT / 2, 3 * COUNT / 2},
+                {"reduce_scatter", 8 * COUNT, 4 * COUNT}};
+    static float data[4 * COUNT], out[COUNT];
+    ddp_group *g = NULL;
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    RANKS_CHECK(g, ddp_world_size(g) == 4 && ranks_per_machine() == 2, "it needs 4by2");
+    for (int kind = 0; kind < 3; kind++) {
+        int methods_used[2] = {0};
+        for (int round = 0; round < 8; round++) { /* both methods have their turns */
+            int64_t elements;
+            bytes_across = 0;
+            if (kind == 0) RANKS_OK(g, ddp_all_reduce(g, data, out, COUNT, DDP_F32, DDP_OP_SUM, NULL));
+            if (kind == 1) RANKS_OK(g, ddp_reduce(g, data, out, COUNT, DDP_F32, DDP_OP_SUM, ROOT, NULL));
+            if (kind == 2) RANKS_OK(g, ddp_reduce_scatter(g, data, out, COUNT, DDP_F32, DDP_OP_SUM, NULL));
+            MPI_Allreduce(&bytes_across, &elements, 1, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);
+            elements /= (int64_t)sizeof *data;
+            RANKS_CHECK(g, elements == sums[kind].flat || elements == sums[kind].by_machine,
+                        "%s: %lld elements", sums[kind].name, (long long)elements);
+            methods_used[elements == sums[kind].by_machine]++;
+        }
+        RANKS_CHECK(g, methods_used[0] && methods_used[1], "%s: %d flat, %d by machine", sums[kind].name,
+                    methods_used[0], methods_used[1]);
+    }
+    ddp_group_destroy(g);
+    finalized_at_exit = 1;
     return DDP_OK;
 }
 
@@ -509,6 +552,7 @@ int main(int argc, char **argv) {
         {"many", many},
         {"large", large},
         {"probing", probing},
+        {"across", across},
     };
     watchdog_start(240);
     inner.mpi_chunk_bytes = (size_t)2 << 20; /* the normal size */
