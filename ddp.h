@@ -51,8 +51,9 @@ CONCEPTS
     Group      Holds all state of its ranks' communication. The library has no globals. A process may have
                many groups.
     Threads    One thread at a time may make calls on a group, or on other objects that communicate over it.
-               Exceptions: any thread may call ddp_group_status, ddp_group_abort, ddp_rank and similar queries
-               until the group is destroyed.
+               Exceptions, until the group is destroyed: any thread may call ddp_group_status,
+               ddp_group_abort, ddp_group_attempt, ddp_rank, ddp_world_size, ddp_local_rank and
+               ddp_local_world_size.
     Collective A call that every rank of the group makes, in the same order. Its comment, or that of its
                section, states that it is collective, and which arguments must be equal on all ranks. The
                library compares those on arrival.
@@ -65,10 +66,11 @@ CONCEPTS
                order issued, whether they block or not. A communication thread executes those with a ddp_work.
                If the call itself returns an error, there is nothing to wait for. On a group of GPUs over
                NCCL the host does not wait for results: see ddp_cuda_group_create.
-    Tree order SUM and AVG add in a fixed binary tree over rank index. A range of n ranks splits at the
-               largest power of two below n: with 4 ranks, (r0+r1)+(r2+r3). The bits of the result depend only
-               on this tree, never on timing, sizes, buckets or the backend. PROD multiplies in the same tree.
-               16-bit floats are reduced in f32 and rounded once.
+    Tree order With DDP_ORDER_TREE, the default on CPU groups, SUM and AVG add in a fixed binary tree over
+               rank index. A range of n ranks splits at the largest power of two below n: with 6 ranks,
+               ((r0+r1)+(r2+r3))+(r4+r5). The bits of the result depend only on this tree, never on timing,
+               sizes, buckets or the backend. PROD multiplies in the same tree. 16-bit floats are reduced in
+               f32 and rounded once.
     Memory     In shared memory, a collective on memory from ddp_group_alloc needs no copy: the ranks of a
                machine read and write each other's group memory. Other memory is copied through small chunks
                that stay in cache.
@@ -194,7 +196,8 @@ typedef enum ddp_dtype {
    sum and truncates towards zero. MIN and MAX of floats return NaN when an input is NaN. */
 typedef enum ddp_op { DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD } ddp_op;
 
-/* The order in which SUM and AVG add. TREE gives the same bits on every backend; see CONCEPTS. */
+/* The order in which SUM and AVG add: see CONCEPTS, Tree order. TREE gives the same bits on every backend.
+   ANY lets MPI or NCCL choose; shared memory and TCP use the tree. */
 typedef enum ddp_order {
     DDP_ORDER_DEFAULT = 0, /* TREE on CPU backends, ANY on NCCL */
     DDP_ORDER_TREE,
@@ -274,9 +277,9 @@ typedef struct ddp_group_desc {
                                 "file:///path": on a disk that all ranks share. Rank 0 creates the file, with
                                 its address, for its own user; a link, FIFO or another user's file is an
                                 error. "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
-    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and the
-                                number of ranks. With "env://" it must equal that of the rank variables, if
-                                these are set */
+    int rank, world_size;    /* world_size 0 = both come from the rank variables; otherwise this rank's
+                                number and the number of ranks. With "env://", world_size must equal that of
+                                the rank variables, if these are set; rank is then not read */
     int timeout_ms;          /* 0 = 600000; the longest time that a call waits for a peer. It must exceed the
                                 longest computation of a rank between two calls. A rank that exceeds it, or is
                                 lost (its process or fn has ended), fails every group that contains it, also
@@ -296,7 +299,7 @@ typedef struct ddp_group_desc {
     const char *secret; /* For a rendezvous over TCP: ranks prove to each other that they have the same text.
                            Use 16 random bytes or more, such as from `openssl rand -hex 32`. NULL =
                            DDP_SECRET, or else the content of the file DDP_SECRET_FILE (mode 0600), or else
-                           none: then any process can join that reaches the port and has the job's text, see
+                           none: then any process can join that reaches the port and has the job id, see
                            ddp_group_create. Read only during that call. Shared memory does not need it: it
                            admits only processes of the same user. */
 } ddp_group_desc;
@@ -342,15 +345,18 @@ typedef struct ddp_bucket {
     size_t count;            /* elements */
     ddp_dtype dtype;         /* as sent: f32 for sums of 16-bit gradients over micro-batches */
     int index, bucket_count; /* this bucket, from 0, and the buckets of a step */
-    uint64_t divisor, step;  /* step: 0 in the first step */
+    uint64_t divisor;        /* the hook must divide by it: ranks (with a ddp_join: active ranks) times
+                                micro_batch_count; with per_token 1 */
+    uint64_t step;           /* number of steps that have ended without an error */
     const int *params; /* indices of the parameters in the desc's params, in the order of their gradients
                                in data */
     int param_count;   /* entries of params */
 } ddp_bucket;
 
-/* Replaces the reducer's all-reduce. Runs in issue order on the thread that executes the group's calls. It
-   may make blocking calls on the group; it must not wait for anything else. An error that it returns poisons
-   the group. */
+/* Replaces the reducer's all-reduce. Runs once per bucket, in issue order, on the communication thread or on
+   a thread that waits for the bucket. It may make blocking calls on the group; it must not wait for anything
+   else. On a group of GPUs, data is device memory, and work goes to the stream of ddp_cuda_comm_stream. An
+   error that it returns poisons the group. */
 typedef ddp_result (*ddp_bucket_hook)(ddp_group *group, ddp_bucket *bucket, void *user);
 
 /* For ddp_reducer_create. Zero means default, except for params and param_count. */
@@ -358,7 +364,7 @@ typedef struct ddp_reducer_desc {
     ddp_param *params;         /* required; in definition order; create fills in grad.data where it is NULL */
     int param_count;           /* entries of params */
     size_t bucket_cap_bytes;   /* 0 = 25 MiB */
-    size_t first_bucket_bytes; /* 0 = 1 MiB; size of the bucket that is ready first */
+    size_t first_bucket_bytes; /* 0 = 1 MiB; the cap of the first bucket of each dtype */
     int micro_batch_count;     /* 0 = 1; micro-batches that each rank accumulates before a step. The average
                                   divides once, by world_size * micro_batch_count */
     int find_unused;           /* 1 = a rank may leave out ddp_reducer_ready for parameters that it did not
@@ -376,8 +382,8 @@ typedef struct ddp_reducer_desc {
     ddp_bucket_hook hook;       /* NULL = all-reduce */
     void *hook_user;            /* passed to hook */
     int skip_initial_broadcast; /* 1 = values and buffers are already equal on all ranks */
-    /* Tensors that are not trained, such as running statistics: create broadcasts them from rank 0, and
-       ddp_reducer_sync_buffers before each step */
+    /* Tensors that are not trained, such as running statistics. create broadcasts them from rank 0; later the
+       caller keeps them equal with ddp_reducer_sync_buffers */
     const ddp_tensor *buffers;
     int buffer_count; /* entries of buffers */
     int per_token;    /* 1 = gradients are those of a loss summed over tokens (or samples): ddp_reducer_wait
@@ -413,8 +419,8 @@ typedef struct ddp_accumulator_desc {
     int micro_batch_count;
     /* NULL = none: sums are not reduced over ranks, and not divided. Otherwise ddp_accumulator_ready calls
        ddp_reducer_ready once a sum over micro-batches is final. A reducer reads the f32 sums of 16-bit
-       gradients if its comm_dtype is 0, and only from its accumulator that was created last. In other cases
-       the sum is rounded to 16 bits before the reducer reads it */
+       gradients only if its comm_dtype is 0, and only from the accumulator that was created last. Otherwise
+       it reads the sum rounded to 16 bits */
     ddp_reducer *reducer;
 } ddp_accumulator_desc;
 
@@ -463,8 +469,8 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
 /* Starts desc->world_size ranks on this machine and runs fn(world, user) on each. Blocks until all have
-   ended. Returns DDP_OK, or the failure that occurred first, with its ddp_last_error. A DDP_ERR_POISONED, as
-   on the peers of a rank that has called ddp_group_abort, comes after all others. desc may be NULL.
+   ended. Returns DDP_OK, or the failure that occurred first, with its ddp_last_error. It returns
+   DDP_ERR_POISONED only if no rank failed in another way, such as after a ddp_group_abort. desc may be NULL.
    Call it before starting threads, CUDA or MPI.
    Joining: inside torchrun, mpirun, srun or another ddp_launch, it starts no rank. It creates a group of
    all ranks there, as ddp_group_create does, and runs fn on the calling thread. It returns when this fn has
@@ -492,25 +498,23 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    over that world. Blocks until all ranks have joined, at most timeout_ms.
    Ownership: free *out with ddp_group_destroy. The backend, the device and the allocators of desc must
    outlive the group. The texts of desc are read only during the call.
-   Inside a ddp_launch: creates one more group of all its ranks, with the fields of this desc. Only the wait
-   for the other ranks uses the timeout of the launched world.
-   One machine: ranks find each other through an abstract socket, keyed by user and job, and share one
-   anonymous memory file. The job's text comes from the launcher's variables, or from MASTER_ADDR,
-   MASTER_PORT and desc->name.
+   Inside a ddp_launch: creates one more group of all its ranks, with the fields of this desc. This call waits
+   for the other ranks with the timeout of the launched world.
+   One machine: ranks find each other through an abstract socket, keyed by user and job id, and share one
+   anonymous memory file. The job id comes from the launcher's variables, or from MASTER_ADDR, MASTER_PORT
+   and desc->name.
    Several machines: ranks connect to rank 0 over TCP. Its address comes from MASTER_ADDR and MASTER_PORT
    (or DDP_MASTER_PORT, if set), from the first node of a SLURM step, or from init_method. If the rendezvous
    shows that all ranks are on one machine, the group uses shared memory. Otherwise the group is for
-   rendezvous and control. Its collectives go through rank 0, and the send buffer of a rank has at most 64
-   KiB. Larger ones, ddp_all_gather_v, ddp_all_to_all_v and messages are DDP_ERR_UNSUPPORTED. Group memory
-   is private to each rank. A split with all ranks on one machine uses shared memory. Use it on private
-   networks, or set desc->secret: without it, any process that reaches the port and has the job's text can
-   join.
+   rendezvous and control. Its collectives go through rank 0. Send buffers above 64 KiB per rank,
+   ddp_all_gather_v, ddp_all_to_all_v and messages are DDP_ERR_UNSUPPORTED. Group memory is private to each
+   rank. A split with all ranks on one machine uses shared memory. Use TCP on private networks, or set
+   desc->secret: without it, any process that reaches the port and has the job id can join.
    MPI: with DDP_USE_MPI, and started by mpirun or requested by "mpi://", ranks of several machines can use
    all calls. Ranks of one machine use shared memory. If the program has not initialized MPI, the library
-   does so, and finalizes it at exit; it does not finalize it while a group is open or has failed. In tree
-   order the bits equal those of one machine. MPI executes broadcasts and, with DDP_ORDER_ANY, all_reduce
-   and reduce. If one of these fails, MPI may still write to its buffers: do not free or reuse them before
-   MPI is finalized.
+   does so, and finalizes MPI at exit, unless a group is then open or has failed. In tree order the bits
+   equal those of one machine. MPI executes broadcasts and, with DDP_ORDER_ANY, all_reduce and reduce. If one
+   of these fails, MPI may still write to its buffers: do not free or reuse them before MPI is finalized.
    Errors: if a rank fails before it has joined, only this rank returns at once. The others wait for it, at
    most until the timeout. DDP_ERR_INVALID (variables or desc contradict each other); DDP_ERR_TIMEOUT (names
    the missing ranks, or the address where no process answers); DDP_ERR_MISMATCH (two ranks with one number,
@@ -564,12 +568,13 @@ DDPDEF ddp_result ddp_group_status(const ddp_group *group);
 /* Poisons the group: pending and later calls on every rank return DDP_ERR_POISONED, and the error names
    this rank. A rank that cannot continue calls it, so that its peers do not wait for the timeout; so may a
    thread that monitors a blocked call. A group that has failed before keeps its first cause. The group's
-   parent and splits continue. It must still be destroyed. Any thread; not collective; never blocks. */
+   parent and splits continue. The aborted group must still be destroyed. Any thread; not collective; never
+   blocks. */
 DDPDEF ddp_result ddp_group_abort(ddp_group *group);
 
 /* Leaves the group, and frees this rank's part of it, including its group memory. First wait for every
    ddp_work, and destroy all that was created on the group: splits, meshes, reducers and so on. Not
-   collective. A call that has returned on this rank no longer needs it, so no barrier is needed first. A
+   collective. No barrier is needed first: a collective that has returned on this rank needs no more of it. A
    peer gets DDP_ERR_PEER_LOST if its call still needs this rank. If a call of this rank is still pending,
    the group fails on every rank with DDP_ERR_PEER_LOST. Waits for a ddp_bucket_hook that still runs, but
    not for the calls of other ranks; on a group of GPUs see ddp_cuda_group_create. */
@@ -678,8 +683,8 @@ DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype 
                            ddp_work *work);
 
 /* Begins a batch. Until ddp_p2p_end, sends and receives with work == NULL return at once, and their buffers
-   stay in use. Other calls, also messages with a ddp_work, are not part of the batch. Not collective; does
-   not block.
+   stay in use. Other calls, also collectives and messages with a ddp_work, are not part of the batch. Not
+   collective; does not block.
    Errors: DDP_ERR_INVALID if a batch is open: batches do not nest. */
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group);
 /* Ends the batch: blocks until all its messages are done. Its sends and receives may be issued in any order
@@ -734,7 +739,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
    or a ddp_join uses it.
    Other calls: ddp_reducer_ready issues the buckets that it completes, so ranks may issue them at different
    points. Make other collective calls on the group, also those of another reducer, before the first
-   ddp_reducer_ready of a step or after its ddp_reducer_wait.
+   ddp_reducer_ready of a step or after its ddp_reducer_wait. Steps of several reducers may overlap if all
+   ranks make the same ddp_reducer_ready and ddp_reducer_wait calls in the same order.
    Errors: DDP_ERR_MISMATCH on every rank names the first field, parameter or buffer that differs. After an
    error desc->params is unchanged; values may have been broadcast.
    Source: PyTorch DDP, Li et al. 2020. */
@@ -742,9 +748,10 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
 
 /* Marks the gradient of params[param_index] as final for this step. Until ddp_reducer_wait returns, the
    caller must not read or write it.
-   A bucket starts when its gradients, and those of earlier buckets, are ready. Ranks may call it in
-   different orders. With several micro-batches, call it only in the last one: see ddp_reducer_no_sync and
-   ddp_accumulator_ready. Each use of a tied parameter needs its own call. Not collective; does not block.
+   A bucket starts when its gradients, and those of earlier buckets, are ready. The last bucket starts in
+   ddp_reducer_wait, except on a group of GPUs over NCCL. Ranks may call it in different orders. With several
+   micro-batches, call it only in the last one: see ddp_reducer_no_sync and ddp_accumulator_ready. Each use of
+   a tied parameter needs its own call. Not collective; does not block.
    Errors: DDP_ERR_INVALID names a parameter that is ready twice in a step, or that static_graph excludes;
    those of collectives. */
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index);
@@ -779,9 +786,9 @@ DDPDEF double ddp_mean_value(const ddp_mean *mean);
    ddp_mean_value gives the mean. Every gradient becomes its sum over ranks, divided once by the total
    count. The gradient of a tied parameter's first use includes all its uses. With a total count of 0,
    gradients stay sums. The bits do not depend on how tokens are distributed. With no_sync it does nothing.
-   Collective, blocks. Errors that leave *loss unchanged: those of ddp_reducer_wait; DDP_ERR_INVALID without
-   per_token, on this rank only, and on every rank for a negative count: the step has ended, and gradients
-   stay sums. */
+   Collective, blocks. Errors leave *loss unchanged: those of ddp_reducer_wait; DDP_ERR_INVALID without
+   per_token, on this rank only; DDP_ERR_INVALID for a negative count, on every rank. After a negative count
+   the step has ended, and gradients stay sums. */
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
 /* Sets no_sync to on. While it is 1, ddp_reducer_ready, ddp_reducer_wait and ddp_reducer_wait_mean do
@@ -803,10 +810,11 @@ DDPDEF ddp_result ddp_reducer_sync_buffers(ddp_reducer *reducer, int root);
    is the norm before scaling. Call it after ddp_reducer_wait, or with per_token after
    ddp_reducer_wait_mean. Not collective: every rank computes the same from equal gradients. Blocks until
    the device has computed the norm. Squares add per row (dim 0) in a fixed order and rows add exactly, so
-   ddp_fsdp.h gets the same norm from its shards. A tied parameter counts once, as the sum in its first use;
-   every use is scaled. Gradients that no rank uses under static_graph neither count nor are scaled. A norm
-   that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is not positive, with no_sync,
-   when no such wait has followed the last ddp_reducer_ready, or when it has failed. */
+   ddp_fsdp.h gets the same norm from its shards. INFINITY as max_norm only computes the norm. A tied
+   parameter counts once, as the sum in its first use; every use is scaled. Gradients that no rank uses under
+   static_graph neither count nor are scaled. A norm that is not finite scales nothing. Errors:
+   DDP_ERR_INVALID when max_norm is not positive, with no_sync, when no such wait has followed the last
+   ddp_reducer_ready, or when it has failed. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
 /* Returns 1 when no rank used params[param_index]: with find_unused in the last step, with static_graph
@@ -904,16 +912,16 @@ DDPDEF void ddp_join_destroy(ddp_join *join);
    equal blocks if W divides U:
        N=10 W=2 global_batch 4      order [4 1 7 5] [3 9 0 8] [6 2 | 4 1]
        weights 3 1                  rank 0: 4 1 7  3 9 0  6 2 4     rank 1: 5  8  1
-   A step must then average over samples, not over ranks. Set ddp_reducer_desc.per_token, and call
-   ddp_reducer_wait_mean with the number of this rank's samples. For a library that averages over ranks, such
-   as ddp_fsdp, multiply the gradient of each sample by W micro_batch_count / U. The mean is over the same
+   A step must then average over samples, not over ranks. With a reducer or a ddp_fsdp, set per_token, and
+   call ddp_reducer_wait_mean or ddp_fsdp_mean with the number of this rank's samples. With code that averages
+   over ranks, multiply the gradient of each sample by W micro_batch_count / U. The mean is over the same
    samples as with equal blocks, and divided by the same count. For equal parameters the loss has the same
    bits, if ddp_mean_add gets the loss of each sample. Gradients are added in another order: they have the
    same bits if their sums are exact, as for integers, and otherwise differ by rounding.
 
-   DDP_SHUFFLE_TORCH keeps no list of N entries. It computes a window of the order by one backward pass over
-   the random draws. The first window is small, so that an epoch starts at once; later ones grow up to
-   desc.window. */
+   DDP_SHUFFLE_TORCH keeps no list of N entries. It computes a window of the order in one pass over the random
+   draws, from the last to the first. The first window is small, so that an epoch starts at once; later ones
+   grow up to desc.window. */
 
 /* The order of an epoch, unless no_shuffle is set. */
 typedef enum ddp_shuffle {
@@ -947,9 +955,9 @@ typedef struct ddp_sampler_desc {
     int no_pad;           /* 1 = keep the last round short: every sample exactly once; ranks' lengths may
                              differ */
     ddp_shuffle shuffle;  /* 0 = TORCH; not read with no_shuffle */
-    int64_t global_batch; /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise a multiple of
-                             W: rank r takes the r-th contiguous block, global_batch/W long, of each global
-                             batch */
+    int64_t global_batch; /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise rank r takes
+                             the r-th contiguous block, global_batch/W long, of each global batch. It must
+                             be a multiple of W, except with weights */
     int64_t window;       /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000. Never
                              more than the rank's share. Each window takes a pass over the draws before it */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
@@ -999,8 +1007,8 @@ DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc 
 
 /* Moves to the start of an epoch. Call it before each epoch, with the same number on every rank. The same
    number gives the same order again. Different numbers on ranks give different orders, so ranks may take the
-   same samples. After ddp_sampler_load the loaded epoch is set already: another ddp_sampler_set_epoch would
-   start that epoch from its beginning. The next call is for the epoch after it. */
+   same samples. ddp_sampler_load sets the loaded epoch: do not set it again, since that would start the epoch
+   from its beginning. Call ddp_sampler_set_epoch next for the epoch that follows. */
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch);
 
 /* Number of samples of this rank in a global batch: global_batch / num_replicas, or its share by weights. 1
@@ -1046,10 +1054,10 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* frees its memory, and empties it */
 
 /* Returns a key for the random numbers of one sample: dropout, augmentation. It depends only on the
-   arguments: the seed of the run, the epoch, the index of the sample in the dataset, and a number per use,
-   such as that of a layer. A sample then gets the same numbers on any number of ranks and workers.
-   Different arguments give unrelated keys. To draw numbers, use the key as the state of a generator, or call
-   ddp_seed(key, 0, i, 0) for number i. */
+   arguments: the seed of the run, the epoch, the index of the sample in the dataset, and stream, a number for
+   each use of random numbers, such as that of a layer. A sample then gets the same numbers on any number of
+   ranks and workers. Different arguments give unrelated keys. To draw numbers, use the key as the state of a
+   generator, or call ddp_seed(key, 0, i, 0) for number i. */
 DDPDEF uint64_t ddp_seed(uint64_t seed, uint64_t epoch, int64_t index, uint64_t stream);
 
 //== loader ======================================================================================= >>loader

@@ -14,28 +14,30 @@ EXAMPLE
     #include "ddp_fsdp.h"
     #include <stdio.h>
 
-    static ddp_result train(ddp_group *world, void *user) {           // runs once per rank
+    static ddp_result train(ddp_group *world, void *user) {  // runs once per rank
         float start[8] = {0};
-        ddp_fsdp_param p = DDP_ZERO;
-        ddp_fsdp_unit_desc unit = {"layer", &p, 1};               // parameters that are unsharded together
-        ddp_fsdp_desc desc = DDP_ZERO;                            // zero means default: ZeRO-3, AdamW, f32
-        ddp_fsdp *fsdp;
         ddp_tensor value = {start, DDP_F32, 1, {8}};
-        p.param.name = "w", p.param.value = value;
-        desc.units = &unit, desc.unit_count = 1;
-        if (ddp_fsdp_create(&fsdp, world, &desc) != DDP_OK) return DDP_ERR_INVALID;
-        for (int step = 0; step < 400; step++) {
-            ddp_fsdp_unshard(fsdp, 0);                            // value.data, grad.data: full tensors
+        ddp_fsdp_param p = DDP_ZERO;
+        ddp_fsdp_unit_desc unit = {"layer", &p, 1};          // parameters that are unsharded together
+        ddp_fsdp_desc desc = DDP_ZERO;                       // zero means default: ZeRO-3, AdamW, f32
+        ddp_fsdp *fsdp;
+        p.param.name = "w";
+        p.param.value = value;
+        desc.units = &unit;
+        desc.unit_count = 1;
+        DDP_TRY(ddp_fsdp_create(&fsdp, world, &desc));
+        for (int step = 0; step < *(int *)user; step++) {
+            DDP_TRY(ddp_fsdp_unshard(fsdp, 0));              // value.data, grad.data: full tensors
             float *w = (float *)p.param.value.data, *g = (float *)p.param.grad.data;
             for (int i = 0; i < 8; i++) g[i] = w[i] - (float)i;
-            if (step == 399 && ddp_rank(world) == 0) printf("w[7] = %g\n", w[7]);
-            ddp_fsdp_reduce_grads(fsdp, 0);                       // adds g over ranks, keeps own rows
-            if (ddp_fsdp_step(fsdp, 0.05f) != DDP_OK) break;
+            if (step % 100 == 99) printf("rank %d: w[7] = %g\n", ddp_rank(world), w[7]);
+            DDP_TRY(ddp_fsdp_reduce_grads(fsdp, 0));         // adds g over ranks, keeps own rows
+            DDP_TRY(ddp_fsdp_step(fsdp, 0.05f));
         }
         ddp_fsdp_destroy(fsdp);
-        return user ? DDP_ERR_INVALID : ddp_group_status(world);
+        return DDP_OK;
     }
-    int main(void) { ddp_launch_desc all = DDP_ZERO; return ddp_launch(&all, train, NULL) != DDP_OK; }
+    int main(void) { int steps = 400; return ddp_launch(NULL, train, &steps) != DDP_OK; }
 
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-update  >>impl-optimizer
@@ -70,21 +72,21 @@ CONCEPTS
                    SHARD_GRAD    ZeRO-2: gradients too         4 P + 12 P / W + 4 U   2 P + 16 P / W + 2 U
                    FULL_SHARD    ZeRO-3: values too                  16 P / W + 8 U         18 P / W + 4 U
 
-               U holds gradients, and values under FULL_SHARD. Several micro-batches m add floor(log2 m) sums:
-               of 4 P / W each with SHARD_GRAD and FULL_SHARD; of 4 P each with SHARD_OPTIM and NO_SHARD. With
-               m > 1 and 16-bit gradients, the last two keep no other sums, and stage the largest unit's
-               gradients in f32. With m = 1, they keep no sums on one rank with AdamW or SGD: norm and
-               optimizer read the 16-bit gradients. They get sums when ddp_fsdp_get_shard reads a gradient,
-               on a second clip of a step, and by a ddp_pipeline; a scaler, per_token and tied parameters need
-               them always. Ranks that do not read each other's memory stage one unit more: its gathered
-               values and its f32 gradients. f32 sums from a ddp_pipeline need the largest unit's gradients in
-               f32.
+               U holds gradients, and values under FULL_SHARD. m > 1 micro-batches add floor(log2 m) sums: of
+               4 P / W each with SHARD_GRAD and FULL_SHARD, of 4 P each with SHARD_OPTIM and NO_SHARD.
+               SHARD_OPTIM and NO_SHARD with 16-bit gradients differ. With m > 1 they keep no other sums, and
+               the largest unit's gradients are also staged in f32. With m = 1 on one rank they keep no sums:
+               AdamW and SGD read the 16-bit gradients. LAMB, LARS, a scaler, per_token, tied parameters and a
+               ddp_pipeline need the sums. Reading a gradient with ddp_fsdp_get_shard, or a second clip in a
+               step, allocates them. Ranks that cannot read each other's memory stage one more unit: its
+               gathered values and its f32 gradients. f32 sums from a ddp_pipeline need the largest unit's
+               gradients in f32.
     Traffic    Bytes that each rank sends, times (W - 1) / W. An unshard sends 4 P, 16-bit 2 P: once per step;
-               FULL_SHARD twice per micro-batch, or once per step with no_reshard_after_forward. A reduction
-               of gradients sends 4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD
-               and FULL_SHARD once per micro-batch. NO_SHARD has no unshard, and its all-reduce sends 8 P.
-               Ranks that read each other's memory read 16-bit gradients as they are, 2 P; sums over
-               micro-batches are 4 P.
+               FULL_SHARD at most twice per micro-batch, or once per step with no_reshard_after_forward. A
+               reduction of gradients sends 4 P, also of 16-bit ones, which are added in f32: once per step;
+               SHARD_GRAD and FULL_SHARD once per micro-batch. NO_SHARD has no unshard, and its all-reduce
+               sends 8 P. Ranks that read each other's memory read 16-bit gradients as they are, 2 P; sums
+               over micro-batches are 4 P.
     Hybrid     Split inside one group and replicated across another (HSDP). The ranks that hold the same shard
                form the group `replicas`.
     Master     The f32 values that the optimizer updates. With param_dtype = DDP_BF16, an unshard sends a
@@ -150,11 +152,13 @@ typedef struct ddp_update {
     ddp_dtype copy_dtype;             /* a float; not read without copies */
     const ddp_update_tensor *tensors; /* the list */
     int tensor_count;                 /* entries of tensors */
-    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay; /* the factors of the formulas */
-    double scale, grad_scale;                                                /* grad_scale 0 = 1 */
-    double decay_factor;                                                     /* 1 - rate * weight decay */
-    double inv_sqrt_bias_correction2;                                        /* 1 / sqrt(1 - beta2^step) */
-    int first, nesterov;        /* SGD: 1 = the first step; 1 = Nesterov momentum */
+    /* The factors of the formulas. rate: ADAMW lr / (1 - beta1^step); LAMB 1 / (1 - beta1^step); SGD lr;
+       LARS 1. SGD and LARS: beta1 is the momentum, one_minus_beta1 is 1 - dampening */
+    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
+    double scale, grad_scale;         /* grad_scale 0 = 1 */
+    double decay_factor;              /* ADAMW: 1 - lr * weight decay */
+    double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
+    int first, nesterov;              /* SGD: 1 = the first step; 1 = Nesterov momentum */
     const float *grad_scale_at; /* NULL = grad_scale; otherwise the device's memory with that factor, which is
                                    read when the work runs */
 } ddp_update;
@@ -221,9 +225,9 @@ typedef enum ddp_fsdp_offload {
        OFFLOAD_HOST; shards and sums of gradients are stored in pinned host memory too (ZeRO-Infinity,
        Rajbhandari et al. 2021). The device has buffers for 1 + prefetch units, and none that grows with the
        number of units. An unshard copies this rank's rows to one of two staging buffers, and all-gathers from
-       there. Per element of a shard that is 2 bytes to the device for each unshard (f32: 4), and 4 bytes to
-       the host for each reduction; for each micro-batch but the first, 4 bytes more to the device. The host
-       clips and steps */
+       there. Traffic per element of a shard: 2 bytes to the device for each unshard (f32: 4), 4 bytes to the
+       host for each reduction. Each micro-batch except the first adds 4 bytes to the device. The host clips
+       and steps */
     DDP_FSDP_OFFLOAD_PARAMS
 } ddp_fsdp_offload;
 
@@ -262,8 +266,8 @@ typedef enum ddp_lr_kind {
 typedef struct ddp_fsdp_param {
     ddp_param param; /* name, value and gradient */
     /* All zero = param.value's shape. Otherwise this parameter is a slice of a tensor of this shape, starting
-       at global_offset, and a checkpoint holds the whole tensor. Ranks may hold the same slice (all of it, if
-       it is not split); the lowest rank saves it. */
+       at global_offset, and a checkpoint holds the whole tensor. Several ranks may hold the same slice; the
+       lowest rank saves it. A tensor that is not split is one slice. */
     int64_t global_shape[DDP_MAX_NDIM];
     int64_t global_offset[DDP_MAX_NDIM]; /* see global_shape */
     /* NULL, or the name of the earlier parameter that this one shares its value with. Two parameters of one
@@ -302,7 +306,8 @@ typedef struct ddp_optimizer_desc {
     float momentum, dampening; /* SGD, LARS: 0 = none (LARS 0.9; -1 = none) */
     int nesterov;              /* SGD */
     float trust_coefficient;   /* LARS: 0 = 0.001. LAMB: 0 = 1 */
-    float weight_decay;        /* 0 = none. ADAMW, LAMB decoupled; SGD, LARS added to the gradient */
+    float weight_decay;        /* 0 = none (PyTorch's AdamW: 0.01). ADAMW, LAMB decoupled; SGD, LARS added to
+                                  the gradient */
     int decay_matrices_only;   /* 1 = tensors of fewer than two dimensions (biases, norms) get neither weight
                                   decay nor a trust ratio */
     /* From here on only for ddp_optimizer_create. Required. Values are f32 or f64; a gradient has the dtype
@@ -349,7 +354,7 @@ typedef struct ddp_scaler_desc {
 /* The state of a scaler. Plain numbers without padding bytes: may be written to a file as it is. */
 typedef struct ddp_scaler_state {
     double scale;           /* the factor for the loss */
-    int64_t growth_tracker; /* steps since the scale has changed */
+    int64_t growth_tracker; /* steps without an infinity since its last reset */
 } ddp_scaler_state;
 
 /* Loss scaling for f16 gradients, as PyTorch's GradScaler. The caller owns it; ddp_scaler_init fills it in.
@@ -357,7 +362,7 @@ typedef struct ddp_scaler_state {
 typedef struct ddp_scaler {
     ddp_scaler_desc desc; /* defaults resolved */
     float scale;          /* the factor for the loss */
-    int growth_tracker;   /* steps since the scale has changed */
+    int growth_tracker;   /* steps without an infinity since its last reset */
     int unscaled;         /* 1 = gradients were unscaled since the last update */
     int found_inf;        /* 1 = on some rank of some group, a gradient was not finite */
 } ddp_scaler;
@@ -408,16 +413,15 @@ typedef struct ddp_fsdp_desc {
     int per_token;               /* 1 = gradients are those of a loss summed over tokens; see ddp_fsdp_mean */
     int sequential_accumulation; /* 1 = micro-batches are added one after the other, in one internal sum
                                     instead of log2 many: outside the promise of equal bits */
-    /* 0 = 1; units unsharded ahead, in the order of the last complete step; -1 = none. The first step has no
-       such order. FULL_SHARD: each takes as much memory as the largest unit, so units of similar size waste
-       least. An embedding of 8 blocks' size costs 8 blocks for each unit ahead. On GPUs over NCCL each takes
-       this memory twice, for received and for full parameters. A unit of one parameter takes it once if the
-       ranks have equally many rows */
+    /* Units unsharded ahead, in the order of the last complete step. 0 = 1; -1 = none. The first step has no
+       such order. FULL_SHARD: each unit ahead needs a buffer of the size of the largest unit, so make units
+       similar in size. On GPUs over NCCL it needs two: for received and for full parameters. A unit of one
+       parameter needs one, if the ranks have equally many rows */
     int prefetch;
     size_t max_gathered_bytes;    /* 0 = no limit; no unit is unsharded ahead beyond it */
-    int no_reshard_after_forward; /* FULL_SHARD: 1 = a reshard before the unit's last reduce_grads of the step
-                                     keeps the values in memory. value.data is NULL all the same, until an
-                                     unshard, which sends nothing */
+    int no_reshard_after_forward; /* FULL_SHARD: 1 = values stay in memory from the first unshard of a step to
+                                     the reshard after the unit's last reduce_grads. An earlier reshard only
+                                     sets value.data to NULL; the next unshard sends nothing */
     int overwrite_gradients;      /* 1 = every backward writes all gradients of a unit. Otherwise
                                      ddp_fsdp_unshard sets new gradients to zero, also before a forward */
     /* FULL_SHARD: 1 = parameters are sent in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al.
@@ -433,24 +437,24 @@ typedef struct ddp_fsdp_desc {
        ddp_scaler_unscale. Call ddp_scaler_update after every ddp_fsdp_step, and not before it. A step with an
        infinity changes no value; the host waits for this decision in every step. BF16 needs no scaler */
     ddp_scaler *scaler;
-    /* Fills out, host memory, with rows [first_row, first_row + row_count) of a parameter: this rank's rows.
-       dtype: param.value.dtype, or f32 if that has 16 bits */
+    /* NULL = values come from param.value.data. Writes this rank's rows [first_row, first_row + row_count) of
+       a parameter to `out`, in host memory. dtype: param.value.dtype, or f32 if that has 16 bits */
     ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
                           void *user);
     void *init_user;            /* passed to init_fn */
     int skip_initial_broadcast; /* 1 = values in param.value.data are already equal on all ranks. Otherwise
                                    create broadcasts those of the rank that is rank 0 of group and of
                                    replicas. Values of init_fn are never broadcast. The same for buffers */
-    ddp_fsdp_state *state;      /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
-                                   that ddp_fsdp_load has read is saved again, rng and user of rank 0 */
+    ddp_fsdp_state *state;      /* saved with the checkpoint; filled in by ddp_fsdp_load. NULL = a save writes
+                                   the state of the last load again, with rng and user of rank 0 */
     size_t max_file_bytes;      /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
     int keep_checkpoints;       /* checkpoints that remain after a save, dir included; 0 = 1. Older ones are
                                    dir.1, dir.2, ...; a save deletes the rest, up to the first number that is
                                    missing. Folders with a number above a gap stay as they are */
     /* Tensors of any dtype that are not trained, such as running statistics, in memory of the group's device.
-       create broadcasts them, and ddp_fsdp_sync_buffers before each step. A checkpoint stores those of rank 0
-       of checkpoint_group, with the parameters. A load sets them on every rank. The list is copied; the
-       memory and the names stay the caller's and must outlive the ddp_fsdp */
+       create broadcasts them; later the caller keeps them equal with ddp_fsdp_sync_buffers. A checkpoint
+       stores those of rank 0 of checkpoint_group, with the parameters. A load sets them on every rank. The
+       list is copied; the memory and the names stay the caller's and must outlive the ddp_fsdp */
     const ddp_tensor *buffers;
     /* Required with buffers: their names in checkpoints, such as "norm.running_var". Each differs from the
        others and from the names of parameters */
@@ -540,13 +544,13 @@ typedef struct ddp_fsdp_memory {
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc);
 
 /* Makes the full parameters of the unit available: value.data and grad.data of its params. Call it before
-   forward, and again before backward or a recomputation. A unit that is still complete is not sent again. A
+   forward, and again before backward or a recomputation. A unit that is still in memory is not sent again. A
    unit with tied parameters does not need the unit of their source. Any number of units may be unsharded at a
    time.
    Gradients: an unshard provides new ones if the unit has none: in the first unshard of a step, and after
    ddp_fsdp_reshard, ddp_fsdp_reduce_grads or ddp_fsdp_zero_grad. New gradients are zero; with
-   overwrite_gradients they are undefined. Further unshards leave them unchanged. Without gradients, grad.data
-   is NULL: for a frozen parameter, after the unit's last reduce_grads of the step, and in ddp_fsdp_no_grad.
+   overwrite_gradients they are undefined. Further unshards leave them unchanged. grad.data is NULL for a
+   frozen parameter, after the unit's last reduce_grads of the step, and in ddp_fsdp_no_grad.
    Collective. Blocks. On return, the next `prefetch` units in the order of the last complete step are in
    flight.
    Ownership: the memory belongs to the ddp_fsdp. Its address may differ after each unshard. value.data is
@@ -555,9 +559,11 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit);
 
 /* Ends this rank's use of the unit's full parameters, after any number of unshards. With FULL_SHARD,
-   value.data is then NULL, and other units may use the memory (see no_reshard_after_forward). With the other
-   strategies, value.data stays valid until ddp_fsdp_step or ddp_fsdp_load. Gradients that were not passed to
-   ddp_fsdp_reduce_grads are dropped. The call is optional: ddp_fsdp_step reshards all units.
+   value.data is then NULL. The values stay in memory if the unit is among the next max(1, prefetch) unshards
+   of the recorded order, or with no_reshard_after_forward: the next unshard then sends nothing. Otherwise
+   other units may use the memory. With the other strategies, value.data stays valid until ddp_fsdp_step or
+   ddp_fsdp_load. Gradients that were not passed to ddp_fsdp_reduce_grads are dropped. The call is optional:
+   ddp_fsdp_step reshards all units.
    Sends nothing, and never blocks. Every rank makes it at the same place in the order of calls, because it
    decides whether a later unshard allocates gradient memory, which is collective. Errors: DDP_ERR_INVALID if
    the unit is not unsharded. */
@@ -591,9 +597,9 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
    element counts once, and a tied parameter as the sum of its uses. Slices on other ranks and other ddp_fsdp
    do not count. For a norm over several, pass INFINITY, add the squares of ddp_fsdp_get_shard's gradients
    over ranks, and scale these gradients.
-   Collective. Blocks until the reductions are done. The host waits for the device unless norm is NULL, which
-   may differ between ranks; the bits are the same. A norm that is not finite is stored and scales nothing.
-   With a scaler the step then changes no value.
+   Collective. Blocks until the reductions are done. The host waits for the device only if norm is not
+   NULL. Ranks may differ in this; the bits are the same. A norm that is not finite is stored and scales
+   nothing. With a scaler the step then changes no value.
    Errors: DDP_ERR_INVALID, only on this rank: max_norm is not positive; units, ddp_fsdp_mean or the scaler
    are not ready for a step: see ddp_fsdp_step. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
@@ -620,8 +626,8 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
    their full values are outdated. The next step needs no ddp_fsdp_zero_grad.
    With a scaler and an infinity, the call returns DDP_OK, changes no value, and does not count the step.
    ddp_scaler_found_inf then returns 1, until ddp_scaler_update.
-   Collective; the hosts of all ranks wait for each other. After the first step the host never waits for the
-   device, except for: a requested norm; a scaler; OFFLOAD_HOST; OFFLOAD_PARAMS, also in
+   Collective; the hosts of all ranks wait for each other. After the first step they do not wait for their
+   devices, except for: a requested norm; a scaler; OFFLOAD_HOST; OFFLOAD_PARAMS, also in
    ddp_fsdp_clip_grad_norm; groups with DDP_CUDA_ENGINE_STAGED.
    Errors, after which no value has changed and the groups stay usable:
      DDP_ERR_INVALID     only on this rank: names a unit that has not been reduced micro_batch_count times (a
@@ -653,11 +659,11 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
    data is NULL if this rank has no rows: shape[0] is then 0. grad->data is also NULL for a frozen parameter
    and outside the time above.
    Not collective. With grad, it blocks until the unit's reduction is done.
-   Ownership: the memory belongs to the ddp_fsdp. value is valid until ddp_fsdp_destroy, and is stored where
-   desc.offload states. grad is too, with OFFLOAD_PARAMS; otherwise it is in the device's memory. grad is
-   valid until ddp_fsdp_step or ddp_fsdp_zero_grad. The caller may change grad, equally on all replicas. It
-   may change values between steps. With OFFLOAD_PARAMS it first waits for the device, which may still read
-   them for an evaluation. The full parameters of all ranks have the new values after the next ddp_fsdp_step;
+   Ownership: the memory belongs to the ddp_fsdp. value is valid until ddp_fsdp_destroy; desc.offload states
+   where it is stored. grad is valid until ddp_fsdp_step or ddp_fsdp_zero_grad. It is in device memory; in
+   host memory with OFFLOAD_PARAMS. The caller may change grad, equally on all replicas, and values between
+   steps. With OFFLOAD_PARAMS, synchronize the device before changing values: an evaluation may still read
+   them. The full parameters of all ranks have the new values after the next ddp_fsdp_step;
    parameters without a separate master copy may show them earlier. */
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row);
@@ -716,8 +722,8 @@ DDPDEF ddp_result ddp_fsdp_export(ddp_fsdp *fsdp, const char *path);
    the moments, state.json. Gradients are not saved. All ranks reach dir under this path, on a shared file
    system. Its parent folder exists. If dir is a link, the folder it refers to is replaced.
    The files are written to the folder dir.tmp and synced to disk; it then takes the name dir. At any time dir
-   is a complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is.
-   ddp_fsdp_load finds it there.
+   is a complete checkpoint, old or new. Exception: where the file system cannot swap names, dir is missing
+   for a moment. dir.old is then the complete checkpoint, and ddp_fsdp_load reads it.
    Collective, also over checkpoint_group. Blocks the host. If a rank writes for longer than timeout_ms, the
    others return DDP_ERR_TIMEOUT, and the groups are poisoned.
    With save_in_background, the call returns once this rank's tensors, dir and desc.state are copied, and
@@ -815,9 +821,10 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
 /* Like ddp_optimizer_step, with gradients times grad_scale, the same on every rank: to unscale and to clip.
-   The bits are those of multiplying the gradients before the step, those of tied uses after they are added.
-   Gradients stay unmultiplied; LARS multiplies them, since it needs their norms first. The caller skips a
-   step with an infinity. Errors: also DDP_ERR_INVALID when grad_scale is not positive and finite. */
+   The bits are those of multiplying the gradients before the step. Gradients of tied uses are added before
+   they are multiplied. The stored gradients do not change, except with LARS, which needs their norms. The
+   caller skips a step with an infinity. Errors: also DDP_ERR_INVALID when grad_scale is not positive and
+   finite. */
 DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale);
 
 /* Returns a view of state number `which` of a parameter, with the value's shape and dtype, and in *name (may

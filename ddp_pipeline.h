@@ -102,8 +102,9 @@ typedef struct ddp_schedule ddp_schedule; /* lists of actions; see ddp_schedule_
 typedef struct ddp_pipeline ddp_pipeline; /* runs a schedule; see ddp_pipeline_create */
 
 /* One list defines the enum and the names. p ranks, m micro-batches, v chunks per rank; r is a rank. The
-   bubble is that of equal stages, with S = F + I + W of one stage. For an m (or v) that a kind does not
-   support, DDP_ERR_INVALID names the nearest one that it does. */
+   bubble is that of equal stages. F, I and W are the times of one micro-batch in all v stages of a rank, and
+   S = F + I + W. For an m (or v) that a kind does not support, DDP_ERR_INVALID names the nearest one that it
+   does. */
 #define DDP_SCHEDULE_KINDS(X)                                                                         \
     /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */          \
     X(DDP_SCHEDULE_1F1B, "1F1B")                                                                      \
@@ -121,9 +122,9 @@ typedef struct ddp_pipeline ddp_pipeline; /* runs a schedule; see ddp_pipeline_c
     X(DDP_SCHEDULE_ZB_H2, "ZB-H2")                                                                    \
     /* Any v, m a multiple of p. (p-1)(F+I-W)/v; vp in flight */                                      \
     X(DDP_SCHEDULE_INTERLEAVED_ZB_1P, "interleaved-ZB-1P")                                            \
-    /* V, v=2. None at equal costs; 2p in flight (Qi et al. 2024) */                                  \
+    /* V, v=2. None at equal costs if m >= 2p-1; 2p in flight (Qi et al. 2024) */                     \
     X(DDP_SCHEDULE_ZB_V, "ZB-V")                                                                      \
-    /* V, v=2, m >= 2p. F and B of different micro-batches overlap (DeepSeek 2025) */                 \
+    /* V, v=2, m >= 2p; 2p+1 in flight. F and B of different micro-batches overlap (DeepSeek 2025) */ \
     X(DDP_SCHEDULE_DUALPIPE_V, "DualPipeV")                                                           \
     /* v=1. An update every update_interval; p-r versions of weights (Harlap et al. 2018) */          \
     X(DDP_SCHEDULE_PIPEDREAM, "PipeDream")                                                            \
@@ -198,8 +199,8 @@ typedef struct ddp_stage_cost {
                                  can begin */
     double overlapped;        /* F of this stage together with a B of another one; 0 = they run one after the
                                  other */
-    double activation;        /* memory from F to the end of I or B; 0 = 1 */
-    double weight_activation; /* memory from I to the end of W; 0 = half of activation */
+    double activation;        /* memory of a micro-batch from F to the end of I or B, in any unit; 0 = 1 */
+    double weight_activation; /* what remains of it from the end of I to the end of W; 0 = half of it */
 } ddp_stage_cost;
 
 /* For ddp_schedule_create. Zero means default, except for the required fields. */
@@ -211,9 +212,9 @@ typedef struct ddp_schedule_desc {
     int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: micro-batches per update, a divisor of m; 0 = 1,
                                     for 2BW m */
     const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Read only by create */
-    double memory_limit;         /* AUTO: the limit of a rank, in units of activation. 0 = p times the largest
-                                    activation of a stage, the memory of ZB-1p. Twice that is the memory of
-                                    ZB-2p. A larger limit never gives a slower schedule */
+    double memory_limit;         /* AUTO: the limit of a rank, in the unit of activation. 0 = p times the
+                                    largest activation of a stage, the memory of ZB-1p. Twice that is the
+                                    memory of ZB-2p. A larger limit never gives a slower schedule */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;                                       /* passed to alloc_fn and free_fn */
@@ -224,7 +225,7 @@ typedef struct ddp_rank_report {
     double begin, end;   /* begin of its first and end of its last F, I, W or B; span is the difference */
     double busy;         /* computing */
     int peak_in_flight;  /* stages times micro-batches between the start of F and the end of W or B */
-    double peak_memory;  /* in units of activation */
+    double peak_memory;  /* in the unit of ddp_stage_cost.activation */
     int weight_versions; /* 1; PipeDream: the number of micro-batches in flight; PipeDream-2BW: 2 */
 } ddp_rank_report;
 
@@ -270,13 +271,15 @@ typedef struct ddp_pipeline_call {
     const ddp_tensor *inputs;       /* F I W B: read-only; the same bytes from F to W */
     const ddp_tensor *outputs;      /* F: write all of it. Loss: what the last stage wrote. Otherwise NULL */
     const ddp_tensor *output_grads; /* I W B: gradients of the outputs, the same in I and W; data NULL: no
-                                       gradient. Loss: write all of it, not scaled; NULL when evaluating */
+                                       gradient. Loss: write all of it, not divided by the number
+                                       of micro-batches; NULL when evaluating */
     const ddp_tensor *input_grads;  /* I B: write all of it; data is NULL for an edge without gradient. F W:
                                        NULL */
     void *saved;                    /* saved_bytes of this micro-batch, 64-byte aligned. F fills it, I W B
                                        read it; I may store data for W there */
     double *loss;                   /* F of the last stage, and the loss callback: in host memory; set it to
-                                       the micro-batch's loss, not scaled. Otherwise NULL */
+                                       the loss of the micro-batch, not divided by the number of
+                                       micro-batches. Otherwise NULL */
     /* Version of the weights that this action uses: the number of updates since create. PipeDream: those
        before the micro-batch's F in its rank's list. 2BW: actions that contribute to update u use version
        u-2, or 0. Evaluating: all updates */
@@ -293,9 +296,9 @@ typedef ddp_result (*ddp_get_sharded_grad)(int stage, int param, ddp_tensor *gra
 
 /* The place at which the sum of a stage's gradients over an update is divided by update_interval. */
 typedef enum ddp_grad_division {
-    DDP_DIVIDE_DEFAULT = 0,   /* without reduce_grad: by the runner, after the last addition. With it: not by
-                                 the runner; reduce_grad must divide by ranks and micro-batches
-                                 (ddp_reducer_desc.micro_batch_count = update_interval) */
+    DDP_DIVIDE_DEFAULT = 0,   /* without reduce_grad, the runner divides after the last addition. With
+                                 reduce_grad the runner does not divide: the hook must divide by ranks and
+                                 micro-batches (ddp_reducer_desc.micro_batch_count = update_interval) */
     DDP_DIVIDE_BEFORE_REDUCE, /* by the runner, before reduce_grad, which divides only by ranks */
     DDP_DIVIDE_NONE           /* nowhere: gradients stay sums */
 } ddp_grad_division;
@@ -376,8 +379,8 @@ typedef struct ddp_pipeline_desc {
     const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all edges, the same on every
                                          rank */
     int edge_count;                   /* entries of edges */
-    ddp_pipeline_fn loss; /* runs right after the last stage's F, on its rank; set on every rank. NULL = that
-                             F sets *call->loss, and its backward needs no output_grads */
+    ddp_pipeline_fn loss; /* runs right after the last stage's F, on its rank; set on every rank. NULL = the
+                             last stage's F sets *call->loss, and its backward needs no output_grads */
     void *loss_user;      /* passed to loss */
     const ddp_pipeline_tie *ties; /* the same on every rank */
     int tie_count;                /* entries of ties */
@@ -541,27 +544,38 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
    waiting in a hook. The reducer or fsdp of a stage is created on "dp", before the pipeline:
 
        ddp_result reduce(int stage, void *user) {       // a ddp_reducer for each stage; micro_batch_count = m
-           for (int i = model->param_count[stage] - 1; i >= 0; i--)
-               TRY(ddp_reducer_ready(model->reducer[stage], i));
+           model *m = (model *)user;
+           for (int i = m->param_count[stage] - 1; i >= 0; i--)
+               DDP_TRY(ddp_reducer_ready(m->reducer[stage], i));
            return DDP_OK;
        }
-       ddp_result wait(int stage, void *user) { return ddp_reducer_wait(model->reducer[stage]); }
-       ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage], lr); }
-       stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
+       ddp_result wait(int stage, void *user) { return ddp_reducer_wait(((model *)user)->reducer[stage]); }
+       ddp_result update(int stage, void *user) {
+           return ddp_optimizer_step(((model *)user)->optimizer[stage], ((model *)user)->lr);
+       }
+       stage->reduce_grad = reduce;
+       stage->wait_grad = wait;
+       stage->update = update;
 
    Or a ddp_fsdp of one unit for each stage:
 
-       ddp_result unshard(int stage, void *user) { return ddp_fsdp_unshard(model->fsdp[stage], 0); }
-       ddp_result reshard(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
-       ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(model->fsdp[stage], 0); }
-       ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], lr); }
-       stage->unshard = unshard, stage->reshard = reshard, stage->reduce_grad = reduce;
-       stage->update = update, stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
+       ddp_fsdp *fsdp_of(int stage, void *user) { return ((model *)user)->fsdp[stage]; }
+       ddp_result unshard(int stage, void *user) { return ddp_fsdp_unshard(fsdp_of(stage, user), 0); }
+       ddp_result reshard(int stage, void *user) { return ddp_fsdp_reshard(fsdp_of(stage, user), 0); }
+       ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(fsdp_of(stage, user), 0); }
+       ddp_result update(int stage, void *user) {
+           return ddp_fsdp_step(fsdp_of(stage, user), ((model *)user)->lr);
+       }
+       stage->unshard = unshard;
+       stage->reshard = reshard;
+       stage->reduce_grad = reduce;
+       stage->update = update;
+       stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
 
    Tied gradients of stages with unshard are added where get_sharded_grad points. It is called after all
    wait_grad hooks have returned, and returns this rank's part of the gradient. The two ranks of a pipeline
    that hold the two uses must have the same part. ddp_fsdp_get_shard returns it. With ddp_fsdp, let wait_grad
-   call ddp_fsdp_clip_grad_norm(fsdp, FLT_MAX, NULL), which divides the sums: the parts are then averages. */
+   call ddp_fsdp_clip_grad_norm(fsdp, INFINITY, NULL), which divides the sums: the parts are then averages. */
 
 /* Checks the schedule, allocates the buffers of all steps, and connects the ranks: rank r of the group runs
    list r. On a device with streams, all messages of a rank run on the communication stream, one after the
@@ -569,17 +583,20 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
    Ownership: the desc, stages, edges and ties are copied. The schedule, and the name and params of each
    stage, must outlive the pipeline. While it lives, no other call may communicate on the group; a second
    pipeline needs its own group.
-   Errors, on every rank, and *out is NULL: DDP_ERR_INVALID names the stage or edge, for a missing callback;
-   an invalid shape; an edge to an earlier stage; no edge with a gradient from a stage to the next; a loss
-   without an edge, or an edge to the loss without one. Also the errors of ddp_schedule_check;
-   DDP_ERR_MISMATCH when schedules, edges or ties differ, or the two uses of a tied parameter do;
-   DDP_ERR_UNSUPPORTED over tcp, which has no messages; DDP_ERR_NO_MEMORY. */
+   Errors, on every rank, and *out is NULL:
+     DDP_ERR_INVALID      names the stage or edge: a callback is missing; a shape is invalid; an edge goes to
+                          an earlier stage; no edge with a gradient joins a stage to the next; a loss without
+                          an edge to it, or such an edge without a loss; those of ddp_schedule_check
+     DDP_ERR_MISMATCH     schedules, edges, ties, or the two uses of a tied parameter differ
+     DDP_ERR_UNSUPPORTED  over tcp, which has no messages
+     DDP_ERR_NO_MEMORY */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
-/* Runs the schedule once: all micro-batches, forward and backward, with their updates. Afterwards the
-   gradients of the last update are final in grad.data, unless unshard sets it. They have the bits of one
-   process that adds the micro-batches pairwise. On a device with streams they are final for later work of the
-   compute stream. Only the first step may allocate, in the groups that it uses. Collective, blocks.
+/* Runs the schedule once: all micro-batches, forward and backward, with their updates. On return the
+   gradients of the last update are final in grad.data, except in a stage with an unshard hook that sets it.
+   They have the bits of one process that adds the micro-batches pairwise. On a device with streams they are
+   final for later work of the compute stream. Only the first step may allocate, in the groups that it uses.
+   Collective, blocks.
    Errors, on every rank: the result of the callback that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT. The
    error names stage, action and micro-batch. After an error the group is poisoned, gradients are undefined,
    and some stages may have been updated: destroy the pipeline. */
@@ -1058,7 +1075,7 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
             "%d ranks x %d micro-batches x %d chunks are more than %d actions; use fewer of them", p, m,
             d->chunk_count, DDP__MAX_ACTIONS);
     if (d->memory_limit < 0 || d->memory_limit != d->memory_limit)
-        return DDP__SCHEDULE_INVALID("memory_limit=%g; use 0 or more, where 0 is the memory of 1F1B",
+        return DDP__SCHEDULE_INVALID("memory_limit=%g; use a positive limit, or 0 for the memory of ZB-1p",
                                      d->memory_limit);
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B) DDP_TRY(ddp__schedule_check_rounds(d));
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) DDP_TRY(ddp__schedule_check_multiple(d, p, p));

@@ -365,11 +365,11 @@ static ddp_result reshard_stage(int stage, void *user) {
     (void)stage;
     return ddp_fsdp_reshard(((trainer *)user)->fsdp, 0);
 }
-/* Waits for the averaged gradients of this rank's rows. FLT_MAX: `clip` clips them later, by the norm over
+/* Waits for the averaged gradients of this rank's rows. INFINITY: `clip` clips them later, by the norm over
    all stages. Collective over dp. */
 static ddp_result wait_stage(int stage, void *user) {
     (void)stage;
-    return ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL);
+    return ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, INFINITY, NULL);
 }
 
 /* The gradient of this rank's rows of slice i. */

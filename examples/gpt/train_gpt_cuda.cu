@@ -45,12 +45,11 @@ STEP
         copies         1                                   2                                             3
         device            | step 1                                             | step 2
 
-    CUDA graphs: on one rank, forward and backward of a micro-batch are one graph (except with --offload), and
-    gradients are not sharded. On several ranks that is so for the micro-batches between which the strategies
-    optim and none do not communicate: all except the first and last of a step. Otherwise forward and backward
-    of each unit are a graph, and collectives are ordinary calls: in a graph they would have no sequence
-    numbers, no mismatch checks and no timeouts. Norm and optimizer are not captured, because step and
-    learning rate change.
+    CUDA graphs: on one rank without --offload, forward and backward of a micro-batch are one graph. On
+    several ranks, micro-batches without communication are one graph too: with the strategies optim and none,
+    all except the first and last of a step. Otherwise each unit's forward and each unit's backward is a
+    graph, and collectives are ordinary calls: in a graph they would have no sequence numbers, no mismatch
+    checks and no timeouts. Norm and optimizer are not captured, because step and learning rate change.
 
     With --stages the host waits at the end of each step. With --dtype f16 it waits once per step until the
     gradients are summed, because the device finds out whether the step counts: see LOSS SCALE. The device is
@@ -104,7 +103,7 @@ CHECKPOINTS
     All ranks together write a FOLDER, which exists or ends in a slash: train_gpt_fsdp reads it, or
     train_gpt_3d with --tp 2 or more.
 
-    Tested on the fake GPU of tests/support with up to 6 ranks. bench/README.md has the runs on real GPUs. */
+    Tested on the fake GPU of tests/support with up to 6 ranks. It has not run on a GPU. */
 #define DDP_IMPLEMENTATION
 #include "gpt_cuda.cuh"
 #include "../../ddp_fsdp.h"
@@ -1560,7 +1559,7 @@ static ddp_result reduce_stage(int stage, void *user) {
 }
 /* Waits for the averages of this rank's rows, without clipping. Collective over dp. */
 static ddp_result average_stage(int stage, void *user) {
-    return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL);
+    return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, INFINITY, NULL);
 }
 
 /* Gradients of this rank's rows of slice i. */

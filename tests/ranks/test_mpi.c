@@ -183,8 +183,8 @@ static ddp_result probing(void) {
     return DDP_OK;
 }
 
-/* Elements that all ranks send to other machines in a sum of COUNT elements, on two machines of two ranks. The
-   method by machine sends those of one rank per machine instead of two. */
+/* Elements that all ranks send to other machines in a sum of COUNT elements, on two machines of two ranks. By
+   machine, one rank per machine sends, instead of two. */
 static ddp_result across(void) {
     enum { COUNT = 4096, ROOT = 1 };
     static const struct {
