@@ -964,8 +964,8 @@ typedef struct ddp_sampler_desc {
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;                                       /* passed to alloc_fn and free_fn */
     /* NULL = blocks of equal length. Otherwise W numbers above 0, the same on every rank, such as the samples
-       per second of each rank. They require a global_batch, any number from W to 2^53. Only
-       ddp_sampler_init reads them */
+       per second of each rank. They require a global_batch, any number from W to 1e12 / W.
+       Only ddp_sampler_init reads them */
     const double *weights;
 } ddp_sampler_desc;
 
@@ -1429,9 +1429,10 @@ DDPDEF void ddp_copy_list_add(ddp_copy_list *list, void *dst, ddp_dtype dst_dtyp
 DDPDEF void ddp_copy_list_end(ddp_copy_list *list); /* copies the rest, and empties the list */
 
 /* Buffers are tensors that are not trained, such as running statistics: ddp_reducer_desc.buffers and
-   ddp_fsdp_desc.buffers. Returns DDP_ERR_INVALID for a wrong count, or a tensor that is not filled in. */
+   ddp_fsdp_desc.buffers. Returns DDP_ERR_INVALID for a wrong count, or a tensor that is not filled in.
+   needs_data: 0 = data may be NULL. */
 DDPDEF ddp_result ddp_buffers_check(const char *call_name, ddp_group *group, const ddp_tensor *buffers,
-                                    int buffer_count);
+                                    int buffer_count, int needs_data);
 /* Bytes of the message of ddp_buffers_broadcast. 0 with fewer than two buffers that are not empty. */
 DDPDEF size_t ddp_buffers_message_bytes(const ddp_tensor *buffers, int buffer_count);
 /* Broadcasts the buffers from root, packed into one message. message: memory of the group's device. A single
@@ -9872,6 +9873,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
 #define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data, reduced at a time; 16 KiB or more */
 #endif
 enum { DDP__MPI_DATA, DDP__MPI_CONTROL, DDP__MPI_TAGS /* the first tag of messages */ };
+enum { DDP__MPI_LOCAL_EXTRA_MS = 3000 }; /* the timeout of the local group is longer by this */
 
 /* A control message. seq: number of the sender's current call.
      FAILED    the group has failed: code and text of the first cause, lost ranks of ddp_group_get_lost
@@ -9916,11 +9918,10 @@ typedef struct ddp__mpi {
     int cancellable;   /* 1 = the requests are messages, not a collective of MPI */
     uint64_t words[9]; /* for MPI calls of this file; after a failure MPI may still write there */
     /* Memory for sums */
-    unsigned char *scratch;  /* two chunks and one pointer per rank */
-    size_t rank_chunk_bytes; /* bytes of scratch for one chunk of one rank */
-    size_t chunk_bytes;      /* rank_chunk_bytes, or a multiple of it if fewer ranks take part */
-    unsigned char
-        *machine_sums; /* of the method by machine: rank_chunk_bytes per rank. NULL before its use */
+    unsigned char *scratch;             /* three chunks and one pointer per rank */
+    size_t rank_chunk_bytes;            /* bytes of scratch for one chunk of one rank */
+    size_t chunk_bytes;                 /* rank_chunk_bytes, or a multiple of it if fewer ranks take part */
+    unsigned char *machine_sums;        /* of the method by machine: the third chunks of scratch */
     ddp_tuner tuner[DDP__MPI_SUMS][16]; /* by size */
 } ddp__mpi;
 /* Worlds that are open, or that have failed after their ranks began to communicate. MPI is not finalised
@@ -10022,11 +10023,9 @@ static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
     return ddp_group_cause(s->local);
 }
 
-/* Handles a timeout of a call. Sends DDP__CONTROL_QUERY to the ranks first, first + stride, ... up to last.
-   Ranks that wait for MPI answer within half a second. The others are silent, and the error line names
-   them. */
-static void ddp__mpi_find_silent_ranks(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first,
-                                       int last, int stride) {
+/* Sends DDP__CONTROL_QUERY to the ranks first, first + stride, ... up to last, and fills rank_state with
+   their answers. Ranks that wait for MPI answer within half a second; the others are silent. */
+static void ddp__mpi_query_ranks(ddp__mpi *s, int first, int last, int stride) {
     memset(s->rank_state, DDP_RANK_ARRIVED, (size_t)s->world_size);
     for (int r = first; r <= last; r += stride) {
         if (r != s->rank) s->rank_state[r] = DDP_RANK_SILENT;
@@ -10034,23 +10033,44 @@ static void ddp__mpi_find_silent_ranks(ddp_group *group, ddp__mpi *s, const ddp_
     }
     const double reply_by = ddp_now() + 0.5;
     for (; ddp_now() < reply_by; usleep(1000)) ddp__mpi_receive_control(s);
+}
+
+/* After a timeout of a call: fails, with the ranks that rank_state describes as missing. */
+static void ddp__mpi_fail_timed_out(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     if (ddp_group_cause(s->local) != DDP_OK) return; /* another rank has found the cause already */
     ddp__mpi_fail(s, ddp_call_timed_out(group, call, s->rank_state));
+}
+
+/* Returns 1 if a rank that was queried is in this state. */
+static int ddp__mpi_has_state(const ddp__mpi *s, int state) {
+    return memchr(s->rank_state, state, (size_t)s->world_size) != NULL;
+}
+
+/* After a timeout of a collective: looks for the ranks that it waits for, and fails with their names. If all
+   leaders of a sum by machine have arrived, one of them waits for a rank of its machine. A rank that is
+   behind waits in an earlier call: that call fails first, with the cause. */
+static void ddp__mpi_find_silent_ranks(ddp_group *group, ddp__mpi *s, double overdue_ms) {
+    ddp__mpi_query_ranks(s, s->offset, s->world_size - 1, s->stride);
+    if (!ddp__mpi_has_state(s, DDP_RANK_SILENT) && s->stride > 1)
+        ddp__mpi_query_ranks(s, 0, s->world_size - 1, 1);
+    if (!ddp__mpi_has_state(s, DDP_RANK_BEHIND) || overdue_ms > DDP__MPI_LOCAL_EXTRA_MS)
+        ddp__mpi_fail_timed_out(group, s, &s->call);
 }
 
 /* Runs regularly during a wait: receives control messages, looks for lost ranks and for the timeout. Returns
    DDP_OK while the wait may continue. */
 static ddp_result ddp__mpi_check_wait(ddp_group *group, ddp__mpi *s, double start) {
-    int timeout_ms = ddp_group_timeout_ms(group), is_overdue = ddp_now() - start > timeout_ms * 1e-3;
+    const int timeout_ms = ddp_group_timeout_ms(group);
+    const double overdue_ms = (ddp_now() - start) * 1e3 - timeout_ms;
     if (!s->local) /* the group is being opened */
-        return !is_overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms);
+        return overdue_ms <= 0 ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms);
     ddp__mpi_receive_control(s);
     if (s->departed_after < s->call.seq)
         ddp__mpi_fail(s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->departed_rank));
     ddp_result cause = ddp_group_check_lost(group);
     if (cause != DDP_OK) ddp__mpi_fail(s, cause);
-    if (is_overdue && ddp_group_cause(s->local) == DDP_OK)
-        ddp__mpi_find_silent_ranks(group, s, &s->call, s->offset, s->world_size - 1, s->stride);
+    if (overdue_ms > 0 && ddp_group_cause(s->local) == DDP_OK)
+        ddp__mpi_find_silent_ranks(group, s, overdue_ms);
     cause = ddp_group_cause(s->local);
     return cause == DDP_OK ? DDP_OK : ddp__mpi_fail(s, cause);
 }
@@ -10323,9 +10343,6 @@ static ddp_result ddp__mpi_reduce_scatter_by_machine(ddp_group *group, ddp__mpi 
 /* A sum by machine. Partial sums of 16-bit floats are f32. */
 static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const ddp_dtype sum_dtype = ddp_sum_dtype(call->dtype);
-    if (!s->machine_sums)
-        s->machine_sums = (unsigned char *)ddp_host_alloc(group, (size_t)s->world_size * s->rank_chunk_bytes);
-    if (!s->machine_sums) return DDP_ERR_NO_MEMORY;
     return call->kind == DDP_CALL_REDUCE_SCATTER
                ? ddp__mpi_reduce_scatter_by_machine(group, s, call, sum_dtype)
                : ddp__mpi_reduce_by_machine(group, s, call, sum_dtype);
@@ -10487,8 +10504,10 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
     const ddp_call *call = &m->call;
     int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error;
     if (error == MPI_SUCCESS && !*done) {
-        if (ddp_p2p_waited(request) > ddp_group_timeout_ms(group) * 1e-3)
-            ddp__mpi_find_silent_ranks(group, s, call, call->root, call->root, 1);
+        if (ddp_p2p_waited(request) > ddp_group_timeout_ms(group) * 1e-3) {
+            ddp__mpi_query_ranks(s, call->root, call->root, 1);
+            ddp__mpi_fail_timed_out(group, s, call);
+        }
         if (ddp__mpi_check_wait(group, s, ddp_now()) == DDP_OK) return DDP_OK;
         MPI_Cancel(&m->request);
         return DDP_ERR_POISONED;
@@ -10537,7 +10556,6 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp_group_destroy(s->local);
     if (cause != DDP_OK) return;
     ddp_host_free(group, s->scratch);
-    ddp_host_free(group, s->machine_sums);
 }
 
 /* Each rank sends these to all others when a group opens: its machine, a random number for the token of the
@@ -10589,8 +10607,8 @@ static ddp_result ddp__mpi_connect(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
     count = ddp__mpi_group_by_machine(s, ids, ranks);
     snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][DDP__MPI_ID_NONCE],
              ranks[0]);
-    /* 3 s more: a rank that waits in MPI times out first, and names the missing one */
-    if (count < s->world_size && timeout_ms < 1 << 30) timeout_ms += 3000;
+    /* A rank that waits in MPI times out first, and names the missing one. */
+    if (count < s->world_size && timeout_ms < 1 << 30) timeout_ms += DDP__MPI_LOCAL_EXTRA_MS;
     if (!local)
         ddp_error_save(&outcome, ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms));
     if (s->local) {
@@ -10622,11 +10640,12 @@ static ddp__mpi *ddp__mpi_state_alloc(ddp_group *group) {
         group, sizeof *s + w * (4 * sizeof(MPI_Request) + sizeof(uint64_t) + 1));
     if (!s) return NULL;
     s->rank_chunk_bytes = room < 16384 ? 16384 : room;
-    s->scratch = (unsigned char *)ddp_host_alloc(group, w * (2 * s->rank_chunk_bytes + sizeof(void *)));
+    s->scratch = (unsigned char *)ddp_host_alloc(group, w * (3 * s->rank_chunk_bytes + sizeof(void *)));
     if (!s->scratch) {
         ddp__mpi_state_free(group, s);
         return NULL;
     }
+    s->machine_sums = s->scratch + w * (2 * s->rank_chunk_bytes + sizeof(void *));
     s->requests = (MPI_Request *)(void *)(s + 1);
     s->machine_of = (uint64_t *)(void *)(s->requests + 4 * w);
     s->rank_state = (unsigned char *)(s->machine_of + w);
@@ -11803,7 +11822,7 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
                      desc->micro_batch_count);
     DDP__CREATE_NEED(desc->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(desc->comm_dtype),
                      "comm_dtype=%s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(desc->comm_dtype));
-    DDP_TRY(ddp_buffers_check("ddp_reducer_create", NULL, desc->buffers, desc->buffer_count));
+    DDP_TRY(ddp_buffers_check("ddp_reducer_create", NULL, desc->buffers, desc->buffer_count, 1));
     size_t n = (size_t)desc->param_count, buffer_count = (size_t)desc->buffer_count;
     size_t bytes_per_param = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
     reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group,
@@ -11874,13 +11893,13 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
 }
 
 DDPDEF ddp_result ddp_buffers_check(const char *call_name, ddp_group *group, const ddp_tensor *buffers,
-                                    int buffer_count) {
+                                    int buffer_count, int needs_data) {
     DDP_CHECK(call_name, group, buffer_count == 0 || (buffer_count > 0 && buffers),
               "buffer_count=%d or buffers is NULL; set both, or neither", buffer_count);
     for (int i = 0; i < buffer_count; i++) {
         int64_t count = ddp_tensor_count(&buffers[i]);
-        DDP_CHECK(call_name, group,
-                  count >= 0 && ddp_dtype_size(buffers[i].dtype) && (count == 0 || buffers[i].data),
+        int has_data = !needs_data || count == 0 || buffers[i].data;
+        DDP_CHECK(call_name, group, count >= 0 && ddp_dtype_size(buffers[i].dtype) && has_data,
                   "buffer %d: data, dtype or shape is invalid; fill in its ddp_tensor", i);
     }
     return DDP_OK;
@@ -13070,8 +13089,9 @@ static ddp_result ddp__sampler_set_weighted_block(ddp_sampler *s) {
     int replicas = s->desc.num_replicas;
     int64_t batch = s->desc.global_batch;
     double total = 0, sum = 0;
-    DDP__SAMPLER_NEED(batch > 0 && batch <= INT64_C(1) << 53,
-                      "global_batch=%lld; weights need one of 1 to 2^53", (long long)batch);
+    DDP__SAMPLER_NEED(batch > 0 && (double)batch * replicas <= 1e12,
+                      "global_batch=%lld with num_replicas=%d; with weights their product must be 1 to 1e12",
+                      (long long)batch, replicas);
     for (int r = 0; r < replicas; r++) {
         DDP__SAMPLER_NEED(weights[r] > 0 && weights[r] < HUGE_VAL,
                           "weights[%d]=%g; use finite numbers above 0", r, weights[r]);

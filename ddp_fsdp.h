@@ -773,8 +773,9 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
 
 /* Stores the memory that rank 0 of world_size ranks will have used after some steps: the peak that
-   ddp_fsdp_get_memory then reports. No rank uses more. It needs no group, and reads no values: value.data and
-   init_fn may be NULL. desc->ranks describes the ranks; the groups of the desc are not read.
+   ddp_fsdp_get_memory then reports. No rank uses more. It needs no group, and reads no values: value.data,
+   init_fn and the data of buffers may be NULL. desc->ranks describes the ranks; the groups of the desc are
+   not read.
    It assumes the training step above: one unit at a time is unsharded, twice per micro-batch. Not included: a
    background save, f32 sums of a ddp_pipeline, and the sums that a 16-bit gradient gets when it is read or
    clipped twice (see CONCEPTS).
@@ -6128,7 +6129,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
 #define DDP__CREATE_INVALID(group, ...) ddp__fsdp_invalid("ddp_fsdp_create", group, __VA_ARGS__)
 
 static ddp_result ddp__fsdp_buffers_check(ddp_group *group, const ddp_fsdp_desc *d) {
-    DDP_TRY(ddp_buffers_check("ddp_fsdp_create", group, d->buffers, d->buffer_count));
+    DDP_TRY(ddp_buffers_check("ddp_fsdp_create", group, d->buffers, d->buffer_count, group != NULL));
     if (d->buffer_count && !d->buffer_names)
         return DDP__CREATE_INVALID(group, "buffer_names is NULL; set a name for each of the %d buffers",
                                    d->buffer_count);
@@ -6736,7 +6737,7 @@ static ddp_fsdp_bytes ddp__fsdp_peak_of_steps(ddp_fsdp *f) {
     size_t unshards = 2 * (size_t)f->unit_count * (size_t)f->desc.micro_batch_count;
     int full = ddp__full_memory_is_per_unit(f) ? 0 : ddp__full_buffers_needed(f, 1);
     int window = f->reduces_per_micro_batch ? ddp__prefetch_window(f) : 0, grads = 0;
-    size_t capacity = 4 * (size_t)f->unit_count;
+    size_t capacity = 4 * (size_t)f->unit_count, outgrown = 0; /* of ddp__unshard_order_record */
     void *ignored;
     f->allocator.counts_only = 1;
     for (int i = 0; i < full; i++)
@@ -6745,8 +6746,9 @@ static ddp_fsdp_bytes ddp__fsdp_peak_of_steps(ddp_fsdp *f) {
     if (grads && f->desc.micro_batch_count > 1) grads++; /* a forward, while all reductions are in flight */
     for (int i = 0; i < grads && i < window; i++)
         (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, f->reduce.buffer_bytes, &ignored);
-    while (capacity < unshards) capacity *= 2;
-    (void)ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_HOST, capacity * sizeof(int), &ignored);
+    for (; capacity < unshards; capacity *= 2) outgrown = capacity;
+    (void)ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_HOST, (capacity + outgrown) * sizeof(int),
+                          &ignored);
     const ddp_fsdp_bytes peak = f->allocator.peak;
     f->allocator = saved;
     return peak;

@@ -37,7 +37,6 @@ RESULTS
 #include "gpt_tensor.h"
 #include "train.h"
 
-#include <float.h>
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,

@@ -117,7 +117,6 @@ CHECKPOINTS
 #include "../extras/llmc.h"
 #include "train.h"
 
-#include <float.h>
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,

@@ -44,7 +44,7 @@ case $source in
     esac
     if [ "$GPU_LEVEL" = check ]; then
         # Kernels are functions of the host, too: inlining all of them takes half of the compiler's time.
-        set -- "$nvcc" $options -O1 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline"
+        set -- "$nvcc" $options -O0 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline"
         set -- "$@" -Werror all-warnings "-Xcompiler=$warnings,-Werror"
         bodies=${GPU_BODIES:-} cuda_bodies=${GPU_CUDA_BODIES:-}
         case $program in # some use private functions

@@ -123,7 +123,7 @@ build)
     printf '#define DDP_IMPLEMENTATION\n#include "ddp.h"\n#include "ddp_fsdp.h"\n' >"$temporary/bodies.c"
     printf '#define DDP_CUDA_IMPLEMENTATION\n#include "ddp_cuda.cuh"\n' >"$temporary/cuda_bodies.cu"
     "${CC:-cc}" -O1 -I. -c "$temporary/bodies.c" -o "$GPU_BODIES" &
-    "$nvcc" -std=c++17 $(gpu_arch_flags "$GPU_ARCH") -O1 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline" \
+    "$nvcc" -std=c++17 $(gpu_arch_flags "$GPU_ARCH") -O0 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline" \
         ${GPU_NCCL:--DDDP_NO_NCCL} $GPU_CUBLASLT -I. -c "$temporary/cuda_bodies.cu" -o "$GPU_CUDA_BODIES" || exit 1
     wait $! || exit 1
     programs=$(with_libraries ${PROGRAMS:-$tests bench_gpu bench_gpt})

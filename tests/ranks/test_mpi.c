@@ -24,10 +24,20 @@ int MPI_Finalize(void) {
     return PMPI_Finalize();
 }
 
+/* by_machine_only: 1 = sums take the method by machine. is_compared: 1 = the comparison of a call runs. */
+static int by_machine_only, is_compared, stalls_after_compare;
+
 int MPI_Iallreduce(const void *send, void *recv, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
                    MPI_Request *request) {
+    static uint64_t words[3]; /* hash, its complement, method */
     int fail = fails_next;
     fails_next = 0;
+    if (by_machine_only && count == 3) {
+        memcpy(words, send, sizeof words);
+        words[2] = 0; /* DDP__MPI_BY_MACHINE */
+        send = words;
+        is_compared = 1;
+    }
     return fail ? MPI_ERR_OTHER : PMPI_Iallreduce(send, recv, count, type, op, comm, request);
 }
 
@@ -61,6 +71,16 @@ int MPI_Improbe(int from, int tag, MPI_Comm comm, int *flag, MPI_Message *messag
         probes++;
     }
     return PMPI_Improbe(from, tag, comm, flag, message, status);
+}
+
+/* Between the comparison of a call and its transfer, a rank stalls: longer than the timeout and two queries,
+   shorter than the timeout of its local group. */
+int MPI_Testall(int count, MPI_Request requests[], int *done, MPI_Status statuses[]) {
+    int error = PMPI_Testall(count, requests, done, statuses);
+    if (!*done || !is_compared) return error;
+    is_compared = 0;
+    if (stalls_after_compare) ranks_sleep_us(4300000);
+    return error;
 }
 
 int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
@@ -216,6 +236,36 @@ static ddp_result across(void) {
     }
     ddp_group_destroy(g);
     finalized_at_exit = 1;
+    return DDP_OK;
+}
+
+/* A rank that stalls inside a sum by machine is named, although the leaders of all machines have arrived and
+   answer. In a reduce, a rank that has ended early waits in the next call: it waits for the cause, too. */
+static ddp_result stalled(void) {
+    enum { COUNT = 1000 };
+    static float data[4 * COUNT], out[COUNT];
+    for (int kind = 0; kind < 3; kind++) {
+        ddp_group *g = NULL;
+        if (kind > 0) MPI_Barrier(MPI_COMM_WORLD); /* rank 3 is late */
+        RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 2000));
+        RANKS_CHECK(g, ddp_world_size(g) == 4 && ranks_per_machine() == 2, "it needs 4by2");
+        RANKS_OK(g, ddp_barrier(g));
+        by_machine_only = 1;
+        stalls_after_compare = ddp_rank(g) == 3;
+        ddp_result result = DDP_OK;
+        if (kind == 0) result = ddp_all_reduce(g, data, out, COUNT, DDP_F32, DDP_OP_SUM, NULL);
+        if (kind == 1) result = ddp_reduce(g, data, out, COUNT, DDP_F32, DDP_OP_SUM, 0, NULL);
+        if (kind == 2) result = ddp_reduce_scatter(g, data, out, COUNT, DDP_F32, DDP_OP_SUM, NULL);
+        if (result == DDP_OK) result = ddp_barrier(g);
+        RANKS_CHECK(g, result != DDP_OK, "kind %d: no rank has found the stalled one", kind);
+        /* And ranks that stand still at this moment. */
+        const char *missing = strstr(ddp_last_error(), "missing: rank ");
+        RANKS_CHECK(g, missing && strchr(missing, '3'), "kind %d: %s", kind, ddp_last_error());
+        by_machine_only = 0;
+        stalls_after_compare = 0;
+        ddp_group_destroy(g);
+    }
+    finalized_at_exit = 0;
     return DDP_OK;
 }
 
@@ -553,6 +603,7 @@ int main(int argc, char **argv) {
         {"large", large},
         {"probing", probing},
         {"across", across},
+        {"stalled", stalled},
     };
     watchdog_start(240);
     inner.mpi_chunk_bytes = (size_t)2 << 20; /* the normal size */
