@@ -152,13 +152,13 @@ typedef struct ddp_update {
     ddp_dtype copy_dtype;             /* a float; not read without copies */
     const ddp_update_tensor *tensors; /* the list */
     int tensor_count;                 /* entries of tensors */
-    /* The factors of the formulas. rate: ADAMW lr / (1 - beta1^step); LAMB 1 / (1 - beta1^step); SGD lr;
-       LARS 1. SGD and LARS: beta1 is the momentum, one_minus_beta1 is 1 - dampening */
-    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
-    double scale, grad_scale;         /* grad_scale 0 = 1 */
-    double decay_factor;              /* ADAMW: 1 - lr * weight decay */
-    double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
-    int first, nesterov;              /* SGD: 1 = the first step; 1 = Nesterov momentum */
+    double rate; /* ADAMW: lr / (1 - beta1^step). LAMB: 1 / (1 - beta1^step). SGD: lr. LARS: 1 */
+    double beta1, one_minus_beta1;             /* SGD, LARS: momentum and 1 - dampening */
+    double beta2, one_minus_beta2, eps, decay; /* the other factors of the formulas */
+    double scale, grad_scale;                  /* grad_scale 0 = 1 */
+    double decay_factor;                       /* ADAMW: 1 - lr * weight decay */
+    double inv_sqrt_bias_correction2;          /* 1 / sqrt(1 - beta2^step) */
+    int first, nesterov;                       /* SGD: 1 = the first step; 1 = Nesterov momentum */
     const float *grad_scale_at; /* NULL = grad_scale; otherwise the device's memory with that factor, which is
                                    read when the work runs */
 } ddp_update;

@@ -37,7 +37,6 @@ RESULTS
 #include "gpt_tensor.h"
 #include "train.h"
 
-
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--pp", FLAG_INT32, NOT_SAVED, AT(stages), 1, TRAIN_MAX_AXIS, "N pipeline stages; default 1"},

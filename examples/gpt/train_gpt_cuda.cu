@@ -117,7 +117,6 @@ CHECKPOINTS
 #include "../extras/llmc.h"
 #include "train.h"
 
-
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--gpus", FLAG_TEXT, NOT_SAVED, AT(gpus), 0, 0,
