@@ -10047,8 +10047,8 @@ static int ddp__mpi_has_state(const ddp__mpi *s, int state) {
 }
 
 /* After a timeout of a collective: looks for the ranks that it waits for, and fails with their names. If all
-   leaders of a sum by machine have arrived, one of them waits for a rank of its machine. A rank that is
-   behind waits in an earlier call: that call fails first, with the cause. */
+   leaders of a sum by machine have arrived, one of them waits for a rank of its machine. If a rank waits in
+   an earlier call (DDP_RANK_BEHIND), this call lets that one fail first, since it names the cause. */
 static void ddp__mpi_find_silent_ranks(ddp_group *group, ddp__mpi *s, double overdue_ms) {
     ddp__mpi_query_ranks(s, s->offset, s->world_size - 1, s->stride);
     if (!ddp__mpi_has_state(s, DDP_RANK_SILENT) && s->stride > 1)
@@ -10276,9 +10276,8 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
 /* all_reduce and reduce by machine, in pieces: a reduce to one rank of each machine, the leader; the flat
    method among the leaders; in an all_reduce, a broadcast on each machine. The leaders include the root. */
 static ddp_result ddp__mpi_reduce_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call,
-                                             ddp_dtype sum_dtype) {
+                                             ddp_dtype sum_dtype, ddp_op sum_op) {
     const ddp_device *cpu = ddp_device_cpu();
-    const ddp_op sum_op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op; /* the flat method divides */
     const int to_all = call->kind == DDP_CALL_ALL_REDUCE, converts = sum_dtype != call->dtype;
     const int receives = to_all || s->rank == call->root;
     const int leader = to_all ? 0 : call->root % s->ranks_per_machine;
@@ -10310,9 +10309,8 @@ static ddp_result ddp__mpi_reduce_by_machine(ddp_group *group, ddp__mpi *s, cons
    among peers, the ranks at the same position on their machines. Between the two, a rank has its machine's
    sums of its own block and of the blocks of its peers. These are adjacent in machine_sums. */
 static ddp_result ddp__mpi_reduce_scatter_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call,
-                                                     ddp_dtype sum_dtype) {
+                                                     ddp_dtype sum_dtype, ddp_op sum_op) {
     const ddp_device *cpu = ddp_device_cpu();
-    const ddp_op sum_op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op; /* the flat method divides */
     const int per_machine = s->ranks_per_machine, local = ddp_rank(s->local);
     const size_t machines = (size_t)(s->world_size / per_machine), machine = (size_t)(s->rank / per_machine);
     const size_t element = ddp_dtype_size(call->dtype), sum_element = ddp_dtype_size(sum_dtype);
@@ -10343,9 +10341,10 @@ static ddp_result ddp__mpi_reduce_scatter_by_machine(ddp_group *group, ddp__mpi 
 /* A sum by machine. Partial sums of 16-bit floats are f32. */
 static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const ddp_dtype sum_dtype = ddp_sum_dtype(call->dtype);
+    const ddp_op sum_op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op; /* the flat method divides */
     return call->kind == DDP_CALL_REDUCE_SCATTER
-               ? ddp__mpi_reduce_scatter_by_machine(group, s, call, sum_dtype)
-               : ddp__mpi_reduce_by_machine(group, s, call, sum_dtype);
+               ? ddp__mpi_reduce_scatter_by_machine(group, s, call, sum_dtype, sum_op)
+               : ddp__mpi_reduce_by_machine(group, s, call, sum_dtype, sum_op);
 }
 
 /* Returns the MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. MPI never computes MIN and
@@ -10554,8 +10553,7 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     for (int r = 0; r < s->world_size && cause == DDP_OK; r++) ddp__mpi_send_control(s, r, DDP__CONTROL_LEFT);
     if (cause != DDP_OK) ddp__mpi_fail(s, cause);
     ddp_group_destroy(s->local);
-    if (cause != DDP_OK) return;
-    ddp_host_free(group, s->scratch);
+    if (cause == DDP_OK) ddp_host_free(group, s->scratch);
 }
 
 /* Each rank sends these to all others when a group opens: its machine, a random number for the token of the

@@ -21,10 +21,8 @@ EXAMPLE
         ddp_fsdp_unit_desc unit = {"layer", &p, 1};          // parameters that are unsharded together
         ddp_fsdp_desc desc = DDP_ZERO;                       // zero means default: ZeRO-3, AdamW, f32
         ddp_fsdp *fsdp;
-        p.param.name = "w";
-        p.param.value = value;
-        desc.units = &unit;
-        desc.unit_count = 1;
+        p.param.name = "w", p.param.value = value;
+        desc.units = &unit, desc.unit_count = 1;
         DDP_TRY(ddp_fsdp_create(&fsdp, world, &desc));
         for (int step = 0; step < *(int *)user; step++) {
             DDP_TRY(ddp_fsdp_unshard(fsdp, 0));              // value.data, grad.data: full tensors
@@ -663,8 +661,8 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
    where it is stored. grad is valid until ddp_fsdp_step or ddp_fsdp_zero_grad. It is in device memory; in
    host memory with OFFLOAD_PARAMS. The caller may change grad, equally on all replicas, and values between
    steps. With OFFLOAD_PARAMS, synchronize the device before changing values: an evaluation may still read
-   them. The full parameters of all ranks have the new values after the next ddp_fsdp_step;
-   parameters without a separate master copy may show them earlier. */
+   them. The full parameters of all ranks have the new values after the next ddp_fsdp_step; parameters without
+   a separate master copy may show them earlier. */
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row);
 

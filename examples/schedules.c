@@ -8,8 +8,8 @@
 
     F is forward, I the gradient of inputs, W the gradient of weights, B both; 2F0 is F of stage 2 and
     micro-batch 0. One process draws all of them; no ranks are started. The bubble is the share of time in
-    which ranks wait. Memory counts the activations of micro-batches in flight. The F, I and W
-    of a rank are divided by its number of chunks. The last part reads a schedule of your own. */
+    which ranks wait. Memory counts the activations of micro-batches in flight. The F, I and W of a rank are
+    divided by its number of chunks. The last part reads a schedule of your own. */
 #define DDP_IMPLEMENTATION
 #include "../ddp_pipeline.h"
 #include <errno.h>

@@ -14,7 +14,7 @@ import textwrap
 
 HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cuh"]
 HEADINGS = ["USAGE", "EXAMPLE", "CONTENTS", "CONCEPTS", "ERRORS", "CONFIG MACROS", "NOT DONE HERE"]
-MAX_OPENING, MAX_EXAMPLE, MAX_COLUMNS, MAX_FUNCTION = 200, 28, 110, 80
+MAX_OPENING, MAX_EXAMPLE, MAX_COLUMNS, MAX_FUNCTION = 200, 26, 110, 80
 EXAMPLE_SECONDS = 60
 
 # Functions that end the program or write where the user did not ask. Members of a table of functions may have these names.

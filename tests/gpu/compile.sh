@@ -7,9 +7,10 @@
 #   GPU_NCCL       -lnccl, or empty: built with DDP_NO_NCCL
 #   GPU_CUBLASLT   -DDDP_USE_CUBLASLT -lcublasLt, or empty
 #   GPU_LEVEL      kit    -O2, optimised machine code with line numbers, no symbols
-#                  check  host code with -O1 and warnings as errors, PTX that is not optimised; $GPU_BODIES is an
-#                         object with the bodies of ddp.h and ddp_fsdp.h, $GPU_CUDA_BODIES one with those of
-#                         ddp_cuda.cuh: they are then not compiled again
+#                  check  warnings as errors, PTX that is not optimised. Host code is optimised (-O1) only if no
+#                         test compiles it so for the fake GPU. $GPU_BODIES is an object with the bodies of
+#                         ddp.h and ddp_fsdp.h, $GPU_CUDA_BODIES one with those of ddp_cuda.cuh: they are then
+#                         not compiled again
 set -u
 . tests/gpu/libraries.sh
 folder=$1 program=$2
@@ -43,8 +44,12 @@ case $source in
     tests/*) warnings=$warnings,-ffp-contract=off ;; # references are computed without fused multiply-add
     esac
     if [ "$GPU_LEVEL" = check ]; then
+        optimize=-O0
+        case $program in # the others are part of support/cuda_tests.cu and support/gpt_tests.cu
+        test_device | test_kernels | bench_gpu) optimize=-O1 ;;
+        esac
         # Kernels are functions of the host, too: inlining all of them takes half of the compiler's time.
-        set -- "$nvcc" $options -O0 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline"
+        set -- "$nvcc" $options $optimize -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline"
         set -- "$@" -Werror all-warnings "-Xcompiler=$warnings,-Werror"
         bodies=${GPU_BODIES:-} cuda_bodies=${GPU_CUDA_BODIES:-}
         case $program in # some use private functions

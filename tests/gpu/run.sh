@@ -7,7 +7,7 @@
 #                             such a library they fail as not run
 #   run.sh prepare [DIR]      on a machine without a GPU: build every program for sm_90, and print the files
 #                             to carry to the GPU, and their size
-#   run.sh build [DIR]        only compile and link: host code with -O1, PTX that is not optimised
+#   run.sh build [DIR]        only compile and link, without optimising PTX and most of the host code
 #   run.sh programs DIR NAME...   build these programs if they are missing or out of date
 # FLAGS: --out DIR       summary.txt (one page), results.jsonl, log.txt (all output); build/gpu/results by
 #                        default
